@@ -79,7 +79,7 @@ def open_adapter(path: str | Path | Adapter) -> Adapter:
     if not folder.is_dir():
         raise AdapterError(f"{folder}: no such adapter folder")
     if not (folder / CONFIG).is_file():
-        raise AdapterError(f"{folder}: {CONFIG} is missing; this is not an adapter's folder")
+        raise AdapterError(f"{folder}: {CONFIG} is missing; give an adapter's folder")
     if not (folder / WEIGHTS).is_file():
         hint = "; save it again as safetensors" if (folder / "adapter_model.bin").is_file() else ""
         raise AdapterError(f"{folder}: {WEIGHTS} is missing{hint}")
@@ -95,7 +95,7 @@ def open_adapter(path: str | Path | Adapter) -> Adapter:
             raise AdapterError(f"{info.file}: '{name}' is {info.dtype}, not a float tensor")
         target[name.removeprefix(PREFIX)] = info
     if not tensors:
-        raise AdapterError(f"{folder / WEIGHTS}: holds no tensors")
+        raise AdapterError(f"{folder / WEIGHTS}: contains no tensors; copy the adapter again")
     return Adapter(folder, config, tensors, read_metadata(folder), tables)
 
 
@@ -103,7 +103,7 @@ def check_finite(adapter: Adapter) -> None:
     """Read every tensor once; raise AdapterError naming the first with a NaN or infinity."""
     from moe_finetune.checkpoint.values import check_values
 
-    remedy = "the training diverged, take an earlier checkpoint"
+    remedy = "the training diverged; use an earlier checkpoint"
     check_values(adapter.tensors.values(), AdapterError, remedy)
 
 
@@ -129,7 +129,7 @@ def read_bias(folder: Path) -> dict[int, list[float]] | None:
             raise AdapterError(f"{file}: '{name}' is {info.dtype}, not a float tensor")
         values = read_tensor(info).tolist()
         if not all(map(math.isfinite, values)):
-            raise AdapterError(f"{file}: '{name}' holds NaN or infinity; take an earlier one")
+            raise AdapterError(f"{file}: '{name}' contains NaN or infinity; use an earlier one")
         bias[int(layer)] = values
     return bias
 
@@ -138,11 +138,12 @@ def _read_config(file: Path) -> dict[str, Any]:
     config = read_object(file, AdapterError, COPY_AGAIN)
     if config.get("peft_type") != "LORA":
         kind = config.get("peft_type")
-        raise AdapterError(f"{file}: peft_type is {kind}; only LORA adapters can be merged")
+        raise AdapterError(f"{file}: peft_type is {kind}; only LoRA adapters (LORA) can be merged")
     for key in _REFUSED:
         if config.get(key):
             raise AdapterError(
-                f"{file}: '{key}' is set; such an adapter cannot be merged here, merge it with PEFT"
+                f"{file}: '{key}' is set; moe-finetune cannot merge such an adapter; merge it "
+                "with PEFT"
             )
     start = config.get("init_lora_weights", True)
     if start not in (True, False, None, "gaussian", "orthogonal"):
@@ -191,6 +192,6 @@ def unused(adapter: Adapter, used: Iterable[str]) -> None:
     unmerged = sorted(set(adapter.tensors) - set(used))
     if unmerged:
         raise AdapterError(
-            f"{adapter.folder / WEIGHTS}: {len(unmerged)} tensors would not be merged, first "
-            f"'{unmerged[0]}'; they are not LoRA factors or saved modules"
+            f"{adapter.folder / WEIGHTS}: {len(unmerged)} tensors would not be merged, the first "
+            f"is '{unmerged[0]}'; they are not LoRA factors or saved modules"
         )

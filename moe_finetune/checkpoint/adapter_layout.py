@@ -87,7 +87,7 @@ def outputs_first(
     if version is None:
         raise AdapterError(
             f"{location}: the experts' matrices are square, and peft_version is missing, so "
-            "lora_A may have their inputs or their outputs. Add the version of PEFT that saved the "
-            'adapter, such as "peft_version": "0.18.1"'
+            "lora_A may apply to their inputs or their outputs. Add the version of PEFT that "
+            'saved the adapter, such as "peft_version": "0.18.1"'
         )
     return (int(version[1]), int(version[2])) < SWAPPED_UNTIL

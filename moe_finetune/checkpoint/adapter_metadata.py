@@ -66,7 +66,7 @@ def read_metadata(folder: str | Path) -> AdapterMetadata:
     dropout = content.pop("experts_dropout", 0.0)
     if type(dropout) not in (int, float) or not 0 <= dropout < 1:
         raise AdapterError(
-            f"{file}: experts_dropout is {dropout!r:.60}; wanted a number from 0 to below 1"
+            f"{file}: experts_dropout is {dropout!r:.60}; it must be a number from 0 to below 1"
         )
     return AdapterMetadata(_experts(file, experts), float(dropout), content)
 

@@ -45,7 +45,7 @@ def bias_config(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     """
     if family.bias_export == "none":
         raise UnsupportedModelError(
-            f"{family.title} has no place for a routing bias; export with bias 'drop' to leave it "
+            f"{family.title} cannot store a routing bias; export with bias 'drop' to leave it "
             "out (routing then differs from training), or train without loss-free balancing"
         )
     if family.bias_export == "tensor":
@@ -102,8 +102,8 @@ def plan_bias(
         name = bias_name(family, layer)
         if family.bias_export == "tensor" and name not in base.tensors:
             raise UnsupportedModelError(
-                f"{family.title}: this checkpoint's routers have no bias ('{name}'), so it has no "
-                "place for a routing bias; export with bias 'drop'"
+                f"{family.title}: this checkpoint's routers have no bias ('{name}'), so it "
+                "cannot store a routing bias; export with bias 'drop'"
             )
         file = base.tensors[name].file.name if name in base.tensors else router.file.name
         tensors[name] = BiasValue(file, content)

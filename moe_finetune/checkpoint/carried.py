@@ -57,8 +57,8 @@ def refuse_foreign_links(folder: Path) -> None:
         real = path.resolve()
         if not any(real.is_relative_to(parent) for parent in allowed):
             raise CheckpointError(
-                f"{path}: is a link to {real}, outside the checkpoint, and would be copied with "
-                "it; put the file itself there, or remove the link"
+                f"{path}: is a link to {real}, outside the checkpoint, whose target would be "
+                "copied along; replace the link with the file, or remove it"
             )
 
 

@@ -224,7 +224,8 @@ class Merged:
         folders = ", ".join(str(adapter.folder) for adapter, _ in self.factors.adapters)
         return NumericsError(
             f"'{source.name}' is not finite with {folders or 'this dtype'}: its values times "
-            "lora_alpha are too large; take an earlier checkpoint, or look at adapter_config.json"
+            "lora_alpha are too large; use an earlier checkpoint, or check lora_alpha in "
+            "adapter_config.json"
         )
 
     def low_rank(self, expert: int) -> tuple[Tensor | None, Tensor | None]:

@@ -49,8 +49,8 @@ def check_fit(checkpoint: Checkpoint) -> dict[str, str]:
     layers = 1 + max((numbers[name] or 0 for name in later), default=text.num_hidden_layers - 1)
     if layers != text.num_hidden_layers:
         raise CheckpointError(
-            f"{config_file}: num_hidden_layers is {text.num_hidden_layers}, but the files hold "
-            f"{layers} layers; restore the checkpoint's own config.json"
+            f"{config_file}: num_hidden_layers is {text.num_hidden_layers}, but the files "
+            f"contain {layers} layers; restore the checkpoint's own config.json"
         )
     experts = family.num_experts(config)
     if not 1 <= family.top_k(config) <= experts:
@@ -88,7 +88,8 @@ def as_stored(checkpoint: Checkpoint) -> Checkpoint:
     if len(examples) > 1:
         raise CheckpointError(
             f"{checkpoint.folder}: '{examples[True]}' is stored transposed, (experts, in, out), "
-            f"and '{examples[False]}' is not; loaders would read one of them wrongly"
+            f"and '{examples[False]}' is not; loaders would misread one of them; save the "
+            "checkpoint again with one layout"
         )
     turned = replace(disk, transposed=True in examples)
     return replace(checkpoint, family=replace(checkpoint.family, disk=turned))
@@ -144,14 +145,13 @@ def check_tensors(
             continue
         hint = did_you_mean(name, extra) if extra else ""
         raise CheckpointError(
-            f"{folder}: tensor '{name}' is missing; a shard is missing or the checkpoint is "
-            f"incomplete{hint}"
+            f"{folder}: tensor '{name}' is missing; the checkpoint is incomplete{hint}"
         )
     for name in extra:
         raise CheckpointError(
-            f"{folder}: tensor '{name}' in {tensors[name].file.name} does not belong to "
-            f"this model ({len(extra)} such tensors); the files or config.json are another "
-            "checkpoint's"
+            f"{folder}: tensor '{name}' in {tensors[name].file.name} does not belong to this "
+            f"model ({len(extra)} such tensors); the files and config.json are from different "
+            "checkpoints"
         )
     integers = integers_on_disk(config, None if family is None else family.disk.spelling)
     for name, shape in needed.items():
@@ -161,13 +161,13 @@ def check_tensors(
         if info.dtype not in (INTEGERS if name in integers else FLOATS):
             kind = "whole numbers" if name in integers else "a float"
             raise CheckpointError(
-                f"{info.file}: '{name}' is stored as {info.dtype}, not as {kind}, and "
-                "config.json names no quantization; restore the checkpoint's own "
-                "config.json, or use an unquantized checkpoint"
+                f"{info.file}: '{name}' is stored as {info.dtype}, not as {kind}, but "
+                "config.json has no quantization; restore the checkpoint's own config.json, or "
+                "use an unquantized checkpoint"
             )
         if info.shape != shape:
             raise CheckpointError(
-                f"{info.file}: '{name}' has shape {list(info.shape)}, and config.json describes "
+                f"{info.file}: '{name}' has shape {list(info.shape)}, but config.json describes "
                 f"{list(shape)}; restore the checkpoint's own files"
             )
     return left_out

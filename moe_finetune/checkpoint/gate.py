@@ -79,8 +79,7 @@ def _check_base(adapter: Adapter, base: Checkpoint) -> None:
             return
         _warned.add(folder)
         log.warning(
-            "%s: does not say which base it was trained on (%s of %s); all that can be checked "
-            "is that its shapes fit %s",
+            "%s: does not record its base (%s of %s), so only its shapes can be checked against %s",
             adapter.folder,
             key,
             METADATA,
@@ -137,13 +136,13 @@ def _check_complete(adapter: Adapter, base: Checkpoint) -> None:
         unselected = selection is not None and stack in key and int(layer) not in selection
         if not unselected and not key.endswith(_OPTIONAL):
             raise AdapterError(
-                f"{adapter.folder}: adapter tensor '{key}' is missing, which {CONFIG} calls for"
-                f"{did_you_mean(key, extra) if extra else '; copy the adapter again'}"
+                f"{adapter.folder}: adapter tensor '{key}' is missing, which {CONFIG} "
+                f"requires{did_you_mean(key, extra) if extra else '; copy the adapter again'}"
             )
     if extra:
         raise AdapterError(
-            f"{adapter.folder}: adapter tensor '{extra[0]}' is not one of those that {CONFIG} "
-            f"calls for ({len(extra)} such tensors); use the config that belongs to this file"
+            f"{adapter.folder}: adapter tensor '{extra[0]}' is not among those that {CONFIG} "
+            f"describes ({len(extra)} such tensors); use the config of this adapter"
         )
 
 
@@ -171,7 +170,8 @@ def _old_keys(adapter: Adapter, base: Checkpoint) -> set[str]:
                 keys |= {f"{module}.{f}" for f in factors[: 3 if config.get("use_dora") else 2]}
     except (re.error, TypeError) as error:
         raise AdapterError(
-            f"{adapter.folder / CONFIG}: its modules are not names or an expression ({error})"
+            f"{adapter.folder / CONFIG}: its modules must be names or a regular expression "
+            f"({error})"
         ) from None
     return keys
 

@@ -68,11 +68,11 @@ def load_quantized(
     stored: Stored = PlainTensors(checkpoint.tensors)
     if checkpoint.quantized is not None:
         stored = checkpoint.quantized
-        log.warning("%s is stored as %s: dequantized while it is loaded", folder, stored.format)
+        log.warning("%s is stored as %s and is dequantized while it loads", folder, stored.format)
     if kind is not None:
         log.info(
-            "experts and linear layers are held as %s; routers, norms, embeddings and the "
-            "language-model head stay %s",
+            "experts and linear layers are stored as %s in memory; routers, norms, embeddings "
+            "and the language-model head stay %s",
             kind,
             named,
         )
@@ -105,7 +105,8 @@ def _one_device(device_map: Any) -> torch.device:
         device_map = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if gpu else "cpu"
     if not isinstance(device_map, str | int | torch.device):
         raise RecipeError(
-            f"device_map: {device_map!r} spreads the model; a quantized one has to be on one device"
+            f"device_map: {device_map!r} spreads the model, but a quantized model must be on one "
+            "device"
         )
     return torch.device(device_map)
 
@@ -154,7 +155,7 @@ def load_streaming(
         if any(disk_name not in stored for disk_name in disk):
             raise UnsupportedModelError(
                 f"{folder}: {family.title} cannot be loaded tensor by tensor: '{name}' is not "
-                "stored as a tensor of its own; load it without quantization"
+                "stored as a separate tensor; load it without quantization"
             )
         target, experts = state[name], None
         if hasattr(target, "device_mesh"):  # a stack that transformers' plan spreads over ranks
@@ -175,7 +176,7 @@ def load_streaming(
     unfilled = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if unfilled:
         raise UnsupportedModelError(
-            f"{folder}: {family.title} cannot be loaded tensor by tensor: nothing fills "
+            f"{folder}: {family.title} cannot be loaded tensor by tensor: no tensor fills "
             f"'{unfilled[0]}'; load it without quantization"
         )
     model.name_or_path = str(folder)
@@ -283,7 +284,7 @@ def _placed(name: str, tensor: Tensor, dtype: torch.dtype, device: Any) -> Tenso
     narrower = tensor.is_floating_point() and torch.finfo(dtype).max < torch.finfo(tensor.dtype).max
     if narrower and not finite(placed):
         raise CheckpointError(
-            f"'{name}' has values beyond the largest {dtype}; use a wider model.dtype".replace(
+            f"'{name}' has values that overflow {dtype}; use a wider model.dtype".replace(
                 "torch.", ""
             )
         )

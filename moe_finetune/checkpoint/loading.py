@@ -1,4 +1,4 @@
-"""The model of a checkpoint, with all of its tensors and no code of its own."""
+"""The model of a checkpoint, with all of its tensors and without remote code."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def load_model(
     """
     if options.pop("trust_remote_code", False):
         raise UnsupportedModelError(
-            "trust_remote_code: code from a checkpoint is never executed; every supported family "
-            "has its class here or in transformers, so leave the option out"
+            "trust_remote_code: code from a checkpoint is never executed; every supported "
+            "family has a class here or in transformers; leave the option out"
         )
     from moe_finetune.quantization.codec import check_kind
 
@@ -132,5 +132,5 @@ def check_attention(name: str | None) -> None:
     if name in package and find_spec(package[name]) is None:
         raise DependencyError(
             f"attn_implementation {name}: the package {package[name]} is not installed, and its "
-            "kernel is not fetched from the hub; install it, or use sdpa"
+            "kernel is never downloaded from the hub; install it, or use sdpa"
         )

@@ -106,7 +106,7 @@ class MergePlan:
             name = ".".join("*" if part.isdigit() else part for part in plan.target.name.split("."))
             how = "routing bias" if plan.value is not None else "low-rank update"
             if any(isinstance(update, Replace) for update in plan.updates):
-                how = "replaced by the adapter's own"
+                how = "replaced by the adapter's tensor"
             if plan.float_name is not None:
                 how += ", requantized"
             counts[name, how] += 1
@@ -151,7 +151,7 @@ def plan_merge(
         UnsupportedModelError: a bias that the family cannot store.
     """
     if dtype is not None and dtype not in STORED:
-        raise CheckpointError(f"dtype '{dtype}' is not one of {', '.join(STORED)}")
+        raise CheckpointError(f"dtype '{dtype}' must be one of {', '.join(STORED)}")
     if dtype is not None and base.quantized is not None:
         raise CheckpointError(
             f"dtype '{dtype}': {base.folder} is stored as {base.quantized.format}, and the merged "
@@ -165,7 +165,7 @@ def plan_merge(
         if adapter.config.get("use_dora") and (weight != 1.0 or len(adapters) > 1):
             raise AdapterError(
                 f"{adapter.folder}: DoRA (use_dora) is not a sum of products: it cannot be "
-                "weighted or added to another adapter's change; merge it by itself first"
+                "weighted or added to another adapter's change; merge it separately first"
             )
         for name, update in resolve(adapter, base, index):
             updates.setdefault(name, []).append(update)
@@ -192,7 +192,7 @@ def plan_merge(
         if plan.updates and plan.source and not floats:
             raise CheckpointError(
                 f"{plan.source.file}: '{plan.target.name}' is stored as {plan.source.dtype}; an "
-                "adapter cannot be merged into a quantized checkpoint, use the unquantized one"
+                "adapter cannot be merged into a quantized checkpoint; use the unquantized one"
             )
     if dtype is not None:
         keys = [key for key in ("dtype", "torch_dtype") if key in base.config] or ["dtype"]

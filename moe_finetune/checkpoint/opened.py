@@ -109,13 +109,13 @@ def _check_layers(checkpoint: Checkpoint) -> None:
     others = Counter(match[1] for name in checkpoint.tensors if (match := _LAYERS.match(name)))
     if missing and not layers - {None} and others:
         raise CheckpointError(
-            f"{checkpoint.folder}: its layers are called '{others.most_common(1)[0][0]}N', and "
+            f"{checkpoint.folder}: its layers are named '{others.most_common(1)[0][0]}N', but "
             f"loaders of model_type '{checkpoint.config['model_type']}' look for "
-            f"'{checkpoint.family.disk.stack}N'; config.json is another model's, or the tensors "
-            "have to be renamed"
+            f"'{checkpoint.family.disk.stack}N'; use the config.json of this model, or rename "
+            "the tensors"
         )
     if missing:
         raise CheckpointError(
-            f"{checkpoint.folder}: no tensor of layer {missing[0]}, config.json says "
-            f"num_hidden_layers {expected}; a shard is missing"
+            f"{checkpoint.folder}: no tensor of layer {missing[0]}, but num_hidden_layers in "
+            f"config.json is {expected}; copy the missing shard"
         )

@@ -76,8 +76,8 @@ def peft_folder(adapter: Adapter, base: Checkpoint, output: Path, rewrite: bool 
     parameters = sorted(set(ranks) - modules)
     if adapter.config.get("use_dora") and parameters:
         raise AdapterError(
-            f"{adapter.folder}: DoRA on '{parameters[0]}', which PEFT has no form for on "
-            "this model; merge it with 'moe-finetune merge' and use the merged checkpoint"
+            f"{adapter.folder}: DoRA on '{parameters[0]}', which PEFT cannot represent on this "
+            "model; merge it with 'moe-finetune merge' and use the merged checkpoint"
         )
     root = 0.5 if adapter.config.get("use_rslora") else 1
     changed = {

@@ -168,7 +168,7 @@ def check_permutation(base: Checkpoint, permutation: Permutation) -> None:
         ):
             raise CheckpointError(
                 f"permutation: layer {layer} mixes the {groups} routing groups (n_group) of "
-                f"{size} experts; the model would route differently, keep each group together"
+                f"{size} experts; the model would route differently; keep each group together"
             )
 
 
@@ -200,8 +200,8 @@ def _layer(base: Checkpoint, layer: int, order: tuple[int, ...]) -> dict[str, Co
         source = base.tensors.get(f"{head}{order[int(expert)]}.{leaf}")
         if source is None or (source.dtype, source.shape) != (target.dtype, target.shape):
             raise CheckpointError(
-                f"{base.folder}: experts {expert} and {order[int(expert)]} of layer {layer} differ "
-                f"in dtype or shape of '{leaf}'; they cannot change places"
+                f"{base.folder}: experts {expert} and {order[int(expert)]} of layer {layer} "
+                f"differ in dtype or shape of '{leaf}'; they cannot be exchanged"
             )
         contents[name] = Copy(source)
     return contents

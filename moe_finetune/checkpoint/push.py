@@ -22,11 +22,11 @@ def check_push(repository: str) -> None:
     except HFValidationError as error:
         raise CheckpointError(f"--push {repository}: {error}") from None
     if repository.count("/") != 1:
-        raise CheckpointError(f"--push {repository}: wanted owner/name")
+        raise CheckpointError(f"--push {repository}: write it as owner/name")
     if get_token() is None:
         raise CheckpointError(
-            f"--push {repository}: there is no token; run 'hf auth login' or set HF_TOKEN, "
-            "or leave --push out"
+            f"--push {repository}: no token is set; run 'hf auth login' or set HF_TOKEN, or "
+            "leave --push out"
         )
 
 

@@ -77,7 +77,7 @@ class _Resolver:
                 depths = sorted(depth for other, depth in pairs if other == path)
                 yield from self._fused(path, layer, self._parameter(path, depth, depths), a, b)
             elif depth:
-                raise self._error(a, "nested factors are known for fused experts only")
+                raise self._error(a, "nested factors are supported only for fused experts")
             else:
                 yield from self._linear(path, a, b)
         for path, pair in embeddings.items():
@@ -102,7 +102,8 @@ class _Resolver:
         if tied and disk in (self.head, self.embedding):
             raise self._error(
                 key,
-                "the base ties lm_head and embed_tokens, a merge would change both; untie first",
+                "the base ties lm_head and embed_tokens, and a merge would change both; untie "
+                "them first",
             )
         if disk not in self.base.tensors:
             raise self._error(
@@ -241,8 +242,8 @@ class _Resolver:
             if disk.interleaved or (disk.either and disk.transposed):
                 raise self._error(
                     key,
-                    f"the base stores '{name}' in another order than the model holds it, and "
-                    "experts that trained in full are not merged into that; train them with LoRA",
+                    f"the base stores '{name}' in another order than the model, and fully "
+                    "trained experts cannot be merged into that; train them with LoRA",
                 )
             self._shape(key, self.base.tensors[name].shape, name)
             yield name, Replace(self.number, key, stacked=True)
@@ -261,11 +262,11 @@ class _Resolver:
         if selection is None:
             return tuple(range(total))
         if layer not in selection:
-            raise self._error(key, f"moe_finetune.json names no experts for layer {layer}")
+            raise self._error(key, f"moe_finetune.json lists no experts for layer {layer}")
         if max(selection[layer]) >= total:
             raise self._error(
                 key,
-                f"moe_finetune.json names expert {max(selection[layer])} of layer {layer}, "
+                f"moe_finetune.json lists expert {max(selection[layer])} of layer {layer}, but "
                 f"the base has {total}",
             )
         return selection[layer]
@@ -280,8 +281,8 @@ class _Resolver:
         bare = sorted(set(self.adapter.metadata.experts or ()) - with_factors)
         if bare:
             raise AdapterError(
-                f"{self.adapter.folder}: moe_finetune.json names experts of layer {bare[0]}, for "
-                "which the adapter has no factors"
+                f"{self.adapter.folder}: moe_finetune.json lists experts of layer {bare[0]}, but "
+                "the adapter has no factors for them"
             )
 
     def _both(self, path: str, pair: dict[str, str]) -> tuple[str, str]:

@@ -115,8 +115,8 @@ class QuantizedTensors:
             )
         if not parts:
             raise CheckpointError(
-                f"config.json: {QUANTIZATION} says {form.name}, but no tensor is stored that "
-                "way; the files are of another checkpoint, or the key has to go"
+                f"config.json: {QUANTIZATION} is {form.name}, but no tensor is stored that way; "
+                "copy the files of this checkpoint, or remove the key"
             )
         for name, info in stored.items():
             if name not in parts:

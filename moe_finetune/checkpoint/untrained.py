@@ -74,13 +74,12 @@ def stale_head(checkpoint: Checkpoint, carried: bool = True) -> list[str]:
         return []
     if not carried:
         return [
-            f"{MTP} ({count} tensors) is left out of merged/: a model that trains without an "
-            "adapter is saved without it, and cannot decode speculatively with it"
+            f"{MTP} ({count} tensors) is not in merged/: a model that trains without an adapter "
+            "is saved without it, so speculative decoding with it is not possible"
         ]
     return [
-        f"{MTP} ({count} tensors) stays as it is: it does not train with the layers that it "
-        "reads, so speculative decoding with it may accept fewer tokens; other answers do not "
-        "depend on it"
+        f"{MTP} ({count} tensors) is copied unchanged: it does not train with the layers that it "
+        "reads, so speculative decoding may accept fewer tokens; the output stays the same"
     ]
 
 

@@ -34,7 +34,7 @@ def finite(values: Tensor) -> bool:
 
 def not_finite(file: Path, name: str, remedy: str = DAMAGED) -> str:
     """The message about a tensor that is not finite."""
-    return f"{file}: '{name}' holds NaN or infinity; {remedy}"
+    return f"{file}: '{name}' contains NaN or infinity; {remedy}"
 
 
 def check_values(

@@ -109,7 +109,7 @@ def verify_merge(
             raise NumericsError(
                 f"{result.folder}: logits differ from base + adapter by {max_rel:.2e} (relative; "
                 f"largest {max_abs:.2e}), the tolerance is {bound:.0e}; merge again, and report "
-                "this if it stays"
+                "a bug if it persists"
             )
         return VerifyReport("logits", max_abs, max_rel, bound, len(ids), sums)
     bound = TENSOR_TOLERANCE[coarsest] if tolerance is None else tolerance
@@ -122,7 +122,7 @@ def verify_merge(
         raise NumericsError(
             f"{result.folder}: '{worst}' differs from base + adapter by {max_rel:.2e} of "
             f"{'the change' if result.quantized is not None else 'its largest element'}, the "
-            f"tolerance is {bound:.0e}; merge again, and report this if it stays"
+            f"tolerance is {bound:.0e}; merge again, and report a bug if it persists"
         )
     return VerifyReport("tensors", max_abs, max_rel, bound, tuple(errors), sums)
 
@@ -139,8 +139,8 @@ def _checksums(base: Checkpoint, merged: Checkpoint, changed: set[str]) -> dict[
         sums[name] = digest(info).hexdigest()
         if digest(other).hexdigest() != sums[name]:
             raise CheckpointError(
-                f"{other.file}: '{name}' is not touched by the adapter but has other bytes than "
-                f"in {info.file}; merge again"
+                f"{other.file}: '{name}' is not changed by the adapter but differs from "
+                f"{info.file}; merge again"
             )
     return sums
 

@@ -88,8 +88,8 @@ def verify_quantized(
     report = QuantizedReport(kind, shift, difference, FACTOR * shift)
     if not difference <= report.tolerance:
         raise NumericsError(
-            f"{result.folder}: {report.text()}: not within it; merge again, and report this if it "
-            "stays"
+            f"{result.folder}: {report.text()}: outside the bound; merge again, and report a bug "
+            "if it persists"
         )
     return report
 

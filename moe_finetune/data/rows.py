@@ -191,10 +191,10 @@ def _detect(location: str, row: Row) -> Form:
     if fitting:
         raise DataError(f"{location}: could be {' or '.join(fitting)}; set data.format. {has}")
     raise DataError(
-        f"{location}: no known fields: 'messages', 'conversations' (ShareGPT), 'prompt' and "
-        "'completion', 'instruction' and 'output' (Alpaca), 'question' and 'answer', or 'text'; "
-        f"{has}. Map your fields with data.columns, for example data.columns={{prompt: ask, "
-        "completion: reply}"
+        f"{location}: needs 'messages', 'conversations' (ShareGPT), 'prompt' and 'completion', "
+        f"'instruction' and 'output' (Alpaca), 'question' and 'answer', or 'text'; {has}. Map "
+        "your fields with data.columns, for example data.columns={prompt: ask, completion: "
+        "reply}"
     )
 
 

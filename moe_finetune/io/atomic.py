@@ -56,7 +56,7 @@ def _write(path: Path, content: str | bytes, rename: Callable[[Path], object]) -
     except OSError as problem:
         if problem.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DiskSpaceError(
-                f"{path}: no space left on the disk; make room and repeat the command"
+                f"{path}: no space left on the disk; free some space and repeat the command"
             ) from problem
         raise
 

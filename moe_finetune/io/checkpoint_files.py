@@ -39,7 +39,7 @@ def read_config(folder: Path, quantized: bool = False) -> dict[str, Any]:
     if not file.is_file():
         adapter = (folder / "adapter_config.json").is_file()
         hint = (
-            "this is an adapter: give its base model's folder, or merge it first"
+            "this is an adapter; give its base model's folder, or merge it first"
             if adapter
             else "give the folder that contains config.json and the safetensors files"
         )
@@ -68,8 +68,9 @@ def read_headers(folder: Path) -> dict[str, Header]:
     for name, file in listed.items():
         if name not in tensors or tensors[name].file.name != file:
             raise CheckpointError(
-                f"{folder / INDEX}: names tensor '{name}' in {file}, which does not contain it; "
-                "the index and the shards are of different checkpoints, copy the checkpoint again"
+                f"{folder / INDEX}: lists tensor '{name}' in {file}, which does not contain it; "
+                "the index and the shards are from different checkpoints, copy the checkpoint "
+                "again"
             )
     return files
 
@@ -111,7 +112,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
         raise CheckpointError(f"{file}: has no weight_map; {COPY_AGAIN}")
     for name in listed.values():
         if not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError(f"{file}: names '{name}', which is not a file of its folder")
+            raise CheckpointError(f"{file}: lists '{name}', which is not a file in its folder")
     return listed
 
 
@@ -119,7 +120,9 @@ def _names(folder: Path, listed: dict[str, str]) -> list[str]:
     """Names of the weight files: those of the index, else the single file, else all shards."""
     partial = sorted(p.name for p in folder.glob("*.incomplete"))
     if partial:
-        raise CheckpointError(f"{folder}: {partial[0]} is an unfinished download; finish it first")
+        raise CheckpointError(
+            f"{folder}: {partial[0]} is an unfinished download; finish the download first"
+        )
     if listed:
         names = sorted(set(listed.values()))
     elif (folder / SINGLE).is_file():
@@ -132,7 +135,7 @@ def _names(folder: Path, listed: dict[str, str]) -> list[str]:
         raise CheckpointError(
             f"{folder}: no safetensors files"
             + (f"; {pickled[0]} is a pickle, which is never loaded" if pickled else "")
-            + "; convert it to safetensors, or get the checkpoint in that format"
+            + "; convert it to safetensors, or download the checkpoint in that format"
         )
     # Where there is an index it names all: some are published without the last files' tensors.
     expected = names if listed else [*names, *_siblings(names)]

@@ -63,7 +63,8 @@ def check_config(config: Mapping[str, Any], file: object, quantized: bool = Fals
             numbers, least = value, 0
         if value is not None and not all(type(n) is int and least <= n <= most for n in numbers):
             raise CheckpointError(
-                f"{file}: {key} is {value!r:.60}; wanted a whole number from {least} to {most:,}"
+                f"{file}: {key} is {value!r:.60}; it must be a whole number from {least} to "
+                f"{most:,}"
             )
     for key, value in config.items():
         if key != _UNLIMITED and not _finite(value):
@@ -71,7 +72,7 @@ def check_config(config: Mapping[str, Any], file: object, quantized: bool = Fals
     for key in ("dtype", "torch_dtype"):
         if config.get(key) is not None and config[key] not in DTYPES:
             raise CheckpointError(
-                f"{file}: {key} is {config[key]!r:.60}; wanted one of {', '.join(DTYPES)}"
+                f"{file}: {key} is {config[key]!r:.60}; it must be one of {', '.join(DTYPES)}"
             )
     _check_quantization(config, file, quantized)
     for key, name in _kernels(config):
@@ -127,8 +128,8 @@ def check_kernel(
     """Raise ``error`` unless ``name`` is among the ``allowed`` kernels; the hub's never run."""
     if name is not None and name not in allowed:
         raise error(
-            f"{file}: {name!r:.80} is not one of {', '.join(allowed)}; code from the hub is never "
-            "executed, remove the key"
+            f"{file}: {name!r:.80} must be one of {', '.join(allowed)}; code from the hub is "
+            "never executed, remove the key"
         )
 
 

@@ -23,7 +23,7 @@ class DoneNote:
         self,
         path: Path,
         error: type[MoeFinetuneError] = RecipeError,
-        remedy: str = "delete it to do the step again",
+        remedy: str = "delete it to redo the step",
     ):
         self.path, self.error, self.remedy = path, error, remedy
 

@@ -88,7 +88,7 @@ def output_folder(target: Path, size: int, overwrite: bool = False) -> Iterator[
             raise DiskSpaceError(
                 f"{target.parent}: no space left"
                 + (f" while writing {_shown(size)}" if size else "")
-                + "; make room or choose another --output"
+                + "; free some space or choose another --output"
             ) from problem
         raise
     finally:
@@ -104,8 +104,8 @@ def check_space(target: Path, size: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < size + _OVERHEAD:
         raise DiskSpaceError(
-            f"{folder}: {_shown(size + _OVERHEAD)} are needed and {_shown(free)} are free; "
-            "make room or choose another --output"
+            f"{folder}: {_shown(size + _OVERHEAD)} are needed, but only {_shown(free)} are free; "
+            "free some space or choose another --output"
         )
 
 

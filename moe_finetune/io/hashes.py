@@ -95,7 +95,7 @@ def checkpoint_hash(folder: str | Path, digest: Callable[[Path], str] = sha256_f
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise CheckpointError(f"checkpoint '{folder}' is not a folder")
+        raise CheckpointError(f"checkpoint '{folder}' must be a folder")
     if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise CheckpointError(
             f"{folder} has no config.json and no adapter_config.json; give the folder of a "

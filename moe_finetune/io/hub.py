@@ -27,8 +27,8 @@ def check_hub() -> None:
         get_session().head(constants.ENDPOINT, timeout=SECONDS)
     except Exception as error:  # of the client's own library, and of the system below it
         terminal().say(
-            f"{constants.ENDPOINT} cannot be reached ({error}): only models and data in its cache "
-            "are available",
+            f"{constants.ENDPOINT} cannot be reached ({error}); only cached models and data are "
+            "available",
             "warning",
         )
         os.environ["HF_HUB_OFFLINE"] = "1"

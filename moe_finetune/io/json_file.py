@@ -53,7 +53,7 @@ def parse_json(text: str | bytes, finite: bool = True) -> Any:
     except UnicodeDecodeError as problem:
         raise JsonError(f"not UTF-8 at byte {problem.start}") from None
     except RecursionError:
-        raise JsonError("nested too deep") from None
+        raise JsonError("nested too deeply") from None
     except JsonError:
         raise
     except ValueError as problem:  # an integer of thousands of digits
@@ -62,7 +62,9 @@ def parse_json(text: str | bytes, finite: bool = True) -> Any:
         try:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError:
-            raise JsonError("contains half of a surrogate pair, which is not a character") from None
+            raise JsonError(
+                "contains half of a surrogate pair, which is not a valid character"
+            ) from None
     return value
 
 

@@ -145,9 +145,10 @@ class Ledger:
             lines = "\n".join(f"  {line}" for line in lost[:8])
             more = f"\n  and {len(lost) - 8} more" if len(lost) > 8 else ""
             raise OutputExistsError(
-                f"{self.folder}: contains results of other inputs than the present ones:\n"
-                f"{lines}{more}\nNothing was deleted. Go on with the settings that it was made "
-                "with, choose another --output, or add --replace to delete it and train it again"
+                f"{self.folder}: contains results of other inputs than the present "
+                f"ones:\n{lines}{more}\nNothing was deleted. Continue with its original "
+                "settings, choose another --output, or add --replace to delete it and train it "
+                "again"
             )
 
     # -- doing it -----------------------------------------------------------------------------
@@ -186,7 +187,7 @@ class Ledger:
         self.failed_file(name).unlink(missing_ok=True)
         started = time.perf_counter()
         if step.done is None and self._appeared(name):
-            log.info("%s: was finished before it was noted", name)
+            log.info("%s: had finished before an interruption; its result is kept", name)
         else:
             if step.done is None:
                 self._make_room(name)
@@ -225,7 +226,7 @@ class Ledger:
             try:
                 lock = stack.enter_context(output_lock(lock_path))
             except OutputBusyError:
-                log.warning("%s: another process is working on it; waiting for it to end", name)
+                log.warning("%s: another process is running this step; waiting for it to end", name)
                 lock = stack.enter_context(output_lock(lock_path, wait=True))
             yield lock.descriptor
 
@@ -257,13 +258,17 @@ class Ledger:
         if (self.folder / name).exists():
             yield f"{name}: {self._difference(name)}"
         elif RunFolder(workspace).checkpoints.exists() and not self._is_begun(name):
-            yield f"work/{name}: checkpoints of a training that was interrupted, with other inputs"
+            yield f"work/{name}: checkpoints of an interrupted training run with other inputs"
 
     def _difference(self, name: str) -> str:
         noted, step = self._note(name).read(), self.steps[name]
         earlier = noted.get("from")
         if earlier is None:
-            return "made by an earlier version of this package" if noted else "never noted as done"
+            return (
+                "made by an earlier version of this package"
+                if noted
+                else "not recorded as finished"
+            )
         now = json.loads(json.dumps(dict(step.inputs), default=str))
         changed = sorted(key for key in {*earlier, *now} if earlier.get(key) != now.get(key))
         if changed:

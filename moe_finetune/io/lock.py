@@ -143,7 +143,9 @@ def one_writer(function: Callable[P, R]) -> Callable[P, R]:
 def _acquire(target: Path, shared: bool, wait: bool) -> OutputLock:
     kind, new_folders = fcntl.LOCK_SH if shared else fcntl.LOCK_EX, list[Path]()
     if not target.name:
-        raise OutputError(f"{target}: is the root of the file system; choose another --output")
+        raise OutputError(
+            f"{target}: cannot be the root of the file system; choose another --output"
+        )
     path = target.with_name(f".{target.name}.lock")
     for _ in range(_RETRIES):
         new_folders += _make_folders(path.parent)
@@ -172,7 +174,7 @@ def _acquire(target: Path, shared: bool, wait: bool) -> OutputLock:
             os.close(descriptor)
             raise
         os.close(descriptor)
-    raise OutputError(f"{path.parent}: no file can be made there; choose another --output")
+    raise OutputError(f"{path.parent}: files cannot be created there; choose another --output")
 
 
 def _make_folders(folder: Path) -> list[Path]:
@@ -187,7 +189,7 @@ def _make_folders(folder: Path) -> list[Path]:
         return []  # its parent is gone again; the caller retries
     except OSError as problem:
         raise OutputError(
-            f"{folder}: cannot be made ({problem.strerror}); choose another --output"
+            f"{folder}: cannot be created ({problem.strerror}); choose another --output"
         ) from None
     return missing
 
@@ -202,7 +204,8 @@ def _take(descriptor: int, kind: int, wait: bool) -> bool:
         if problem.errno not in _UNSUPPORTED:
             raise
         log.warning(
-            "this file system has no locks (%s): make sure that nothing else writes to the output",
+            "this file system has no locks (%s); make sure that no other process writes to the "
+            "output",
             problem.strerror,
         )
     return True

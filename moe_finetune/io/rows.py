@@ -67,7 +67,7 @@ def placed_rows(path: Path, finite: bool = True) -> Iterator[Placed]:
         return
     if kind not in (*TABLES, ".txt"):
         kinds = ", ".join((*TABLES, ".txt"))
-        raise DataError(f"{path}: unknown kind of file; wanted one of {kinds}")
+        raise DataError(f"{path}: unknown file type; it must be one of {kinds}")
     opener = gzip.open if path.suffix == ".gz" else open
     newline = "" if kind == ".csv" else None
     try:
@@ -95,7 +95,7 @@ def _read_csv(path: Path, file: Iterable[str]) -> Iterator[Placed]:
         location = f"{path}:{reader.line_num}"
         if None in row or None in row.values():
             columns = len(reader.fieldnames or ())
-            raise DataError(f"{location}: wanted {columns} fields as in the header")
+            raise DataError(f"{location}: must have {columns} fields, as in the header")
         yield location, row
 
 
@@ -127,7 +127,7 @@ def _read_json(path: Path, file: IO[str], finite: bool) -> Iterator[Placed]:
 
 def _object(row: Any, location: str) -> Row:
     if not isinstance(row, dict):
-        raise DataError(f"{location}: wanted an object, got {short(row)}")
+        raise DataError(f"{location}: must be an object, not {short(row)}")
     return row
 
 
@@ -175,4 +175,4 @@ def refuse_twice(file: Path, columns: Sequence[str]) -> None:
     """Raise DataError when a table's header has a column twice: the last would win in silence."""
     twice = sorted({name for name in columns if columns.count(name) > 1})
     if twice:
-        raise DataError(f"{file}:1: the column '{twice[0]}' is there twice; rename one of them")
+        raise DataError(f"{file}:1: the column '{twice[0]}' occurs twice; rename one of them")

@@ -128,10 +128,10 @@ def _row(line: str, location: str) -> dict[str, Any]:
     except JsonError as error:
         raise DataError(f"{location}: {error.problem}; {remedy}") from None
     if not isinstance(row, dict):
-        raise DataError(f"{location}: expected an object, got {type(row).__name__}; {remedy}")
+        raise DataError(f"{location}: must be an object, not {type(row).__name__}; {remedy}")
     step = row.get("step")
     if isinstance(step, bool) or not isinstance(step, int | float) or not math.isfinite(step):
-        raise DataError(f"{location}: 'step' is {step!r}, expected a number; {remedy}")
+        raise DataError(f"{location}: 'step' is {step!r}, not a number; {remedy}")
     return row
 
 
@@ -149,7 +149,7 @@ def checkpoint_in(source: str | Path) -> str | Path:
         return run.merged
     if run.adapter.is_dir() or (path / "adapter_config.json").is_file():
         raise CheckpointError(
-            f"{path} contains an adapter and no merged checkpoint; write one with 'moe-finetune "
+            f"{path} contains an adapter but no merged checkpoint; write one with 'moe-finetune "
             f"merge {path} --output DIR' and give that, or give the base with --adapter"
         )
     return source

@@ -68,10 +68,10 @@ def read_header(file: Path, error: type[MoeFinetuneError]) -> Header:
         with file.open("rb") as stream:
             prefix = stream.read(8)
             if len(prefix) < 8:
-                raise broken(f"truncated, {total} bytes are less than a safetensors header")
+                raise broken(f"truncated; {total} bytes are fewer than a safetensors header needs")
             (length,) = struct.unpack("<Q", prefix)
             if length > _MAX_HEADER:
-                raise broken("corrupt, this is not a safetensors file")
+                raise broken("corrupt; not a safetensors file")
             text = stream.read(length)
     except OSError as problem:
         raise error(f"{file}: cannot be read ({problem.strerror})") from problem

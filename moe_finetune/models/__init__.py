@@ -37,8 +37,8 @@ def family_of(config: Any) -> Family:
     if mapping and family in table.PARTS:
         composite = next(f.model_type for f in FAMILIES.values() if f.part == model_type)
         raise UnsupportedModelError(
-            f"model_type '{model_type}': transformers has this language model only as a part "
-            f"of '{composite}'; give the whole checkpoint"
+            f"model_type '{model_type}': transformers supports this language model only as part "
+            f"of '{composite}'; give the complete checkpoint"
         )
     if not mapping:
         family.check(config)
@@ -52,8 +52,8 @@ def _refusal(config: dict[str, Any]) -> str:
     parts = [f.part for f in known_families().values() if f.part and f.model_type == model_type]
     if parts:
         return (
-            f"'{model_type}' is supported with a language part of type {' or '.join(parts)}, but "
-            f"this one's is '{part_of(config)}'"
+            f"'{model_type}' is supported with a language model of type {' or '.join(parts)}, "
+            f"but this checkpoint's is '{part_of(config)}'"
         )
     if isinstance(model_type, str) and model_type in table.REFUSED:
         return f"'{model_type}' cannot be trained: {table.REFUSED[model_type]}"

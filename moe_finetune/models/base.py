@@ -218,8 +218,8 @@ def after_dense_layers(config: Any) -> list[int]:
     first = config.first_k_dense_replace
     if not isinstance(first, int):
         raise UnsupportedModelError(
-            f"{config.model_type}: first_k_dense_replace {first!r} in config.json is not a number "
-            "of layers; write how many of the first layers are dense"
+            f"{config.model_type}: first_k_dense_replace {first!r} in config.json must be the "
+            "number of leading dense layers"
         )
     return list(range(first, config.num_hidden_layers))
 

@@ -49,7 +49,7 @@ def find_family(model_type: object, part: str | None = None) -> Family | None:
     if section is None or family is None:
         return family if section is None else family_from(section)
     raise RecipeError(
-        f"model.family.model_type: '{model_type}' is known already, as {family.title}; leave "
+        f"model.family.model_type: '{model_type}' is already supported as {family.title}; leave "
         "model.family out"
     )
 
@@ -149,7 +149,7 @@ def _plugins() -> dict[str, Family]:
             if duplicates or family.model_type in families:
                 raise UnsupportedModelError(
                     f"plugin '{point.name}' ({point.value}): model_type '{family.model_type}' is "
-                    "known already; remove the plugin, or its declaration of that type"
+                    "already supported; remove the plugin, or its declaration of that type"
                 )
             families[family.model_type] = family
     return families
@@ -168,7 +168,7 @@ def _families_of(point: Any) -> Iterable[Family]:
     families = [loaded] if isinstance(loaded, Family) else loaded
     if not isinstance(families, Iterable) or not all(isinstance(f, Family) for f in families):
         raise UnsupportedModelError(
-            f"plugin '{point.name}' ({point.value}) of {GROUP} gave {loaded!r:.80}; wanted a "
-            "Family, several, or a callable that returns them"
+            f"plugin '{point.name}' ({point.value}) of {GROUP} gave {loaded!r:.80}; it must be a "
+            "Family, several of them, or a callable that returns them"
         )
     return families

@@ -47,8 +47,8 @@ def fresh_config(path: str | Path, changes: Mapping[str, Any]) -> PreTrainedConf
     for key, value in changes.items():
         if key not in keys:
             raise RecipeError(
-                f"model.config.{key}: is not a key of {base.model_type}'s config that can be "
-                f"changed{did_you_mean(str(key), keys)}"
+                f"model.config.{key}: cannot be changed in {base.model_type}'s "
+                f"config{did_you_mean(str(key), keys)}"
             )
         expected_type = _kind(getattr(base, key, None))
         if value is not None and expected_type is not None and not isinstance(value, expected_type):
@@ -62,7 +62,7 @@ def fresh_config(path: str | Path, changes: Mapping[str, Any]) -> PreTrainedConf
     try:
         config = AutoConfig.for_model(base.model_type, **values)
     except (StrictDataclassError, ValueError, TypeError, KeyError, ZeroDivisionError) as error:
-        raise RecipeError(f"model.config: {base.model_type} refuses it: {error}") from error
+        raise RecipeError(f"model.config: {base.model_type} rejects it: {error}") from error
     family = family_of(config)
     experts, selected = family.num_experts(config), family.top_k(config)
     if not 1 <= selected <= experts:
@@ -79,10 +79,10 @@ def _extended(base: PreTrainedConfig, model_type: Any) -> PreTrainedConfig:
     kinds = {name: CONFIG_MAPPING[name] for name in native.MODEL_TYPES}
     extending = [name for name, kind in kinds.items() if issubclass(kind, type(base))]
     if model_type not in extending:
-        others = f"; it may become {', '.join(extending)}" if extending else ""
+        others = f"; it may be changed to {', '.join(extending)}" if extending else ""
         raise RecipeError(
-            f"model.config.model_type: is not a key of {base.model_type}'s config "
-            f"that can be changed to '{model_type}'{others}"
+            f"model.config.model_type: {base.model_type} cannot be changed to "
+            f"'{model_type}'{others}"
         )
     return kinds[model_type]()
 
@@ -117,6 +117,6 @@ def check_vocabulary(config: PreTrainedConfig, tokenizer: Any, path: str | Path)
     size = config.get_text_config().vocab_size
     if tokens > size:
         raise CheckpointError(
-            f"{path}: its tokenizer has {tokens} tokens and the config's vocab_size is "
-            f"{size}; set model.config.vocab_size, or name another model.tokenizer"
+            f"{path}: its tokenizer has {tokens} tokens, but the config's vocab_size is {size}; "
+            "raise model.config.vocab_size, or choose another model.tokenizer"
         )

@@ -63,8 +63,8 @@ def local_folder(path: str | Path, weights: bool = True, revision: str | None = 
     except Exception as error:  # the hub's client raises types of four libraries here
         reason = reason_of(error)
         raise CheckpointError(
-            f"{named}: neither a folder here nor a model that the hub gives ({reason}); check the "
-            "name, the network and your access, or give a local folder"
+            f"{named}: neither a local folder nor a model on the hub ({reason}); check the name, "
+            "the network and your access, or give a local folder"
         ) from error
 
 
@@ -107,7 +107,7 @@ def parse_config(folder: Path) -> PreTrainedConfig:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # whatever the library's class makes of a value that it expected not
         raise CheckpointError(
-            f"{config_file} has a value that this model type refuses: {first_line(error)}"
+            f"{config_file} has a value that this model type rejects: {first_line(error)}"
         ) from error
     for key, value in _INSTEAD_OF_NULL.get(config.model_type, {}).items():
         if getattr(config, key) is None:

@@ -42,7 +42,7 @@ def shrunk_config(config: Any, family: Family) -> Any:
         except Exception as error:  # whatever the class makes of sizes that it does not like
             problem = error
     raise CheckpointError(
-        f"no small {config.model_type} to compare with can be made of this config.json "
+        f"this config.json cannot be reduced to a small {config.model_type} for comparison "
         f"({problem}); give a small checkpoint of the same type"
     )
 

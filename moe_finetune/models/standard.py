@@ -104,8 +104,8 @@ def same_in_all_layers(name: str) -> Callable[[Any], int]:
         numbers = set(value) if isinstance(value, list) else {value}
         if len(numbers) != 1:
             raise UnsupportedModelError(
-                f"{config.model_type}: {name} differs by layer; only one number for all layers is "
-                "supported"
+                f"{config.model_type}: {name} differs by layer; only the same number for all "
+                "layers is supported"
             )
         return int(numbers.pop())
 

@@ -301,7 +301,7 @@ def meta_model(config: Any, attn_implementation: str | None = None) -> Any:
             )
     except Exception as error:  # any, out of any library's constructor
         raise CheckpointError(
-            f"config.json of this {config.model_type} describes no model that can be built: "
+            f"config.json of this {config.model_type} does not describe a valid model: "
             f"{first_line(error)}; restore the checkpoint's own config.json"
         ) from error
 

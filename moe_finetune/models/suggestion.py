@@ -36,8 +36,8 @@ def suggestion(config: Mapping[str, Any]) -> str | None:
         return None
     if "text_config" in config:
         return (
-            f"a '{model_type}' is a composite of several models, and only those listed above "
-            "can be trained; give a checkpoint of only its language model"
+            f"a '{model_type}' is a composite of several models, and only the types listed above "
+            "can be trained; give a checkpoint of its language model"
         )
     try:
         parsed = CONFIG_MAPPING[model_type].from_dict(dict(config))

@@ -136,19 +136,28 @@ FAMILIES = (
 
 NO_INTERFACE = "its experts do not follow transformers' experts interface"
 REFUSED = {
-    "deepseek_vl_v2": "its config.json is for its authors' code, which is not run; of "
-    "DeepSeek-OCR 2 take the files for transformers' class (model_type deepseek_ocr2, such as "
-    "deepseek-community/DeepSeek-OCR-2)",
-    "diffusion_gemma": "its language model fills blocks of noise, and has no loss on text",
-    "ernie4_5_vl_moe": "its files hold text and vision experts in one list, which a merge does not "
-    "take apart; ernie4_5_moe is supported",
-    "kimi_k25": "transformers 5.19 saves its layers under other names than it was published with; "
-    "only its language model, a deepseek_v3, is supported",
+    "deepseek_vl_v2": (
+        "its config.json needs remote code, which is never run; for DeepSeek-OCR 2 use the "
+        "files for transformers' class (model_type deepseek_ocr2, such as "
+        "deepseek-community/DeepSeek-OCR-2)"
+    ),
+    "diffusion_gemma": "its language model denoises blocks and has no next-token loss",
+    "ernie4_5_vl_moe": (
+        "its files store text and vision experts in one list, which a merge cannot separate; "
+        "ernie4_5_moe is supported"
+    ),
+    "kimi_k25": (
+        "transformers 5.19 saves its layers under names that differ from the published ones; "
+        "only its language model, a deepseek_v3, is supported"
+    ),
     "llama4": NO_INTERFACE,
-    "qwen3_omni_moe": "it is several language models, for text and for speech; qwen3_vl_moe and "
-    "qwen3_moe are supported",
-    "qwen3_omni_moe_thinker": "it is published only as a part of qwen3_omni_moe; qwen3_vl_moe and "
-    "qwen3_moe are supported",
+    "qwen3_omni_moe": (
+        "it consists of several language models, for text and speech; qwen3_vl_moe and "
+        "qwen3_moe are supported"
+    ),
+    "qwen3_omni_moe_thinker": (
+        "it is published only as part of qwen3_omni_moe; qwen3_vl_moe and qwen3_moe are supported"
+    ),
     "step3p7": NO_INTERFACE,
 }
 """Why other composites with a MoE language part cannot be trained, by ``model_type``."""

@@ -99,7 +99,7 @@ FAMILIES = (
         router_name="router",
         num_experts=key("num_local_experts"),
         renormalize=lambda config: False,
-        own_weights="SparseMixer takes one expert after the other and, in training, samples them",
+        own_weights="SparseMixer selects one expert after another and samples them in training",
         expert_width=key("intermediate_size"),
     ),
 )

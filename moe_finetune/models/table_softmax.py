@@ -36,7 +36,7 @@ def _check_gpt_oss(config: Any) -> None:
     if getattr(config, "quantization_config", None):
         raise UnsupportedModelError(
             f"{config.model_type}: the checkpoint is quantized; save it in bfloat16 first "
-            "(transformers: Mxfp4Config(dequantize=True)), or take one that is"
+            "(transformers: Mxfp4Config(dequantize=True)), or use one that is unquantized"
         )
 
 

@@ -57,8 +57,8 @@ def read_ranks(file: Path) -> dict[bytes, int]:
             ) from None
     if sorted(ranks.values()) != list(range(len(ranks))) or len(ranks) < 256:
         raise CheckpointError(
-            f"{file}: {len(ranks)} ranks that are not 0 to {len(ranks) - 1}, or fewer than the "
-            "256 bytes; the file is cut short or damaged, copy it again"
+            f"{file}: {len(ranks)} ranks, which must be 0 to {len(ranks) - 1} and include the "
+            "256 bytes; the file is truncated or damaged, copy it again"
         )
     return ranks
 
@@ -73,9 +73,9 @@ def special_tokens(folder: Path, base: int) -> dict[int, str]:
     outside = sorted(index for index in named if not base <= index < base + RESERVED)
     if outside:
         raise CheckpointError(
-            f"{folder / 'tokenizer_config.json'}: added token {outside[0]} lies outside the "
-            f"{RESERVED} ids reserved from {base}, the number of ranks in {RANKS_FILE}: "
-            "the two files do not belong together"
+            f"{folder / 'tokenizer_config.json'}: added token {outside[0]} is outside the "
+            f"{RESERVED} ids reserved from {base}, the number of ranks in {RANKS_FILE}: copy "
+            "both files from the same checkpoint"
         )
     return {
         index: named.get(index, f"<|reserved_token_{index}|>")

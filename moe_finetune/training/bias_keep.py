@@ -101,8 +101,8 @@ class KeptBias:
             state = add_bias(self.balancer, layers, state or self.model.state_dict())
         except UnsupportedModelError:
             log.warning(
-                "WARNING: %s is saved without the routing bias that was learned: a checkpoint of "
-                "%s has no place for one, and its routing differs from training",
+                "WARNING: %s is saved without the learned routing bias, because a checkpoint of "
+                "%s cannot store one; its routing differs from training",
                 folder,
                 layers[0].family.title,
             )

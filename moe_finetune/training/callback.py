@@ -124,9 +124,9 @@ class SpecializationCallback(TrainerCallback, ExportableState):
             return section, {}
         if not isinstance(section, Mapping):
             raise RecipeError(
-                "specialization: wanted a preset's name or a mapping such as {preset: "
-                "orthogonal_variance, share: 0.1} (ms-swift: in the variable SPECIALIZATION), got "
-                + ("no section" if section is None else repr(section))
+                "specialization: must be a preset's name or a mapping such as {preset: "
+                "orthogonal_variance, share: 0.1} (ms-swift: in the variable SPECIALIZATION), "
+                "not " + ("no section" if section is None else repr(section))
             )
         options = {key: section[key] for key in OPTIONS if section.get(key) is not None}
         if options.get("kernel", "auto") not in get_args(Kernel):
@@ -164,12 +164,12 @@ class SpecializationCallback(TrainerCallback, ExportableState):
         if previous is not None:
             if previous.run is state:
                 raise ObjectiveError(
-                    "the trainer has two SpecializationCallbacks; leave one, with both's terms"
+                    "the trainer has two SpecializationCallbacks; keep one, with the terms of both"
                 )
             if previous.balancer is not None and self.method.bias_update is None:
                 raise ObjectiveError(
-                    "the model has the routing bias of an earlier training, which this method does "
-                    "not keep; take it off with close() of that training's callback, or set "
+                    "the model still has the routing bias of an earlier training run, which "
+                    "this method does not use; remove it with that callback's close(), or set "
                     "bias_update"
                 )
             previous.restore()  # a training that raised did not end properly
@@ -243,7 +243,7 @@ class SpecializationCallback(TrainerCallback, ExportableState):
         specialization = self._at_work()
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             file = Path(state.best_model_checkpoint) / TRAINER_FILE
-            remedy = "the best model's tables are lost; take another checkpoint"
+            remedy = "the best model's tables are missing; use another checkpoint"
             trainer_state = read_object(file, CheckpointError, remedy, finite=False)
             saved = trainer_state.get("stateful_callbacks") or {}
             specialization.load_state_dict(self._tables(saved, str(file)))
@@ -306,7 +306,9 @@ class SpecializationCallback(TrainerCallback, ExportableState):
         self.run_metadata, self.routing_file = self._run.metadata, self._run.routing_file
 
     def _at_work(self) -> Specialization:
-        assert self.specialization is not None, "training has not begun"
+        assert self.specialization is not None, (
+            "training has not started; call this during or after training"
+        )
         return self.specialization
 
     def _tables(self, saved: dict[str, Any], where: str) -> dict[str, torch.Tensor]:
@@ -321,9 +323,9 @@ class SpecializationCallback(TrainerCallback, ExportableState):
             return
         if family.bias_export == "none":
             log.warning(
-                "WARNING: method.bias_update: %s has no place for a routing bias in a checkpoint. "
-                "It is saved with an adapter, where 'analyze' reads it, and a merged or served "
-                "model routes without it, other than in training. Set export_bias: drop to accept "
+                "WARNING: method.bias_update: a checkpoint of %s cannot store a routing bias. "
+                "It is saved with an adapter, where 'analyze' reads it, but a merged or served "
+                "model routes without it, unlike in training. Set export_bias: drop to accept "
                 "that, or balance with the load_balance term",
                 family.title,
             )

@@ -69,17 +69,17 @@ def verify_checkpoint(folder: Path, hashes: bool = True, share: tuple[int, int] 
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise CheckpointError(f"{path}: is damaged ({type(problem).__name__})") from None
     if version != FORMAT:
-        raise CheckpointError(f"{path}: has format {version}, and this version reads {FORMAT}")
+        raise CheckpointError(f"{path}: has format {version}, but this version reads {FORMAT}")
     if step != step_of(folder) or not entries:
-        raise CheckpointError(f"{path}: is of another checkpoint, or damaged")
+        raise CheckpointError(f"{path}: belongs to another checkpoint, or is damaged")
     for position, (name, (size, digest)) in enumerate(entries.items()):
         file = folder / name
         if not file.is_file():
             raise CheckpointError(f"{file}: is missing")
         if file.stat().st_size != size:
-            raise CheckpointError(f"{file}: has {file.stat().st_size} bytes, wanted {size}")
+            raise CheckpointError(f"{file}: has {file.stat().st_size} bytes instead of {size}")
         if hashes and position % share[1] == share[0] and sha256_file(file) != digest:
-            raise CheckpointError(f"{file}: is damaged (its SHA-256 is not the manifest's)")
+            raise CheckpointError(f"{file}: is damaged (its SHA-256 differs from the manifest's)")
 
 
 def checkpoints(root: Path) -> list[Path]:

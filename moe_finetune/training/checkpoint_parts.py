@@ -110,7 +110,7 @@ def accumulation(checkpoint: Path, args: Any) -> int:
     if rows % rows_per_batch:
         raise CheckpointError(
             f"{checkpoint}: was written by {world} processes whose steps took {rows} rows, and "
-            f"{args.world_size} of {args.train_batch_size} rows cannot go on with it; resume with "
+            f"{args.world_size} of {args.train_batch_size} rows cannot continue it; resume with "
             f"{world} processes"
         )
     return rows // rows_per_batch
@@ -125,8 +125,8 @@ def check_rows(checkpoint: Path, args: Any) -> None:
     steps = accumulation(checkpoint, args)
     if steps != args.gradient_accumulation_steps:
         raise CheckpointError(
-            f"{checkpoint}: was written by another number of processes than {args.world_size}; "
-            f"set gradient_accumulation_steps={steps}, so that a step takes as many rows"
+            f"{checkpoint}: was not written by {args.world_size} processes; set "
+            f"gradient_accumulation_steps={steps} to keep the number of rows per step"
         )
 
 

@@ -53,7 +53,7 @@ def continue_adapter(model: Any, path: Path, checkpoint: Checkpoint) -> None:
         rank, target_rank = a.shape[0] // experts, module.r[model.active_adapter]
         if rank > target_rank:
             raise AdapterError(
-                f"{path}: '{key}' has rank {rank}, and the recipe gives it {target_rank}; set "
+                f"{path}: '{key}' has rank {rank}, but the recipe gives it {target_rank}; set "
                 f"lora.rank or lora.parts to {rank} or more"
             )
         parameter = getattr(module, "parameter_name", "weight")

@@ -55,8 +55,8 @@ def watch_drift(
     """Log the drift of ``trainer``'s policy; say so where there is no reference to compare."""
     if not hasattr(trainer.model, "disable_adapter"):
         log.warning(
-            "routing/kl_from_reference is not logged: without an adapter to switch off there is no "
-            "reference in memory"
+            "routing/kl_from_reference is not logged: without an adapter to disable, there is "
+            "no reference in memory"
         )
         return
     add_callbacks(trainer, RoutingDrift(callback, examples))

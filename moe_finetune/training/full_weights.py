@@ -107,8 +107,8 @@ def set_weights(model: nn.Module, weights: Mapping[str, Tensor], where: str) -> 
         value = weights[name]
         if target.shape != value.shape:
             raise CheckpointError(
-                f"{where}: {name} has shape {tuple(value.shape)}, and the model's has "
-                f"{tuple(target.shape)}; it belongs to another recipe"
+                f"{where}: {name} has shape {tuple(value.shape)}, but the model's has "
+                f"{tuple(target.shape)}; resume with the recipe that wrote it"
             )
         fill(target, value)
 
@@ -119,5 +119,5 @@ def _same_names(live: Iterable[str], stored: Iterable[str], where: str) -> None:
         example: Any = (missing or extra)[0]
         raise CheckpointError(
             f"{where}: {len(missing)} tensors are missing and {len(extra)} are unknown (first: "
-            f"{example}); it belongs to another recipe"
+            f"{example}); resume with the recipe that wrote it"
         )

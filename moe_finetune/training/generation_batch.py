@@ -47,8 +47,8 @@ class ResumesRollouts(_Trainer):
             self._step = self.state.global_step * self.args.gradient_accumulation_steps
             if self._step % self._micro_batches_of_a_rollout:
                 log.warning(
-                    "the checkpoint lies inside a generation batch and comes from another number "
-                    "of processes: its completions are sampled again"
+                    "the checkpoint is in the middle of a generation batch and comes from a "
+                    "different number of processes; its completions are sampled again"
                 )
             return
         self._step = state["step"]

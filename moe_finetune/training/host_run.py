@@ -184,9 +184,9 @@ class HostRun:
         )
         if not name:
             raise ObjectiveError(
-                f"output: {self.output} could not be merged: the model does not name the "
-                "checkpoint it comes from (config._name_or_path); load it with from_pretrained, "
-                "or leave output out"
+                f"output: {self.output} could not be merged: the model does not record its "
+                "checkpoint (config._name_or_path); load it with from_pretrained, or leave "
+                "output out"
             )
         float32 = next(inner.parameters()).dtype == torch.float32 and not args.bf16
         adapter = _lora_config(model)
@@ -228,7 +228,7 @@ def _lora_config(model: Any) -> Any:
 def _unsaved(model: Any) -> str | None:
     """Why what was trained is not written here."""
     if hasattr(model, "peft_config") and _lora_config(model) is None:
-        return "the adapter is not LoRA; merge the one that the trainer saves"
+        return "the adapter is not LoRA; merge the adapter that the trainer saves"
     return None
 
 
@@ -257,7 +257,7 @@ def _sample(trainer: Trainer | None, loader: Any) -> tuple[list[Example], bool]:
             return rows, measured
     log.warning(
         "WARNING: routing before and after training is not written: %s",
-        missing or "rows have no 'input_ids', and neither has a batch of them",
+        missing or "neither the rows nor a batch of them have 'input_ids'",
     )
     return [], False
 
@@ -269,10 +269,10 @@ def _dataset(loader: Any) -> Any:
 def _no_rows(dataset: Any) -> str:
     """Why rows of a data set cannot be read during training; empty where they can."""
     if dataset is None:
-        return "the trainer shows no data set"
+        return "the trainer has no dataset to read"
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         return (
-            f"the data set is iterable ({type(dataset).__name__}), and rows read here would be "
+            f"the dataset is iterable ({type(dataset).__name__}), so rows read here would be "
             "missing from training; give the trainer a sized eval_dataset, and call "
             "callback.attach(trainer)"
         )

@@ -88,7 +88,7 @@ class Inspection:
             lines.append(f"not trained    {tensors} of {part} ({size / 2**30:.2f} GiB)")
         lines += ["", self.coverage.table()]
         if not self.coverage.total.reached_parameters:
-            lines.append("what a recipe trains, and its memory: --recipe my.yaml")
+            lines.append("to see what a recipe trains and its memory, add --recipe my.yaml")
         if self.verdict is not None:
             lines += ["", self.verdict.text()]
         elif self.memory is not None:

@@ -64,7 +64,7 @@ class KeepSteps(TrainerCallback):
         except (DiskSpaceError, OSError) as problem:  # of rank 0, for whom the others wait
             ranks.barrier()
             log.warning(
-                "WARNING: the model after step %d could not be kept, and will have no scores (%s)",
+                "WARNING: the model after step %d could not be kept and will not be scored (%s)",
                 step,
                 problem,
             )

@@ -84,13 +84,15 @@ def strength_of(checkpoint: str, recipe: Recipe) -> list[dict[str, Any]]:
 
     if STAGES[recipe.stage].form != "tokens":
         raise RecipeError(
-            f"--strength: measured beforehand for stages sft and pretrain; stage {recipe.stage} "
-            "logs it at its first step"
+            "--strength: only stages sft and pretrain can be measured without training; stage "
+            f"{recipe.stage} logs it at its first step"
         )
     model_section = recipe.model.model_copy(update={"path": checkpoint})
     recipe = recipe.model_copy(update={"model": model_section, "evaluation": None})
     if not recipe.method.terms:
-        raise RecipeError("--strength: the recipe's method has no losses to measure")
+        raise RecipeError(
+            "--strength: the recipe's method has no losses to measure; choose a method with losses"
+        )
     inputs = check_inputs(recipe)
     model: Any = start_model(inputs.start)
     set_seed(recipe.seed)

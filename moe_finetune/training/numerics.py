@@ -122,7 +122,7 @@ class NumericsGuard(TrainerCallback):
             if self.on_nan == "stop":
                 raise NumericsError(self._message(step))
             log.warning(
-                "step %d is left out: its loss or gradient is not finite; see %s",
+                "step %d is skipped because its loss or gradient is not finite; see %s",
                 step,
                 self.run.bad_batches,
             )
@@ -160,10 +160,10 @@ class NumericsGuard(TrainerCallback):
         root = self.run.checkpoints
         good = [p for p in checkpoints(root) if (step_of(p) or 0) <= step - STILL_STEPS]
         return (
-            f"step {step}: training has collapsed: for {STILL_STEPS} steps the loss is "
-            f"{self._loss():.4g} and nothing is learned (gradient norm {norm:.1e}; at the first "
-            f"step {self._first[1]:.1e}, loss {self._first[0]:.4g}). Lower trainer.learning_rate "
-            "or the weights under method.terms, or add trainer.warmup_steps; last checkpoint "
+            f"step {step}: training has collapsed: the loss has been {self._loss():.4g} for "
+            f"{STILL_STEPS} steps without learning (gradient norm {norm:.1e}; at the first step "
+            f"{self._first[1]:.1e}, loss {self._first[0]:.4g}). Lower trainer.learning_rate or "
+            "the weights under method.terms, or add trainer.warmup_steps; last checkpoint "
             f"before it: {good[0] if good else 'none'}"
         )
 
@@ -172,8 +172,8 @@ class NumericsGuard(TrainerCallback):
         return (
             f"step {step}: the loss or its gradient is not a finite number; the batch and the "
             f"terms' values are in {self.run.bad_batches}. Lower trainer.learning_rate or the "
-            f"weights under method.terms, or leave such steps out (numerics.on_nan: skip); last "
-            f"good checkpoint: {last or 'none'}"
+            "weights under method.terms, or skip such steps (numerics.on_nan: skip); last good "
+            f"checkpoint: {last or 'none'}"
         )
 
     def _write(self, step: int, norm: float) -> None:

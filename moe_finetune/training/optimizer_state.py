@@ -46,8 +46,8 @@ def sharded_state(optimizer: Any, model: nn.Module) -> tuple[dict[str, Any], dic
                 moments[f"{name}/{key}"] = value
             elif isinstance(value, Tensor) and value.numel() > 1:
                 raise CheckpointError(
-                    f"{type(inner).__name__} keeps '{key}' of {name} apart on every rank, which "
-                    "cannot be saved; use trainer.optim: adamw_torch"
+                    f"{type(inner).__name__} keeps a different '{key}' of {name} on every rank, "
+                    "which cannot be saved; use trainer.optim: adamw_torch"
                 )
             else:
                 scalars[name][key] = value
@@ -85,8 +85,8 @@ def load_optimizer_state(
     names_by_group = [[names[p] for p in group["params"]] for group in inner.param_groups]
     if [group["params"] for group in saved["groups"]] != names_by_group:
         raise CheckpointError(
-            f"{where}: its optimizer trained other parameters than this run's; it belongs to "
-            "another recipe"
+            f"{where}: its optimizer trained other parameters than this run; resume with the "
+            "recipe that wrote it"
         )
     order = [p for group in inner.param_groups for p in group["params"]]
     index = {p: i for i, p in enumerate(order)}

@@ -26,16 +26,16 @@ def check_run_folder(recipe: Recipe, run: RunFolder, resume: bool) -> None:
     if enter_folder(output, saved, "a run", resume):
         changed = check_resumable(load_recipe(saved), recipe, str(saved))
         if changed:
-            log.warning("--resume: changed since the run was started: %s", ", ".join(changed))
+            log.warning("--resume: changed since the start of the run: %s", ", ".join(changed))
         scored = [step for step in step_results(output) if "evaluation.every" not in changed]
         if scored and any(key.startswith("evaluation.") for key in changed):
             log.warning(
-                "--resume: the scores after steps %s stay those of the earlier evaluation: the "
-                "weights of these steps are gone",
+                "--resume: the scores after steps %s remain those of the earlier evaluation, "
+                "because the weights of these steps no longer exist",
                 ", ".join(map(str, scored)),
             )
     elif resume and output.is_dir():
-        log.warning("--resume: %s is empty, so the run starts at its beginning", output)
+        log.warning("--resume: %s is empty, so the run starts from the beginning", output)
     elif resume:
         raise RecipeError(f"--resume: {output} contains no run; start it without --resume")
 

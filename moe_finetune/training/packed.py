@@ -65,8 +65,8 @@ def packing_problem(config: Any, family: Family) -> str | None:
         return None
     return (
         f"sequences in one row see each other in {family.title}: logits change by "
-        f"{difference:.0%} of the largest. Name the classes of its modules that carry a state in "
-        "the family's rows.per_sequence, and set rows.masks_by_position: false if its masks ignore "
+        f"{difference:.0%} of the largest. List the classes of its stateful modules in the "
+        "family's rows.per_sequence, and set rows.masks_by_position: false if its masks ignore "
         "positions"
     )
 
@@ -79,4 +79,4 @@ def check_packing(config: Any, family: Family) -> None:
     """
     problem = packing_problem(config, family)
     if problem is not None:
-        raise RecipeError(f"data.packing: {problem}; data.packing: false does not pack")
+        raise RecipeError(f"data.packing: {problem}; or set data.packing: false")

@@ -17,7 +17,7 @@ OWN_BALANCE_LOSS = (
     "the trainer adds the checkpoint's own load-balancing loss (router_aux_loss_coef); pass "
     "router_aux_loss_coef=0.0 to the trainer's config and choose a method with load_balance"
 )
-_FP16 = "fp16 scales the trainer's loss and not the injected terms; train in bf16"
+_FP16 = "fp16 scales the trainer's loss but not the added terms; train in bf16"
 
 
 def launched_by(name: str) -> bool:
@@ -44,8 +44,8 @@ def check_quantization(kind: str) -> None:
         problem = "fsdp_offload_params, which pins float shards; set it to false"
     if problem is not None:
         raise RecipeError(
-            f"model.quantization: '{kind}' does not go with {problem} in the accelerate config "
-            "(recipes/hardware/fsdp2_8gpu.yaml is one), or set model.quantization: none"
+            f"model.quantization: '{kind}' cannot be combined with {problem} in the accelerate "
+            "config (recipes/hardware/fsdp2_8gpu.yaml is one), or set model.quantization: none"
         )
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
 
@@ -59,8 +59,8 @@ def check_accelerator(trainer: Mapping[str, Any]) -> None:
     """
     if trainer.get("activation_offloading") and not torch.accelerator.is_available():
         raise RecipeError(
-            "trainer.activation_offloading: moves activations from a GPU to the CPU's memory, and "
-            "there is no GPU here; leave it out"
+            "trainer.activation_offloading: moves activations from GPU to CPU memory, but there "
+            "is no GPU; leave it out"
         )
     if trainer.get("use_liger_kernel") and importlib.util.find_spec("liger_kernel") is None:
         raise DependencyError(
@@ -91,8 +91,8 @@ def check_arguments(args: Any, method: Method, config: Any) -> None:
     smoothing: float = getattr(args, "label_smoothing_factor", 0.0)
     if method.token_mask == "labels" and smoothing:
         raise ObjectiveError(
-            "method.token_mask: labels with label_smoothing_factor: the trainer then takes the "
-            "labels away before it calls the model; set label_smoothing_factor: 0, or use "
+            "method.token_mask: labels with label_smoothing_factor: the trainer then removes "
+            "the labels before it calls the model; set label_smoothing_factor: 0, or use "
             "token_mask: attention"
         )
 
@@ -112,7 +112,7 @@ def check_forward(config: Any, kwargs: dict[str, Any], device: torch.device) -> 
     output_logits = kwargs.get("output_router_logits")
     if getattr(config, "output_router_logits", False) if output_logits is None else output_logits:
         raise ObjectiveError(
-            "the model is called with output_router_logits, from which it or its trainer adds the "
-            "checkpoint's own load-balancing loss; leave that off (router_aux_loss_coef=0.0 in "
+            "the model is called with output_router_logits, so it or its trainer adds the "
+            "checkpoint's own load-balancing loss; turn that off (router_aux_loss_coef=0.0 in "
             "TRL's configs) and choose a method with load_balance"
         )

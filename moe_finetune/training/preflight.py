@@ -50,8 +50,8 @@ def tokenizer_faults(folder: str) -> Iterator[None]:
         if type(error).__name__ != "PanicException":  # of Rust; no module exports it
             raise
         raise DataError(
-            f"{folder}: its tokenizer failed on the training data: {error}; repair the patterns in "
-            "tokenizer.json, or name another model.tokenizer"
+            f"{folder}: its tokenizer failed on the training data: {error}; repair the patterns "
+            "in tokenizer.json, or choose another model.tokenizer"
         ) from None
 
 
@@ -96,7 +96,7 @@ def check_launch(recipe: Recipe) -> None:
             f"{spread}), or leave the key out"
         )
     if recipe.parallel.experts == "all" and spread == 1:
-        log.warning("parallel.experts: all, and one process was started: nothing is spread")
+        log.warning("parallel.experts: all, but only one process was started, so experts are not spread")
 
 
 def check_machine(recipe: Recipe) -> None:
@@ -128,9 +128,9 @@ def check_stored_quantized(start: Start) -> None:
     stored = f"{start.folder} is stored as {checkpoint.quantized.format}"
     if recipe.export.merge and recipe.lora is not None:
         raise RecipeError(
-            f"export.merge: {stored}, and a run merges into an unquantized base; set export.merge: "
-            "false, and merge the adapter with moe-finetune merge --format base (the same format), "
-            "or --base and the unquantized checkpoint"
+            f"export.merge: {stored}, but a run merges into an unquantized base; set "
+            "export.merge: false, then merge the adapter with moe-finetune merge --format base "
+            "(the same format), or --base and the unquantized checkpoint"
         )
 
 
@@ -152,8 +152,8 @@ def check_first_adapter(start: Start) -> None:
         return
     if start.checkpoint is None:
         raise RecipeError(
-            "lora.start: an adapter continues on the base that it was trained on, and model.init "
-            "is random; leave one of them out"
+            "lora.start: an adapter needs the base that it was trained on, but model.init is "
+            "random; leave one of them out"
         )
     check_adapter(lora.start, start.checkpoint)
 
@@ -179,7 +179,7 @@ def check_bias_export(start: Start) -> None:
         bias_config(start.family, start.config.to_dict())
     except UnsupportedModelError as problem:
         raise RecipeError(
-            f"method.bias_update: {problem}. In a recipe: set method.export_bias: drop, or "
+            f"method.bias_update: {problem}. In a recipe, set method.export_bias: drop, or "
             "export.merge: false with an adapter"
         ) from None
 

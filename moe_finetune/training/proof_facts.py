@@ -34,7 +34,7 @@ def fact_checks(model: nn.Module, family: Family) -> Iterator[list[Check]]:
 
 
 def _wrong(name: str, declared: Any, real: str) -> Check:
-    return Check(name, problem=f"{name} is declared {declared!r}, and {real}")
+    return Check(name, problem=f"{name} is declared as {declared!r}, but {real}")
 
 
 def _same(name: str, declared: Any, real: Any, actual: str) -> Check:
@@ -52,7 +52,7 @@ def _places(family: Family, site: Site) -> Iterator[Check]:
     yield _same("block_path", family.block_path, site.block_path, actual)
     yield _same("experts_name", family.experts_name, site.experts_name, actual)
     routers, declared = [name for name, _ in site.routers], family.router_name
-    actual = f"the weight with a row an expert is in {routers} of '{site.block_path}'"
+    actual = f"the weight with one row per expert is in {routers} of '{site.block_path}'"
     yield Check("router_name") if declared in routers else _wrong("router_name", declared, actual)
 
 
@@ -94,15 +94,16 @@ def _used(family: Family, layer: Seen) -> Check:
     """Whether the block gives its experts the router's own weights and index."""
     named, (index, weights) = named_parts(family, layer), layer.given[0]
     if not torch.equal(index.reshape(named["index"].shape), named["index"]):
-        return Check("router's index", problem="the block gives its experts another index than its "
-                     "router returned; this type needs code of its own")  # fmt: skip
+        return Check("router's index", problem=
+            "the block gives its experts another index than its router returned; this type "
+            "needs its own code")  # fmt: skip
     difference = float((weights.reshape(named["weights"].shape) - named["weights"]).abs().max())
     difference /= float(named["weights"].abs().max())
     problem = None
     if difference > EXACT:
         problem = (
-            f"the block gives its experts weights that differ by {difference:.1e} from those that "
-            "its router returned; this type needs code of its own"
+            f"the block gives its experts weights that differ by {difference:.1e} from those "
+            "that its router returned; this type needs its own code"
         )
     return Check("weights that are used", difference, EXACT, problem)
 
@@ -134,8 +135,8 @@ def _differences(rule: Any, nearest: Any) -> Iterator[Check]:
             "rule of the weights",
             rule.difference,
             EXACT,
-            problem=f"the weights follow from no score of the logits that is known "
-            f"(declared: {rule}; nearest: {nearest}, {nearest.difference:.1e} off)",
+            problem=f"the weights match no known score of the logits (declared: {rule}; nearest: "
+            f"{nearest}, off by {nearest.difference:.1e})",
         )
         return
     for name in ("score", "renormalize"):
@@ -166,7 +167,7 @@ def _selection(
             yield Check(
                 "selection",
                 problem="the model's selection follows from neither groups nor a bias that this "
-                "toolkit knows; this type needs code of its own",
+                "toolkit knows; this type needs its own code",
             )
         else:
             yield _wrong("groups", groups, f"the model selects from {real[1]} of {real[0]} groups")
@@ -187,10 +188,10 @@ def _bias(family: Family, text: Any, site: Site) -> Check | None:
         return _wrong(
             "disk.router_bias",
             None,
-            f"the block has a value an expert in '{site.biases[0]}', added for the selection",
+            f"the block has one value per expert in '{site.biases[0]}', added for the selection",
         )
     if declared is not None and not site.biases and family.bias_export != "noaux_tc":
-        return _wrong("disk.router_bias", declared, "the block has no value an expert")
+        return _wrong("disk.router_bias", declared, "the block has no value per expert")
     return None
 
 

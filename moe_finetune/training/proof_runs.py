@@ -74,9 +74,9 @@ def _packed(model: nn.Module) -> Check:
     problem = None
     if difference > BOUND:
         problem = (
-            f"rows are declared so that sequences see each other: their logits differ by "
-            f"{difference:.1e} from those of each sequence by itself; see rows.per_sequence and "
-            "rows.masks_by_position"
+            "rows are declared so that sequences see each other: their logits differ by "
+            f"{difference:.1e} from those of each sequence run separately; see rows.per_sequence "
+            "and rows.masks_by_position"
         )
     return Check(name, difference, BOUND, problem)
 
@@ -115,7 +115,10 @@ def _gradients(model: nn.Module, family: Family) -> list[Check]:
         worst[group] = max(worst.get(group, 0.0), now)
     expected = {"attention", "router", "routed experts"}
     checks = [
-        Check(f"gradients, {group}", problem=f"LoRA reaches nothing of the {group}")
+        Check(
+            f"gradients, {group}",
+            problem=f"LoRA reaches no module of the {group}; check LoRA's targets",
+        )
         for group in sorted(expected - worst.keys())
     ]
     return checks + [_bounded(f"gradients, {g}", d, GRADIENTS) for g, d in sorted(worst.items())]
@@ -142,5 +145,5 @@ def _merged(make: Callable[[], nn.Module], folder: Path) -> Check:
     with torch.no_grad():
         untouched, expected, actual = (m(**tokens).logits for m in (stock, model, loaded))
     if _difference(expected, untouched) < 100 * MERGED:
-        return Check("merged", problem="the adapter changes nothing; LoRA's targets are wrong")
+        return Check("merged", problem="the adapter has no effect; check LoRA's targets")
     return _bounded("merged = base + adapter", _difference(expected, actual), MERGED)

@@ -66,7 +66,7 @@ def first_alone(hold: Callable[[], AbstractContextManager[object]]) -> Iterator[
             except MoeFinetuneError as error:
                 problem = error
         if any_rank(problem is not None):
-            raise problem or MoeFinetuneError("rank 0 cannot begin; see its message")
+            raise problem or MoeFinetuneError("rank 0 cannot start; see its message")
         yield
 
 
@@ -83,8 +83,8 @@ def others_needed() -> Iterator[None]:
         if not isinstance(error, distributed.DistError) and "gloo/" not in str(error):
             raise
         raise ConnectionError(
-            "another process of this run has ended or does not answer, so this one stops, too; its "
-            "own message says why, and --resume continues from the last checkpoint"
+            "another process of this run has ended or does not answer, so this one stops, too; "
+            "see its message; --resume continues from the last checkpoint"
         ) from error
 
 

@@ -135,7 +135,7 @@ def _judged(term: Term, parameters: list[str], met: bool) -> list[str]:
     """What the term reaches; only a hinge whose aim is met may reach nothing."""
     if not parameters and term.hinge and met:
         log.warning(
-            "method.terms.%s is 0 in every layer from the start: its aim is already met, and it "
+            "method.terms.%s is 0 in every layer from the start. Its goal is already met, so it "
             "has no effect until that changes",
             term.name,
         )

@@ -107,8 +107,8 @@ def _check_second(start: Start, train: Dataset) -> None:
         )
         if teacher_size != ours:
             raise RecipeError(
-                f"teacher: {recipe.teacher} has a vocabulary of {teacher_size} tokens and the "
-                f"model one of {ours}; their distributions cannot be compared"
+                f"teacher: {recipe.teacher} has a vocabulary of {teacher_size} tokens but the "
+                f"model has {ours}; their distributions cannot be compared"
             )
 
 
@@ -127,10 +127,10 @@ def check_arguments(recipe: Recipe) -> None:
 def _check_memory(plan: Plan) -> None:
     if plan.fixed > plan.machine:
         raise RecipeError(
-            f"the run needs {plan.fixed / GIB:.1f} GiB for weights, adapter and optimizer, "
-            f"and this machine has {plan.machine / GIB:.1f} GiB;\n"
-            "lower lora.rank, choose fewer lora.targets, or take more devices; where "
-            "weights are offloaded, --ignore-memory starts it anyway"
+            f"the run needs {plan.fixed / GIB:.1f} GiB for weights, adapter and optimizer, but "
+            f"this machine has {plan.machine / GIB:.1f} GiB;\nlower lora.rank, choose fewer "
+            "lora.targets, or take more devices; where weights are offloaded, --ignore-memory "
+            "starts it anyway"
         )
 
 

@@ -92,11 +92,11 @@ class ResumableTrainer(_Trainer):
         clear_leftovers(root)
         last, _ = newest_checkpoint(root)
         log.warning(
-            "WARNING: %s could not be saved (%s). Training continues; the last good checkpoint is "
-            "%s. Make room on this disk, or raise trainer.save_steps.",
+            "WARNING: %s could not be saved (%s). Training continues; the last good checkpoint "
+            "is %s. Free some disk space, or raise trainer.save_steps.",
             target,
             problem,
-            last or "none: if the run stops now, it starts from the beginning",
+            last or "none; if the run stops now, it has to start from the beginning",
         )
 
     # -- reading ------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class ResumableTrainer(_Trainer):
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
-        log.info("going back to the best checkpoint, %s (%s)", best, self.state.best_metric)
+        log.info("returning to the best checkpoint, %s (%s)", best, self.state.best_metric)
         _verify(Path(best))
         self._load_from_checkpoint(best)
 
@@ -235,9 +235,9 @@ def find_checkpoint(root: Path) -> Path | None:
     if ranks.rank() == 0:
         newest, problems = newest_checkpoint(root)
         for problem in problems:
-            log.warning("--resume: passed over: %s", problem)
+            log.warning("--resume: skipped: %s", problem)
         if newest is None:
-            log.warning("--resume: no whole checkpoint in %s; starting from the beginning", root)
+            log.warning("--resume: no complete checkpoint in %s; starting from the beginning", root)
         else:
             log.info("--resume: continuing from %s", newest)
             answer = os.fsencode(newest)

@@ -32,7 +32,7 @@ REWARDS: Registry[Reward] = Registry(
     "reward",
     RecipeError,
     "moe_finetune.rewards",
-    lambda name, value: None if callable(value) else f"is {value!r:.80}, and must be a function",
+    lambda name, value: None if callable(value) else f"is {value!r:.80}; it must be a function",
 )
 
 
@@ -112,8 +112,8 @@ def reward_functions(sections: Sequence[RewardSection], columns: Sequence[str]) 
             continue
         if needed not in columns:
             raise DataError(
-                f"rewards: '{section.name}' reads the field '{needed}' of each row, and the rows "
-                f"have {', '.join(columns)}{did_you_mean(needed, columns)}; name yours with "
+                f"rewards: '{section.name}' reads the field '{needed}' of each row, but the rows "
+                f"have {', '.join(columns)}{did_you_mean(needed, columns)}; map your fields with "
                 f"data.columns: {{{needed}: ...}}"
             )
         _check_dependencies(section.name)
@@ -197,18 +197,18 @@ def _faults_said(where: str) -> Iterator[None]:
 def _scores(answer: Any, completions: Sequence[Any], where: str) -> list[float | None]:
     """What a function returned, as numbers; None where it does not apply."""
     if not hasattr(answer, "__len__") or isinstance(answer, str | dict):
-        raise RecipeError(f"{where} returned {short(answer)}; wanted a list of numbers")
+        raise RecipeError(f"{where} returned {short(answer)}; it must return a list of numbers")
     if len(answer) != len(completions):
         raise RecipeError(
-            f"{where} returned {len(answer)} numbers for {len(completions)} completions; expected "
-            "one for each"
+            f"{where} returned {len(answer)} numbers for {len(completions)} completions; it must "
+            "return one for each"
         )
     for score, completion in zip(answer, completions, strict=True):
         if score is None or (hasattr(score, "__float__") and abs(float(score)) <= LARGEST_REWARD):
             continue
         raise RecipeError(
             f"{where} returned {short(score)} for the completion {short(text_of(completion))}; "
-            f"wanted a number from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}, or None where it "
-            "does not apply"
+            f"it must be a number from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}, or None where "
+            "it does not apply"
         )
     return [None if score is None else float(score) for score in answer]

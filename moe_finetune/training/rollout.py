@@ -75,10 +75,10 @@ class FollowsRollouts(_Trainer):
         else:
             mode = self.generation_config.get_generation_mode()
             if mode not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
-                obstacle = f"trainer.generation_kwargs make it {mode.value}, not sampling"
+                obstacle = f"trainer.generation_kwargs select {mode.value} instead of sampling"
             elif self.generation_config.use_cache is False:
                 obstacle = (
-                    "trainer.generation_kwargs.use_cache is false, so rows run again as a whole"
+                    "trainer.generation_kwargs.use_cache is false, so complete rows run again"
                 )
             else:
                 return True
@@ -184,8 +184,8 @@ def check_replay(family: Family) -> None:
     """
     if family.own_weights is not None:
         raise RecipeError(
-            f"router.replay: not for {family.title}, whose weights cannot be made for given "
-            f"experts: {family.own_weights}; set router.replay: false"
+            f"router.replay: not supported for {family.title}, whose weights cannot be computed "
+            f"for given experts: {family.own_weights}; set router.replay: false"
         )
 
 

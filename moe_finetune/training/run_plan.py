@@ -168,7 +168,8 @@ def _remarks(recipe: Recipe, arguments: Any, steps: int, validated: bool) -> Ite
     if arguments.logging_strategy == "steps" and arguments.logging_steps > steps:
         yield (
             f"trainer.logging_steps {arguments.logging_steps:g} is more than the run's {steps} "
-            f"steps; it logs {'each' if interval == 1 else f'every {interval} steps'} instead"
+            f"steps; the run logs {'each' if interval == 1 else f'every {interval} steps'} "
+            "instead"
         )
     if validated and arguments.eval_strategy == "steps" and arguments.eval_steps > steps:
         yield (
@@ -179,12 +180,12 @@ def _remarks(recipe: Recipe, arguments: Any, steps: int, validated: bool) -> Ite
         )
     if recipe.data.packing and recipe.data.packing_strategy == "wrapped":
         yield (
-            "data.packing_strategy 'wrapped' cuts one stream of texts into rows, whose texts see "
-            "each other; 'bfd_split' keeps them apart"
+            "data.packing_strategy 'wrapped' cuts one stream of texts into rows whose texts "
+            "attend to each other; 'bfd_split' keeps them separate"
         )
     section = recipe.evaluation
     if section is not None and section.every is not None and section.every >= steps:
         yield (
-            f"evaluation.every {section.every} is not less than the run's {steps} steps; it is "
-            "scored only at its end"
+            f"evaluation.every {section.every} is not less than the run's {steps} steps; the run "
+            "is scored only at its end"
         )

@@ -73,8 +73,9 @@ def adopt_shards(staged: Path, entries: Mapping[str, Entry], folder: Path) -> No
     for name in entries:
         if not (staged / Path(name).name).is_file():
             raise OSError(
-                f"{name} was written on another node and is not seen here; put the run's folder on "
-                "a file system that all nodes share, or set fsdp_state_dict_type: FULL_STATE_DICT"
+                f"{name} was written on another node and is not visible here; put the run's "
+                "folder on a file system that all nodes share, or set fsdp_state_dict_type: "
+                "FULL_STATE_DICT"
             )
     staged.rename(folder / FOLDER)
 
@@ -110,12 +111,12 @@ def read_shards(folder: Path, targets: Mapping[str, Tensor]) -> None:
     for name, target in targets.items():
         if name not in shapes:
             raise CheckpointError(
-                f"{folder / FOLDER}: {name} is missing; it belongs to another recipe"
+                f"{folder / FOLDER}: {name} is missing; resume with the recipe that wrote it"
             )
         if shapes[name][0] != target.shape:
             raise CheckpointError(
-                f"{folder / FOLDER}: {name} has shape {tuple(shapes[name][0])}, and the run's has "
-                f"{tuple(target.shape)}; it belongs to another recipe"
+                f"{folder / FOLDER}: {name} has shape {tuple(shapes[name][0])}, but the run's "
+                f"has {tuple(target.shape)}; resume with the recipe that wrote it"
             )
     reader = HuggingFaceStorageReader(str(folder / FOLDER))
     try:

@@ -66,7 +66,8 @@ class StopOnSignal(TrainerCallback):
         if not self._in_steps:
             raise self._interrupted()
         terminal().say(
-            f"{self._asked.name}: finishing this step and saving; a second one stops it at once",
+            f"{self._asked.name}: finishing this step and saving; a second signal stops the run "
+            "at once",
             "warning",
         )
 
@@ -80,7 +81,7 @@ class StopOnSignal(TrainerCallback):
         name = self._asked.name if self._asked else "a signal on another rank"
         last, _ = newest_checkpoint(RunFolder(self.output).checkpoints)
         checkpoint = f"last checkpoint: {last}" if last else "no checkpoint was saved"
-        return f"interrupted by {name}; {checkpoint}. To go on: {self.go_on}"
+        return f"interrupted by {name}; {checkpoint}. To continue: {self.go_on}"
 
     # -- the trainer's events -----------------------------------------------------------------
 

@@ -151,8 +151,8 @@ class Specialization:
         """
         if on_model(self.model) not in (None, self):
             raise CaptureError(
-                "another method is at work on this model, or has left its routing bias there; "
-                "restore() it first"
+                "another method is active on this model, or its routing bias is still there; "
+                "call its restore() first"
             )
         _check_frozen(self.model)
         self.reached = check_reach(self.model, self.objective, self.recorder.kernel)
@@ -217,9 +217,9 @@ class Specialization:
         elif not self._said_eval:
             self._said_eval = True
             log.warning(
-                "WARNING: the model ran in eval mode with gradients enabled: no loss of the method "
-                "is added there. Call model.train() before a training forward (from_pretrained "
-                "returns eval mode), and torch.no_grad() around one that is not"
+                "WARNING: the model ran in eval mode with gradients enabled: the method adds no "
+                "loss in that mode. Call model.train() before a training forward "
+                "(from_pretrained returns eval mode), and wrap other forwards in torch.no_grad()"
             )
 
     def _check_packed(self) -> None:
@@ -242,9 +242,9 @@ class Specialization:
         """
         if not self._trained_on:
             raise ObjectiveError(
-                f"step {self.steps}: the model did not run in training mode with gradients enabled "
-                "since the last step, so the method had no effect; call model.train() before the "
-                "forward, and leave torch.no_grad() out"
+                f"step {self.steps}: the model did not run in training mode with gradients "
+                "enabled since the last step, so the method had no effect; call model.train() "
+                "before the forward, and remove torch.no_grad()"
             )
         self._trained_on = False
         if rows := self.strength.end():
@@ -287,13 +287,13 @@ class Specialization:
         ]
         if missing:
             raise ObjectiveError(
-                f"the saved state lacks '{missing[0].rstrip('.')}', which this method needs to go "
-                "on; resume from a checkpoint that was trained with it, or start again"
+                f"the saved state lacks '{missing[0].rstrip('.')}', which this method needs; "
+                "resume from a checkpoint that was trained with it, or start again"
             )
         if strange:
             raise ObjectiveError(
-                f"the saved state holds '{strange[0]}', which this method does not keep; resume "
-                "with the method that the checkpoint was trained with"
+                f"the saved state contains '{strange[0]}', which this method does not use; "
+                "resume with the method that the checkpoint was trained with"
             )
         experts = self.objective.facts.num_experts
         for key, table in state.items():
@@ -335,7 +335,7 @@ class Specialization:
         if self.unmoved:
             listed = ", ".join(self.unmoved[:8]) + (" ..." if len(self.unmoved) > 8 else "")
             log.warning(
-                "%d tensors that should train did not move in the first %d steps: %s",
+                "%d trainable tensors did not change in the first %d steps: %s",
                 len(self.unmoved),
                 UNMOVED_CHECK_STEP,
                 listed,

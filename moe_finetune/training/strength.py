@@ -72,10 +72,10 @@ class TermStrength:
     def missing(self) -> str:
         """Why no weight gives it a share."""
         if all(share is None for share in self.shares.values()):
-            return "the trainer's own loss has no gradient where the term acts"
+            return "the language loss has no gradient where the term acts"
         if self.at_one > 0:
             return f"the weight would be more than {LARGEST_WEIGHT:g}"
-        return "the term has no gradient (its aim is met)"
+        return "the term has no gradient (its goal is met)"
 
     def row(self) -> dict[str, Any]:
         """What :func:`measure_strength` returns."""
@@ -143,7 +143,7 @@ class StrengthMeter:
         gradients = TermGradients(self.recorder, [term.name for term in self.objective.terms])
         obstacle = _obstacle(self.recorder.model)
         if obstacle is None and self._due and not gradients.trains():
-            obstacle = "neither routers nor routed experts train, and gradients are compared there"
+            obstacle = "gradients are compared on routers and routed experts, and neither trains"
         if obstacle is not None:
             self._give_up(obstacle)
             return
@@ -178,7 +178,7 @@ class StrengthMeter:
                 f"method.terms.{missing[0]}.share: its weight cannot be found: {reason}; give "
                 "a weight instead"
             )
-        log.warning("the losses' strength is not measured: %s", reason)
+        log.warning("the losses' shares are not measured: %s", reason)
 
     def _miss(self, names: Iterable[str], reason: str, tries: int) -> None:
         """This window gives the shares of these terms no weight."""
@@ -222,13 +222,13 @@ class StrengthMeter:
             return []
         self.close()
         if not gradients.count:
-            self._miss(self._due, "no gradient came back through the model", tries)
+            self._miss(self._due, "no gradient reached the model", tries)
             return []
         products = gradients.products()
         rows = [self._row(term, products[term.name]) for term in self.objective.terms]
         if not all(_finite(row) for row in rows):
             log.warning(
-                "step %d: a gradient is not finite; its strength is not measured", self._step + 1
+                "step %d: a gradient is not finite; its share is not measured", self._step + 1
             )
             self._miss(self._due, "a gradient is not finite", tries)
             return []
@@ -273,11 +273,11 @@ def _finite(row: TermStrength) -> bool:
 def _report(row: TermStrength) -> None:
     """A line; a warning where the term whispers or drowns the language loss."""
     if all(share is None for share in row.shares.values()):
-        log.info("method.terms.%s: not compared, since %s", row.term, row.missing)
+        log.info("method.terms.%s: not measured, because %s", row.term, row.missing)
         return
     aim = row.weight_for(AIM)
     advice = (
-        "no weight changes that while its aim is met"
+        "no weight changes that while its goal is met"
         if aim is None
         else f"weight {aim:.3g} would be 10 %, and so would share: 0.1 instead of weight"
     )
@@ -295,5 +295,5 @@ def _obstacle(model: nn.Module) -> str | None:
     """Why this model's gradients cannot be read, or None."""
     sharded = any(hasattr(parameter, "ds_id") for parameter in model.parameters())
     if sharded or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
-        return "DeepSpeed keeps gradients to itself (recipes/hardware/fsdp2_8gpu.yaml does not)"
+        return "DeepSpeed does not expose gradients (recipes/hardware/fsdp2_8gpu.yaml does not)"
     return None

@@ -78,7 +78,7 @@ def check_teacher(student: Any, teacher: Any) -> None:
     ]
     if differing:
         raise RecipeError(
-            f"method.terms.{TERM}: compares each router with the teacher's, and student and "
-            f"teacher have the {'; the '.join(differing)}; take a teacher that fits, or remove "
-            "the term (weight: 0) and learn only from its logits"
+            f"method.terms.{TERM}: compares each router with the teacher's, but they have "
+            f"different {'; '.join(differing)}; choose a teacher that matches, or remove the "
+            "term (weight: 0) and learn only from its logits"
         )

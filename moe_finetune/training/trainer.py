@@ -125,8 +125,8 @@ class RunTrainer(GuardedTrainer, ResumableTrainer):
         kind, options = self.get_optimizer_cls_and_kwargs(self.args, trained)
         if not isinstance(kind, type) or {"params", "model", "optimizer_dict"} & set(options):
             raise RecipeError(
-                f"lora.loraplus_lr_ratio: trainer.optim '{self.args.optim}' groups parameters "
-                "itself; use adamw_torch, or leave the ratio out"
+                f"lora.loraplus_lr_ratio: trainer.optim '{self.args.optim}' makes its own "
+                "parameter groups; use adamw_torch, or leave the ratio out"
             )
         self.optimizer = create_loraplus_optimizer(
             trained,
@@ -219,8 +219,8 @@ def _arguments_from(checkpoint: Path | None, recipe: Recipe, output: Path) -> An
     if steps == args.gradient_accumulation_steps:
         return args
     log.warning(
-        "resuming with %d processes a run of another number: gradient_accumulation_steps becomes "
-        "%d, so that a step takes as many rows as before",
+        "resuming with %d processes: gradient_accumulation_steps is set to %d, so each step "
+        "takes as many rows as before",
         args.world_size,
         steps,
     )

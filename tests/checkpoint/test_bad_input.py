@@ -190,7 +190,7 @@ CHECKPOINTS = {
     "config": (lambda base: (base / "config.json").write_text("{"), "config.json"),
     "only pickles": (pickled, "pytorch_model.bin", "convert it"),
     "twice": (twice, "extra.safetensors", SHARD),
-    "float8": (float8, "layers.1.mlp.experts.3.up_proj", "F8_E4M3", "names no quantization"),
+    "float8": (float8, "layers.1.mlp.experts.3.up_proj", "F8_E4M3", "has no quantization"),
 }  # fmt: skip
 
 
@@ -382,7 +382,9 @@ def test_no_space(base, adapter, tmp_path, monkeypatch):
     real = shutil.disk_usage(tmp_path)
     short = real._replace(free=need + output_module._OVERHEAD - 1)
     monkeypatch.setattr(output_module.shutil, "disk_usage", lambda path: short)
-    refuse(base, adapter, tmp_path, DiskSpaceError, tmp_path, " MB are needed and ", " are free")
+    refuse(
+        base, adapter, tmp_path, DiskSpaceError, tmp_path, " MB are needed, but only ", " are free"
+    )
 
 
 def test_space_runs_out_while_writing(base, adapter, tmp_path):

@@ -133,5 +133,5 @@ def test_space_is_asked_for_before_weights_are_read(tmp_path, capsys):
         stream.write(header.raw)
         stream.truncate(header.file_bytes)
     assert cli.main(["convert", str(source), "--output", str(tmp_path / "out")]) == 1
-    assert "are needed and" in capsys.readouterr().err
+    assert "are needed, but only" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["public"]

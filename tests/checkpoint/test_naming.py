@@ -203,7 +203,10 @@ def test_an_index_names_all_files_of_fewer_than_their_names_say(tmp_path):
 def test_deepseek_ocr_2_for_its_authors_code_is_refused_with_what_to_take(tmp_path):
     config = {"model_type": "deepseek_vl_v2", "language_config": {"model_type": "deepseek_v2"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match=r"take the files for .* deepseek_ocr2"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"json needs remote code, which is never run; for .* deepseek_ocr2",
+    ):
         load_config(tmp_path)
 
 

@@ -56,7 +56,9 @@ def test_two_steps_a_merge_and_its_proof(family, tmp_path, caplog):
     layer = min(opened.experts)
     assert opened.family.disk.name("router", layer) in changed
     assert opened.untrained.keys() == head.keys() and not changed & head.keys()
-    said = [m for m in caplog.messages if m.startswith(f"the MTP head ({len(head)} tensors) stays")]
+    said = [
+        m for m in caplog.messages if m.startswith(f"the MTP head ({len(head)} tensors) is copied")
+    ]
     assert len(said) == bool(head)
     config = [json.loads((folder / "config.json").read_text()) for folder in (base, merged)]
     assert config[0] == config[1]

@@ -32,7 +32,7 @@ def test_a_published_head_is_counted_and_carried(family, tmp_path):
     report = merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
     assert carries(tmp_path / "merged", head)
     (line,) = report.plan.notes
-    assert line.startswith(f"the MTP head ({len(names)} tensors) stays as it is")
+    assert line.startswith(f"the MTP head ({len(names)} tensors) is copied unchanged")
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next", "nemotron_h"])

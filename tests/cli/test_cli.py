@@ -375,9 +375,9 @@ def test_push_is_refused_before_anything_is_written(capsys, adapter, tmp_path, m
     monkeypatch.setenv("HF_HUB_DISABLE_IMPLICIT_TOKEN", "0")
     output = tmp_path / "o"
     code, _, err = run(capsys, "merge", adapter, "--output", output, "--push", "me/mine")
-    assert code == 2 and "me/mine: there is no token" in err and not output.exists()
+    assert code == 2 and "me/mine: no token is set" in err and not output.exists()
     code, _, err = run(capsys, "merge", adapter, "--output", output, "--push", "mine")
-    assert code == 2 and "wanted owner/name" in err and not output.exists()
+    assert code == 2 and "write it as owner/name" in err and not output.exists()
     # With a token but no network the merge stays and the message says how to go on.
     monkeypatch.setenv("HF_TOKEN", "hf_none")
     code, _, err = run(capsys, "merge", adapter, "--output", output, "--push", "me/mine")
@@ -406,7 +406,7 @@ def test_merge_writes_the_bias_that_was_trained(capsys, tmp_path, tiny_checkpoin
         name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
         torch.testing.assert_close(merged[name], bias[f"bias.{layer}"])
     code, _, err = run(capsys, "merge", folders["olmoe"], "--output", tmp_path / "o")
-    assert code == 2 and "no place for a routing bias" in err
+    assert code == 2 and "cannot store a routing bias; export" in err
     code, _, _ = run(capsys, "merge", folders["olmoe"], "--output", tmp_path / "o", "--drop-bias")
     assert code == 0
 

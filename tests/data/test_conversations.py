@@ -272,46 +272,46 @@ def test_trls_variant_of_a_template_is_a_name():
     ("name", "row", "said"),
     [
         ("qwen3_instruct_2507", {"messages": [ASK, THOUGHT]},
-         r"turn 1: 'reasoning_content': the chat template does not read it; name another.*"
+         r"turn 1: 'reasoning_content': the chat template does not read it; choose another.*"
          r"data\.ignore: \[reasoning_content\]"),
         ("qwen3", {"messages": [ASK, {**YES, "thinking": "It rains."}]},
          r"turn 1: 'thinking'.*rename it to 'reasoning_content', which this template reads"),
         ("deepseek_r1_distill",
          {"messages": [ASK, {**YES, "content": "<think>It rains.</think>Yes."}]},
-         r"turn 1: 'content': the chat template leaves it out, or a part of it"),
+         r"turn 1: 'content': the chat template omits all or part of it"),
         ("qwen3", {"messages": [{**ASK, "name": "Ann"}, YES]},
          r"turn 0: 'name': the chat template does not read it.*data\.ignore: \[name\]"),
         ("qwen3", {"messages": [{"role": "developer", "content": "Brief."}, ASK, YES]},
-         r"turn 0: 'content': the chat template leaves it out"),
+         r"turn 0: 'content': the chat template omits all or part of it"),
         ("cohere", OPENAI, r"'tool_calls': the chat template does not render them"),
         ("deepseekv3", OPENAI, r"'tools': the chat template does not read them"),
         ("qwen3", {"messages": [ASK, YES], "images": ["a.png"]},
-         r"'images': only text is trained.*data\.ignore: \[images\]"),
+         r"'images': only text can be trained; remove the rows.*data\.ignore: \[images\]"),
         ("qwen3", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, YES]},
          r"messages\[0\]: content\[0\]: a part of type 'image_url'.*data\.ignore: \[image\]"),
-        ("qwen3", {"messages": [ASK, {**YES, "weight": 0.5}]}, r"'weight': wanted 0 or.*got 0\.5"),
+        ("qwen3", {"messages": [ASK, {**YES, "weight": 0.5}]}, r"'weight': must be 0, 1.*not 0\.5"),
         ("qwen3", {"messages": [{**ASK, "train": True}, YES]},
          r"'train' is set on a turn of 'user'"),
         ("qwen3", {"messages": [ASK, YES], "tools": "[{"}, r"'tools': not JSON"),
-        ("qwen3", {"messages": [ASK, YES], "tools": ["f"]}, r"'tools': wanted a list of JSON sch"),
+        ("qwen3", {"messages": [ASK, YES], "tools": ["f"]}, r"'tools': must be a list of JSON sch"),
         ("qwen3", {"messages": [ASK, {"role": "assistant", "tool_calls": [{"id": "1"}]}]},
-         r"messages\[1\]: tool_calls\[0\]: no name of a function"),
+         r"messages\[1\]: tool_calls\[0\]: the call has no function name"),
         ("qwen3", {"messages": [ASK, {"role": "assistant",
                                       "tool_calls": [{"name": "f", "arguments": "{"}]}]},
          r"tool_calls\[0\]: arguments: not JSON"),
         ("qwen3", {"messages": [ASK, {"role": "assistant",
                                       "tool_calls": [{"name": "f", "arguments": [1]}]}]},
-         r"arguments: wanted an object, got \[1\]"),
-        ("qwen3", {"messages": [{**ASK, "tool_calls": [{"name": "f"}]}, YES]}, r"only the assistant may call tools"),
+         r"arguments: must be an object, not \[1\]"),
+        ("qwen3", {"messages": [{**ASK, "tool_calls": [{"name": "f"}]}, YES]}, r"only the assis"),
         ("qwen3", {"conversations": [{"from": "human", "value": "a"},
                                      {"from": "function_call", "value": "rain"}]},
          r"messages\[1\]: function_call: not JSON"),
         ("qwen3", {"messages": [{"role": "system", "content": "A"}, ASK, YES], "system": "B"},
          r"two different system prompts"),
-        ("qwen3", {"messages": [ASK, YES], "chat_template_kwargs": 3}, r"wanted an object, got 3"),
+        ("qwen3", {"messages": [ASK, YES], "chat_template_kwargs": 3}, r"must be an object, not 3"),
         ("qwen3", {"messages": [ASK, {"role": "assistant", "content": None}]}, r"content is empty"),
         ("qwen3", {"messages": [ASK, {**YES, "train_detail": [{"begin_offset": 0}]}]},
-         r"messages\[1\]: 'train_detail': an answer is learned whole or not at all"),
+         r"messages\[1\]: 'train_detail': part of an answer cannot be learned"),
         ("qwen3", {"messages": [*TRL["messages"][:2], {"role": "tool", "content": {"mm": 7}}, YES]},
          r"messages\[2\]: content: must be text, not \{'mm': 7\}"),
     ],
@@ -340,7 +340,9 @@ def test_columns_and_fields_that_nothing_reads_are_named_once(tmp_path, caplog):
     file, tokenizer = write(tmp_path, *rows), tokenizer_of("qwen3_instruct_2507")
     caplog.set_level(logging.INFO, "moe_finetune")
     load_dataset_for(DataSection(train=file), tokenizer, 0)
-    said = "nothing reads name, parallel_tool_calls, score, source, tool_call_id; data.ignore"
+    said = (
+        "not used: name, parallel_tool_calls, score, source, tool_call_id; list them in data.ignore"
+    )
     assert caplog.text.count(said) == 1
     caplog.clear()
     load_dataset_for(DataSection(train=file), tokenizer, 0)

@@ -176,13 +176,13 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path, write):
     ("lines", "said"),
     [
         (['{"text": "a"}', '{"text": '], r"x\.jsonl:2: not JSON"),
-        (['{"text": "a"}', "", "[1]"], r"x\.jsonl:3: wanted an object, got \[1\]"),
-        (['{"txt": "a"}'], r"x\.jsonl:1: wanted 'messages'.*the row has txt.*data\.columns"),
+        (['{"text": "a"}', "", "[1]"], r"x\.jsonl:3: must be an object, not \[1\]"),
+        (['{"txt": "a"}'], r"x\.jsonl:1: needs 'messages'.*the row has txt.*data\.columns"),
         (['{"text": "a"}', '{"text": " "}'], r"x\.jsonl:2: 'text' is empty"),
         (['{"text": "a"}', '{"text": 4}'], r"x\.jsonl:2: 'text': must be text, not 4"),
         (['{"text": "a"}', '{"prompt": "b"}'], r"x\.jsonl:2: no field 'text'"),
         (['{"text": "a", "prompt": "p", "completion": "c"}'], r":1: fits .*set data\.format"),
-        (['{"messages": []}'], r"x\.jsonl:1: 'messages': wanted a list of turns"),
+        (['{"messages": []}'], r"x\.jsonl:1: 'messages': must be a list of turns"),
         (['{"messages": ["hi"]}'], r"messages\[0\]: wanted {role, content}, got 'hi'"),
         (['{"messages": [{"role": "usr", "content": "x"}]}'], r"did you mean 'user'"),
         (['{"messages": [{"role": "user", "content": null}]}'], r"content: must be text, not None"),
@@ -212,7 +212,7 @@ def test_damaged_and_missing_files(tmp_path, tokenizer):
         "cut.parquet": "not a complete Parquet",
         "short.csv": r"short\.csv:3: wanted 2 fields",
         "empty": "has no files of type",
-        "notes.docx": "unknown kind of file",
+        "notes.docx": "unknown file type; it must be one of",
         "gone.jsonl": "no data file or folder",
     }.items():
         with pytest.raises(DataError, match=said):
@@ -323,10 +323,10 @@ def test_every_row_is_as_likely_as_any_other():
 
 def test_a_limit_that_cannot_be_met_is_refused_for_training_alone(write, tokenizer):
     source = write("t.jsonl", texts(7))
-    with pytest.raises(DataError, match=r"data\.limit of data\.train: asks for 8 .* only 7; lower"):
+    with pytest.raises(DataError, match=r"data\.limit of data\.train: is 8 .* only 7; lower"):
         load_dataset_for(DataSection(train=source, limit=8), tokenizer, 0)
     short = DataSection(train=[{"path": source, "limit": 9}])
-    with pytest.raises(DataError, match=r"t\.jsonl \(data limit\): asks for 9 rows.* only 7"):
+    with pytest.raises(DataError, match=r"t\.jsonl \(data limit\): is 9, but.* only 7"):
         load_dataset_for(short, tokenizer, 0)
     held = write("v.jsonl", [{"text": f"v{i}"} for i in range(4)])
     section = DataSection(train=source, validation=held, limit=5)
@@ -372,7 +372,7 @@ def test_cut_and_left_out_rows_are_counted_and_said(write, tokenizer, caplog):
     ):
         prepare(source, section, tokenizer, "train")
     only_long = write("only.jsonl", rows[2:])
-    with pytest.raises(DataError, match="none of the 1 rows has anything to learn"):
+    with pytest.raises(DataError, match="none of the 1 rows has a learned token"):
         load_dataset_for(DataSection(train=only_long, max_length=8), tokenizer, 0)
 
 

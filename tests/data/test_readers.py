@@ -132,7 +132,7 @@ def test_what_a_source_leaves_out_is_the_sections(files):
         ({"where": {"task": ["mnli"]}}, r"sentiment\.jsonl has no row whose task is one of"),
         ({"where": {"tsk": ["sst"]}}, r"jsonl:1: no field 'tsk'.*did you mean 'task'"),
         ({"words": {"label": ["only"]}}, r"jsonl:3: 'label': must be a number from 0 to 0"),
-        ({"words": {"sentence": ["a", "b"]}}, r"jsonl:1: 'sentence': wanted a number"),
+        ({"words": {"sentence": ["a", "b"]}}, r"jsonl:1: 'sentence': must be a number"),
     ],
 )
 def test_a_source_that_does_not_fit_its_file_is_refused(files, changes, message):

@@ -145,7 +145,7 @@ def test_what_is_measured_is_what_is_judged(tokenizer, tmp_path):
          r"'chosen'\[0\]: this answer is marked as not learned"),
         ("dpo", {"prompt": [ASK], "chosen": [{**YES, "thinking": "So."}], "rejected": [NO]},
          r"turn 1: 'thinking': the chat template does not read it"),
-        ("grpo", {"prompt": [ASK], "images": ["a.png"]}, r"'images': only text is trained"),
+        ("grpo", {"prompt": [ASK], "images": ["a.png"]}, r"'images': only text can be"),
         ("grpo", {"prompt": [{**ASK, "name": "Ann"}]}, r"turn 0: 'name'"),
         ("kto", {"prompt": [ASK], "completion": [YES], "label": True, "tools": "{"}, "not JSON"),
     ],

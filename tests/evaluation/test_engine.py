@@ -233,7 +233,7 @@ def test_bad_checkpoints_and_backends(suite, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
         CheckpointError,
-        match="nobody/nothing: neither a folder here nor a model that the hub gives",
+        match="nobody/nothing: neither a local folder nor a model on the",
     ):
         evaluate("nobody/nothing", suite, "hf", tmp_path / "o")
     (tmp_path / "empty").mkdir()

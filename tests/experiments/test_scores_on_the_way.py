@@ -109,7 +109,9 @@ def test_a_killed_run_scores_each_state_once(ingredients, finished, tmp_path):
 def test_scores_that_no_step_is_early_enough_for_are_said(ingredients, tmp_path):
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(base_of(ingredients)))
-    said = "evaluation.every 3 is not less than the run's 3 steps; it is scored only at its end"
+    said = (
+        "evaluation.every 3 is not less than the run's 3 steps; the run is scored only at its end"
+    )
     assert said in plan_run(load_recipe(file, ["evaluation.every=3"]), tmp_path / "run").remarks
     assert said not in plan_run(load_recipe(file), tmp_path / "run").remarks
 
@@ -122,7 +124,7 @@ def test_a_state_that_cannot_be_written_does_not_end_the_training(ingredients, t
     method.specialization = SimpleNamespace(balancer=None)
     keep = KeepSteps(load_recipe(file), tmp_path, tiny.model("olmoe"), tiny.tokenizer(), method)
     keep.on_step_end(None, SimpleNamespace(global_step=2, max_steps=3), None)
-    assert "the model after step 2 could not be kept, and will have no scores" in caplog.text
+    assert "the model after step 2 could not be kept and will not be scored" in caplog.text
 
 
 def test_scores_that_a_full_disk_cost_are_named(ingredients, finished, tmp_path, capsys):

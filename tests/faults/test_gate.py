@@ -151,7 +151,7 @@ def test_an_adapter_of_another_base(here, refused):
 def test_an_adapter_that_does_not_say_its_base_is_taken_with_a_warning(here, caplog):
     (here / "adapter" / "moe_finetune.json").unlink()
     check_adapter("adapter", open_checkpoint("base"))
-    assert "does not say which base" in caplog.text
+    assert "does not record its base" in caplog.text
 
 
 def test_the_warning_comes_once_a_folder_wherever_it_lies(here, caplog, monkeypatch):
@@ -162,7 +162,7 @@ def test_the_warning_comes_once_a_folder_wherever_it_lies(here, caplog, monkeypa
     check_adapter("adapter", open_checkpoint("base"))
     monkeypatch.chdir(here / "elsewhere")
     check_adapter("adapter", open_checkpoint("base"))
-    assert caplog.text.count("does not say which base") == 2
+    assert caplog.text.count("does not record its base") == 2
 
 
 @pytest.mark.parametrize("family", tiny.FAMILY_NAMES)
@@ -291,7 +291,7 @@ def test_merge_names_what_it_merges(here, refused, capsys):
     assert main(VERBS["merge"]) == 0
     said = capsys.readouterr()[0]
     assert "model.layers.*.self_attn.k_proj.weight: low-rank update, 3" in said
-    assert "model.norm.weight: replaced by the adapter's own, 1" in said
+    assert "model.norm.weight: replaced by the adapter's tensor, 1" in said
     assert "model.layers.*.mlp.experts.*.down_proj.weight: low-rank update, 36" in said
     assert load_file(here / "out" / SHARD)[NORM].eq(1).all()
 

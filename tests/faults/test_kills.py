@@ -71,7 +71,7 @@ def test_damaged_checkpoints_are_passed_over(straight, tmp_path):
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     child = train(recipe, run)
-    assert f"passed over: {file}: is damaged" in child.text
+    assert f"--resume: skipped: {file}: is damaged" in child.text
     assert f"continuing from {older}" in child.text
     assert child.code == 0 and adapter_hash(run) == wanted and logged(run) == log
 

@@ -83,7 +83,7 @@ def test_checkpoints_of_an_interrupted_step_with_other_inputs_are_kept(tmp_path)
     held = tmp_path / "work/one/model"
     (held / "checkpoints").mkdir(parents=True)
     (held / "inputs.json").write_text("other")
-    with pytest.raises(OutputExistsError, match="training that was interrupted"):
+    with pytest.raises(OutputExistsError, match="checkpoints of an interrupted training run with"):
         ledger.run("one/model")
     assert (held / "checkpoints").is_dir()
 

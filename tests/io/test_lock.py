@@ -226,7 +226,10 @@ def test_an_output_that_is_killed_between_its_two_renames_is_restored(tmp_path, 
 
 @pytest.mark.parametrize(
     ("target", "message"),
-    [("/", "is the root of the file system"), ("/proc/none", "/proc: no file can be made there")],
+    [
+        ("/", "cannot be the root of the file system; choose"),
+        ("/proc/none", "/proc: files cannot be created there; choose"),
+    ],
 )
 def test_where_no_lock_can_lie_is_said_at_once(target, message):
     refused = pytest.raises(OutputError, match=message)

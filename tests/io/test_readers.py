@@ -88,5 +88,7 @@ def test_aliases_and_merge_keys_still_work():
 def test_a_column_twice(tmp_path, read):
     file = tmp_path / "rows.csv"
     file.write_text("prompt,answer,answer\na,b,c\n")
-    with pytest.raises(DataError, match=r"rows.csv:1: the column 'answer' is there twice"):
+    with pytest.raises(
+        DataError, match=r"rows.csv:1: the column 'answer' occurs twice; rename one of them"
+    ):
         read(file)

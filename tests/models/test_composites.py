@@ -141,9 +141,13 @@ def test_other_composites_are_refused_with_the_reason(model_type, reason, tmp_pa
 
 def test_other_parts_are_refused(tmp_path):
     dense = _config(tmp_path, model_type="internvl", text_config={"model_type": "qwen2"})
-    with pytest.raises(UnsupportedModelError, match="qwen3_moe or gpt_oss, but this one's is 'qwe"):
+    with pytest.raises(
+        UnsupportedModelError, match="qwen3_moe or gpt_oss, but this checkpoint's is 'qwe"
+    ):
         load_config(dense)
-    with pytest.raises(UnsupportedModelError, match="only as a part of 'qwen3_vl_moe'"):
+    with pytest.raises(
+        UnsupportedModelError, match="this language model only as part of 'qwen3_vl_moe'"
+    ):
         load_config(_config(tmp_path, model_type="qwen3_vl_moe_text", num_hidden_layers=2))
     without = tiny.config("gemma4", enable_moe_block=False)
     without.save_pretrained(tmp_path)

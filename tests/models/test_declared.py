@@ -100,7 +100,7 @@ def test_a_key_that_the_config_lacks_is_named():
 
 def test_a_known_type_is_not_declared_again():
     recipe(model_type="qwen3_moe")
-    with pytest.raises(RecipeError, match="'qwen3_moe' is known already, as Qwen3-30B-A3B"):
+    with pytest.raises(RecipeError, match="'qwen3_moe' is already supported as Qwen3-30B-A3B"):
         find_family("qwen3_moe")
 
 
@@ -139,9 +139,9 @@ def test_a_plugin_brings_a_family(monkeypatch, value):
     ("values", "said"),
     [
         (["tests.unheard:broken"], r"plugin 'p0' .* cannot be loaded: RuntimeError: no such thing"),
-        (["tests.unheard:DECLARED"], "wanted a Family, several, or a callable"),
-        (["tests.unheard:family", "tests.unheard:family"], "'unheard_moe' is known already"),
-        (["tests.models.test_declared:KNOWN"], "'qwen3_moe' is known already"),
+        (["tests.unheard:DECLARED"], "must be a Family, several of them, or a callable"),
+        (["tests.unheard:family", "tests.unheard:family"], "'unheard_moe' is already supported"),
+        (["tests.models.test_declared:KNOWN"], "'qwen3_moe' is already supported"),
     ],
 )
 def test_a_plugin_that_cannot_be_used_is_named(monkeypatch, values, said):
@@ -179,7 +179,9 @@ def test_a_type_that_transformers_lacks_has_none():
 
 def test_a_composite_is_refused_as_one():
     composite = CONFIG_MAPPING["qwen3_vl"]().to_dict()
-    with pytest.raises(UnsupportedModelError, match="give a checkpoint of only its language model"):
+    with pytest.raises(
+        UnsupportedModelError, match="and only the types listed above can be trained"
+    ):
         family_of(composite)
 
 

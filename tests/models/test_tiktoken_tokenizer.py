@@ -95,8 +95,8 @@ def test_saved_and_loaded_again_it_is_the_same(published, tmp_path):
     [
         (lambda lines: [*lines[:500], "not-base64! 500\n"], "line 501"),
         (lambda lines: lines[:100], "100 ranks"),
-        (lambda lines: lines[:300] + lines[301:], "not 0 to"),
-        (lambda lines: lines[:600], "do not belong together"),
+        (lambda lines: lines[:300] + lines[301:], "which must be 0 to"),
+        (lambda lines: lines[:600], "copy both files from the same checkpoint"),
     ],
 )
 def test_damaged_ranks_are_named(tmp_path, damage, message):

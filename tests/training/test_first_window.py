@@ -145,7 +145,7 @@ def test_deepspeed_is_refused_for_a_share_and_said_without(monkeypatch, caplog):
         pass
     with Specialization(adapted(), {"terms": {"dpp": {"weight": 0.3}}}):
         pass
-    assert "strength is not measured: DeepSpeed" in caplog.text
+    assert "the losses' shares are not measured: DeepSpeed" in caplog.text
 
 
 def test_a_share_under_dpo_is_one_of_the_preference_losss_gradient(tmp_path):
@@ -206,7 +206,7 @@ def test_a_window_without_a_gradient_keeps_the_weight_and_a_first_one_tries_the_
     assert found[2:6] == [found[2]] * 4 and found[6] != found[2]
     lines = [r.getMessage() for r in caplog.records if "dpp.share" in r.getMessage()]
     assert len(lines) == 2, lines
-    assert "step 1: " in lines[0] and "own loss has no gradient" in lines[0]
+    assert "step 1: " in lines[0] and "language loss has no gradient" in lines[0]
     assert "no effect until" in lines[0]
     assert "step 4: " in lines[1] and f"its weight stays {found[2]:.3g}" in lines[1]
     # The weight is the one that the window gives by itself.
@@ -229,7 +229,9 @@ def test_a_share_where_neither_routers_nor_experts_train_is_an_error_at_once():
     lora = LoraSection(rank=3, alpha=6.0, targets=["attention"])
     model = add_lora(tiny.model("qwen3_moe", num_hidden_layers=2), lora, "frozen").train()
     method = {"terms": {"variance": {"share": 0.1}}}
-    with pytest.raises(ObjectiveError, match=r"variance\.share: .* neither routers nor"):
+    with pytest.raises(
+        ObjectiveError, match=r"variance\.share: .* gradients are compared on routers and routed"
+    ):
         Specialization(model, method).__enter__()
     with Specialization(model, {"terms": {"variance": {"weight": 0.1}}}) as work:
         assert work.at_work
@@ -255,7 +257,7 @@ def test_a_share_whose_aim_is_met_later_keeps_its_weight(caplog):
         work.objective.terms[0].options.alpha = 1e6  # every row of the hinge is 0 from here on
         list(loop(work, model, (1.0, 1.0)))
     assert weight > 0 and work.objective.full_weights["erc"] == weight
-    assert caplog.text.count("erc.share: the term has no gradient (its aim is met)") == 2
+    assert caplog.text.count("erc.share: the term has no gradient (its goal is met)") == 2
 
 
 @pytest.mark.parametrize("every", [None, 1])

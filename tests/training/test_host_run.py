@@ -163,7 +163,7 @@ def test_where_no_tokens_are_at_hand_it_says_so(base, tmp_path, caplog):
         base, tmp_path, callback, train_dataset=IterableDataset.from_generator(stream)
     )
     trainer.train()  # not attached, so that the evaluation data are not known
-    assert "routing before and after training is not written: the data set is iterable" in (
+    assert "routing before and after training is not written: the dataset is iterable" in (
         caplog.text
     )
     assert not (run / "routing" / "before.json").exists()
@@ -209,7 +209,7 @@ def test_a_training_that_cannot_begin_leaves_no_folder(base, tmp_path):
 
     nameless = loaded(base, whole=True)
     nameless.config._name_or_path = ""
-    with pytest.raises(ObjectiveError, match="does not name the checkpoint"):
+    with pytest.raises(ObjectiveError, match="the model does not record its checkpoint"):
         callback = SpecializationCallback("none", output=run)
         trainer_of(base, tmp_path, callback, model=nameless).train()
     assert not run.exists()

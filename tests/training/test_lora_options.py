@@ -153,7 +153,7 @@ def test_an_adapter_that_the_recipe_cannot_go_on_from(base, recipe, tmp_path):
     adapter = helpers.adapter(base, tmp_path / "adapter")
     for lora, part in (
         (LoraSection(rank=6, alpha=6.0, targets=["attention"]), "does not train"),
-        (LoraSection(rank=3, alpha=6.0), "has rank 4, and the recipe gives it 3"),
+        (LoraSection(rank=3, alpha=6.0), "has rank 4, but the recipe gives it 3"),
     ):
         with pytest.raises(AdapterError, match=part):
             continue_adapter(add_lora(load(base), lora, "lora"), adapter, open_checkpoint(base))

@@ -162,7 +162,7 @@ def test_rows_that_mix_texts_are_named(recipe, capsys, caplog, tmp_path):
     file = recipe("qwen3_moe")
     wrapped = [file, "stage=pretrain", "data.packing_strategy=wrapped"]
     code, message = train(capsys, *wrapped, "--output", tmp_path / "run", "--dry-run")
-    assert code == 0 and "whose texts see each other" in caplog.text, message
+    assert code == 0 and "whose texts attend to each other" in caplog.text, message
 
 
 @pytest.mark.parametrize("family", ["minimax", "deepseek_v4"])

@@ -104,7 +104,7 @@ def test_a_bias_that_is_not_there_is_named():
     declared = replace(FAMILIES["qwen3_moe"].disk, router_bias="gate.e_score_correction_bias")
     wrong = replace(FAMILIES["qwen3_moe"], disk=declared)
     (problem,) = prove(tiny.config("qwen3_moe"), wrong).problems
-    assert "the block has no value an expert" in problem
+    assert "the block has no value per expert" in problem
 
 
 def test_a_large_checkpoint_is_proved_on_a_small_model():

@@ -95,7 +95,7 @@ def test_a_corrected_start_works_and_logs_its_few_steps(capsys, caplog, recipe, 
     held_out = f"data.validation={recipe.parent / 'data.jsonl'}"
     code, _, err = train(capsys, recipe, "trainer.logging_steps=50", held_out, "--output", run)
     assert code == 0, err
-    said = "trainer.logging_steps 50 is more than the run's 3 steps; it logs each instead"
+    said = "trainer.logging_steps 50 is more than the run's 3 steps; the run logs each instead"
     assert said in caplog.text
     logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert "evaluated only before the first step and after the last" in caplog.text
@@ -167,9 +167,12 @@ def test_the_opened_checkpoint_keeps_its_config(recipe):
 
 def test_experts_that_are_to_be_spread_over_one_process_are_warned_of(recipe, caplog):
     check_inputs(load_recipe(recipe))
-    assert "nothing is spread" not in caplog.text
+    assert "all, but only one process was started, so experts" not in caplog.text
     check_inputs(load_recipe(recipe, ["parallel.experts=all"]))
-    assert "parallel.experts: all, and one process was started: nothing is spread" in caplog.text
+    assert (
+        "parallel.experts: all, but only one process was started, so experts are not spread"
+        in caplog.text
+    )
 
 
 def test_a_tokenizer_s_pattern_without_an_end_is_reported(capsys, recipe, tmp_path):
@@ -204,7 +207,7 @@ def test_a_resume_takes_other_keys_where_they_leave_the_training_what_it_was(
     weight = noted_weights(run / "recipe.yaml")
     assert weight == noted_weights(straight / "recipe.yaml") and weight["variance"] > 0
     assert train(capsys, recipe, *seldom, "--output", run, "--resume")[0] == 0
-    assert "changed since the run was started: numerics.on_nan, trainer.logging" in caplog.text
+    assert "changed since the start of the run: numerics.on_nan, trainer.logging" in caplog.text
     name = Path("adapter") / "adapter_model.safetensors"
     assert (run / name).read_bytes() == (straight / name).read_bytes()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

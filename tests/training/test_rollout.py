@@ -113,7 +113,7 @@ def test_a_run_is_compared_with_its_rollouts(tmp_path, family, replay, changes):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"num_beams": 2}, "trainer.generation_kwargs make it beam"),
+        ({"num_beams": 2}, "trainer.generation_kwargs select beam"),
         ({"use_cache": False}, "trainer.generation_kwargs.use_cache is false"),
     ],
 )
@@ -134,7 +134,10 @@ def test_what_does_not_sample_token_by_token_is_refused_or_said(tmp_path, caplog
             {"stage": "sft", "rewards": []},
             "router.replay: only valid for stage grpo, and this is stage sft",
         ),
-        ({"trainer": {"use_vllm": True}}, "router.replay: with trainer.use_vllm TRL does not get"),
+        (
+            {"trainer": {"use_vllm": True}},
+            "router.replay: with trainer.use_vllm TRL does not return",
+        ),
         ({"method": "gshard"}, "router.replay: method.perturbations.random_second_choice draws"),
     ],
 )
@@ -151,7 +154,9 @@ def test_a_replay_that_cannot_be_is_refused(changes, said):
 
 def test_a_family_with_weights_of_its_own_is_refused():
     check_replay(FAMILIES["deepseek_v3"])
-    with pytest.raises(RecipeError, match=r"router.replay: not for Phi-3.5-MoE.*SparseMixer"):
+    with pytest.raises(
+        RecipeError, match=r"router.replay: not supported for Phi-3.5-MoE.*SparseMixer"
+    ):
         check_replay(FAMILIES["phimoe"])
 
 

@@ -192,7 +192,7 @@ def test_what_does_not_fit_a_stage_is_refused(made, tmp_path, stage, changes, sa
          "mix texts and turns; use only texts, or only"),
         ("dpo", {"chosen": [{"role": "user", "content": "x"}],
                  "rejected": [{"role": "user", "content": "y"}]}, "add the field 'prompt'"),
-        ("kto", {"prompt": "a", "completion": "b", "label": 1}, "wanted true or false, got 1"),
+        ("kto", {"prompt": "a", "completion": "b", "label": 1}, "must be true or false, not 1"),
         ("kto", {"prompt": "a", "completion": " ", "label": True}, "'completion' is empty"),
         ("grpo", {"question": "a"}, "no field 'prompt'"),
         ("grpo", {"prompt": [{"role": "robot", "content": "a"}]}, "role 'robot'"),
@@ -208,10 +208,10 @@ def test_a_row_without_the_form_is_refused_with_its_place(stage, row, said):
     ("reward", "fields", "said"),
     [
         ("exact_match", {"anwser": "4"}, "no field 'answer', which rewards: 'exact_match' reads"),
-        ("boxed", {"answer": None}, "'answer': wanted text or a number, which rewards: 'boxed'"),
+        ("boxed", {"answer": None}, "'answer': must be text or a number, which rewards: 'boxed'"),
         ("code", {"answer": "4"}, "no field 'tests', which rewards: 'code' reads"),
-        ("code", {"tests": ["assert f() == 1", 3]}, "'tests': wanted Python code, or a list"),
-        ("code", {"tests": "# nothing\npass"}, "'tests': wanted Python code, or a list"),
+        ("code", {"tests": ["assert f() == 1", 3]}, "'tests': must be Python code, or a list"),
+        ("code", {"tests": "# nothing\npass"}, "'tests': must be Python code, or a list"),
     ],
 )
 def test_a_row_that_a_reward_cannot_read_is_refused_with_its_place(
@@ -393,10 +393,13 @@ def test_a_reward_names_the_field_that_is_missing():
     [
         ("raise KeyError('boom')", r"failed: KeyError: 'boom' \(.*mine.py:2\)"),
         ("raise SystemExit(3)", "failed: SystemExit: 3"),
-        ("pass", "returned None; wanted a list of numbers"),
-        ("return [0.5]", "returned 1 numbers for 2 completions; expected one for each"),
-        ("return [0.5, 1e308]", "returned 1e.308 for the completion 'two'; wanted a number from"),
-        ("return [float('nan'), 1]", "returned nan for the completion 'one'; wanted a number"),
+        ("pass", "returned None; it must return a list of numbers"),
+        ("return [0.5]", "returned 1 numbers for 2 completions; it must return one for each"),
+        (
+            "return [0.5, 1e308]",
+            "returned 1e.308 for the completion 'two'; it must be a number from",
+        ),
+        ("return [float('nan'), 1]", "returned nan for the completion 'one'; it must be a number"),
     ],
 )
 @pytest.mark.parametrize("way", ["def", "async def"])

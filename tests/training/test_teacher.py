@@ -140,7 +140,9 @@ def test_a_teacher_that_does_not_fit_is_refused(tmp_path):
         "data": {"train": str(tmp_path / "rows.jsonl"), "max_length": 64},
         "method": {"terms": {"teacher_routing": {"weight": 1.0}}},
     }
-    with pytest.raises(RecipeError, match="teacher have the families qwen3_moe and olmoe"):
+    with pytest.raises(RecipeError, match="they have different families qwen3_moe and olmoe"):
         plan_run(recipe_from_tree(Tree(tree)), tmp_path / "run")
-    with pytest.raises(RecipeError, match="teacher_routing: of stage distill, and this is stage s"):
+    with pytest.raises(
+        RecipeError, match="teacher_routing: only valid for stage distill, and this is stage s"
+    ):
         recipe_from_tree(Tree({**tree, "stage": "sft", "teacher": None}))

@@ -68,8 +68,8 @@ def optimizer_of(name: str) -> Optimizer:
     """
     if name not in OPTIMIZERS:
         raise RecipeError(
-            f"trainer.optim: what '{name}' keeps is unknown, so its memory cannot be planned"
-            f"{did_you_mean(name, OPTIMIZERS)}"
+            f"trainer.optim: the states of '{name}' are unknown, so its memory cannot be "
+            f"planned{did_you_mean(name, OPTIMIZERS)}"
         )
     return OPTIMIZERS[name]
 

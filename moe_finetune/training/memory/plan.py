@@ -148,8 +148,8 @@ def _refuse_unsharded(recipe: Recipe) -> None:
     for setting, used in settings.items():
         if used:
             raise RecipeError(
-                f"{setting} does not go with FSDP2, by which several GPUs share the weights; leave "
-                "it out, or plan for one GPU"
+                f"{setting} cannot be combined with FSDP2, which shares the weights among "
+                "several GPUs; leave it out, or plan for one GPU"
             )
 
 

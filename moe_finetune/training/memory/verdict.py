@@ -57,7 +57,7 @@ class Verdict:
             mark = "  fits" if change.fits else ""
             lines.append(f"  {change.total / GIB:8.2f} GiB  {change.change}{mark}")
         if not self.changes or not self.changes[-1].fits:
-            lines.append("no change here makes it fit: shard it over more GPUs (--gpus, FSDP2)")
+            lines.append("no change makes it fit; shard it over more GPUs (--gpus, FSDP2)")
         return "\n".join(lines)
 
 
