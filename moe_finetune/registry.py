@@ -37,7 +37,7 @@ class Registry(Mapping[str, Value]):
 
     def register(self, name: str, value: Value) -> Value:
         if name in self._values:
-            raise ValueError(f"{self.kind} '{name}' is registered already")
+            raise ValueError(f"{self.kind} '{name}' is already registered")
         self._values[name] = value
         return value
 
@@ -64,7 +64,7 @@ class Registry(Mapping[str, Value]):
         for point in entry_points(group=self.group) if self.group else ():
             if point.name in self._values or point.name in plugins:
                 raise PluginError(
-                    f"{self.kind} '{point.name}' of the installed {point.value} exists already; "
+                    f"{self.kind} '{point.name}' of the installed {point.value} already exists; "
                     "rename that entry point or uninstall its package"
                 )
             plugins[point.name] = point

@@ -107,7 +107,7 @@ def carry_out(
         if inputs is not None and first_rank and not resume:
             discard(run, new_folder)
         if run.log.exists():
-            terminal().say(f"what the libraries printed is in {run.log}", "warning")
+            terminal().say(f"library output: {run.log}", "warning")
         raise
     return output
 
@@ -267,8 +267,8 @@ def evaluate_steps(
             shutil.rmtree(folder, ignore_errors=True)
     if lost := lost_steps(recipe, run):
         terminal().say(
-            f"no scores after step {', '.join(map(str, lost))}: the model could not be kept there "
-            f"(see {run.log}); only a new run can score it",
+            f"no scores after step {', '.join(map(str, lost))}: the model of that step could not "
+            f"be kept (see {run.log}); only a new run can score it",
             "warning",
         )
 

@@ -122,7 +122,13 @@ LOSSES, METRIC_GROUP, REWARD_GROUP = (
 )
 METRIC = "from moe_finetune.metrics import LayerMetric, Word\n"
 WRONG = {
-    "taken": (TERMS, LOSSES, "variance", "x = 1", r"loss term 'variance' of .* exists already"),
+    "taken": (
+        TERMS,
+        LOSSES,
+        "variance",
+        "x = 1",
+        r"loss term 'variance' of .* already exists; rename that entry point or",
+    ),
     "broken": (TERMS, LOSSES, "odd", "1 / 0", "cannot be loaded: ZeroDivisionError: .*; fix or"),
     "absent": (TERMS, LOSSES, "odd", "", "cannot be loaded: AttributeError"),
     "no-term": (TERMS, LOSSES, "odd", "x = 1", "is 1, and must be a subclass of .*Term"),
@@ -134,7 +140,7 @@ WRONG = {
     "metric-taken": (
         *(METRICS, METRIC_GROUP, "max_violation"),
         METRIC + "x = LayerMetric(lambda: 1.0, Word('x'))",
-        "is a metric of moe-finetune; rename it",
+        "is already a metric of moe-finetune; rename it",
     ),
     "metric-input": (
         *(METRICS, METRIC_GROUP, "odd"),
@@ -142,7 +148,13 @@ WRONG = {
         "reads 'logits'; a metric can read index_TK",
     ),
     "metric-type": (METRICS, METRIC_GROUP, "odd", "x = len", r"must be a .*LayerMetric"),
-    "reward-taken": (REWARDS, REWARD_GROUP, "boxed", "x = len", "exists already; rename"),
+    "reward-taken": (
+        REWARDS,
+        REWARD_GROUP,
+        "boxed",
+        "x = len",
+        "already exists; rename that entry point or",
+    ),
     "reward-type": (REWARDS, REWARD_GROUP, "odd", "x = 'text'", "must be a function"),
 }
 

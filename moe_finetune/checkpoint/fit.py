@@ -55,7 +55,7 @@ def check_fit(checkpoint: Checkpoint) -> dict[str, str]:
     experts = family.num_experts(config)
     if not 1 <= family.top_k(config) <= experts:
         raise CheckpointError(
-            f"{config_file}: num_experts_per_tok is {family.top_k(config)}; wanted 1 to {experts}"
+            f"{config_file}: num_experts_per_tok is {family.top_k(config)}; expected 1 to {experts}"
         )
     loaded = f"{family.backbone}.embed_tokens.weight"
     name = name_on_disk(checkpoint.config, loaded, family.disk.spelling)

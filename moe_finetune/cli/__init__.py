@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for argument in arguments:
         escaped = argument.encode("utf-8", "backslashreplace").decode()
         if escaped != argument:  # a file name that is not UTF-8 reaches Python as surrogates
-            print(f"error: {escaped}: is not UTF-8; rename the file", file=sys.stderr)
+            print(f"error: {escaped}: is not a UTF-8 name; rename the file", file=sys.stderr)
             return 2
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     ours = Terminal("json" if common.json else None, common.quiet, capture=True)
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MemoryError:
         if debug:
             raise
-        print("error: out of memory; free some, or use a larger machine", file=sys.stderr)
+        print("error: out of memory; free some memory, or use a larger machine", file=sys.stderr)
         return 1
     except OSError as error:
         if debug:

@@ -31,9 +31,10 @@ class Verbs(TyperGroup):
 app = typer.Typer(
     name="moe-finetune",
     cls=Verbs,
-    help="Fine-tune Mixture-of-Experts language models with losses that make experts specialize.",
+    help="Fine-tune Mixture-of-Experts language models with losses that encourage expert "
+    "specialization.",
     epilog="With any verb: --quiet shows only warnings and results, --log-format json writes one "
-    "JSON object a line to standard error, --debug shows the traceback of an error.",
+    "JSON object per line to standard error, --debug shows the traceback of an error.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -82,7 +83,7 @@ def split_common(arguments: Sequence[str]) -> tuple[list[str], Common]:
         elif argument.partition("=")[0] == "--log-format":
             form = argument.partition("=")[2] or next(words, "")
             if form not in ("text", "json"):
-                raise ValueError(f"--log-format {form}: wanted text or json")
+                raise ValueError(f"--log-format {form}: expected text or json")
             common.json = form == "json"
         else:
             others.append(argument)
@@ -100,8 +101,8 @@ def check_alone(arguments: Sequence[str]) -> None:
     if processes == "1" or verb in (None, TOGETHER) or {"-h", "--help"} & set(arguments):
         return
     raise ValueError(
-        f"{verb}: was started as one of {processes} processes (accelerate launch or torchrun), and "
-        f"only {TOGETHER} works with others; start it without a launcher"
+        f"{verb}: was started as one of {processes} processes (accelerate launch or torchrun), "
+        f"but only {TOGETHER} runs on several processes; start it without a launcher"
         + ADVICE.get(str(verb), "")
     )
 

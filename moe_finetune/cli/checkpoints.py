@@ -55,7 +55,7 @@ def inspect(
             "--gpu",
             metavar="GIB",
             help="Report whether the recipe fits a GPU with this many GiB, and what to change; "
-            "exit code 1 where it does not. Nothing is loaded.",
+            "exit code 1 if it does not. Loads no weights.",
         ),
     ] = None,
     gpus: Annotated[
@@ -87,7 +87,7 @@ def inspect(
         from moe_finetune.training.measure_strength import strength_of, strength_table
 
         if not recipe:
-            raise RecipeError("--strength: measures a recipe's losses; name one with --recipe")
+            raise RecipeError("--strength: measures a recipe's losses; give one with --recipe")
         rows = strength_of(checkpoint, load_recipe(recipe))
         print(dumps(rows, indent=2, allow_nan=False) if json else strength_table(rows))
         return
@@ -97,14 +97,14 @@ def inspect(
         from moe_finetune.training.quantization_cost import cost_table, quantization_cost
 
         if not recipe:
-            raise RecipeError("--quantization: needs rows to measure on; name a --recipe with data")
+            raise RecipeError("--quantization: needs rows to measure on; give a --recipe with data")
         costs = quantization_cost(checkpoint, load_recipe(recipe))
         print(dumps([asdict(cost) for cost in costs], indent=2) if json else cost_table(costs))
         return
     if gpu is not None and not recipe:
-        raise RecipeError("--gpu: tells whether a recipe fits; name one with --recipe")
+        raise RecipeError("--gpu: checks whether a recipe fits; give one with --recipe")
     if gpus > 1 and not recipe:
-        raise RecipeError("--gpus: plans a recipe's memory; name one with --recipe")
+        raise RecipeError("--gpus: plans a recipe's memory; give one with --recipe")
     if gpu is not None and not 0 < gpu < 1e6:
         raise RecipeError(f"--gpu: must be the GiB of one GPU, such as 24, not {gpu:g}")
     inspection = inspect_checkpoint(checkpoint, load_recipe(recipe) if recipe else None, gpu, gpus)
@@ -123,7 +123,7 @@ def _prove(checkpoint: str, recipe: Recipe | None) -> Proof:
     declared = recipe.model.family if recipe is not None else None
     if declared is not None and declared.model_type != config.model_type:
         raise RecipeError(
-            f"model.family.model_type: '{declared.model_type}' is declared, and {checkpoint} is "
+            f"model.family.model_type: '{declared.model_type}' is declared, but {checkpoint} is "
             f"'{config.model_type}'"
         )
     return prove(config, family_of(config))
@@ -159,7 +159,7 @@ def merge(
         StoredAs,
         typer.Option(
             "--format",
-            help="base: also merge into a base that is stored quantized, and keep its format.",
+            help="base: keep the format of a quantized base.",
         ),
     ] = StoredAs.float,
     verify: Annotated[
@@ -234,12 +234,12 @@ def base_of(adapter: Path) -> Path:
     config = open_adapter(adapter).config
     named = config.get("base_model_name_or_path")
     if not named:
-        raise AdapterError(f"{adapter}: names no base checkpoint; give it with --base")
+        raise AdapterError(f"{adapter}: does not record its base checkpoint; give it with --base")
     try:
         return local_folder(str(named), revision=config.get("revision"))
     except CheckpointError as error:
         raise AdapterError(
-            f"{adapter}: its base is not there ({error}); give the base's folder with --base"
+            f"{adapter}: its base was not found ({error}); give the base's folder with --base"
         ) from error
 
 
@@ -303,7 +303,7 @@ def read_order(file: Path, checkpoint: Path) -> dict[int, list[int]]:
     model_type = read_config(checkpoint).get("model_type")
     if plan.model_type != model_type:
         raise CheckpointError(
-            f"{file}: is a plan for {plan.model_type}, and {checkpoint} is a {model_type}; "
-            "make one from this model's trace with 'moe-finetune place'"
+            f"{file}: is a plan for {plan.model_type}, but {checkpoint} is a {model_type}; make "
+            "one from this model's trace with 'moe-finetune place'"
         )
     return dict(zip(plan.layers, plan.permutation_LE().tolist(), strict=True))

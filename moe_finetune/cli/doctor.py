@@ -110,7 +110,7 @@ def _versions() -> list[Check]:
         if requirement.specifier.contains(state, prereleases=True):
             checks.append(Check(name, "ok", state))
         else:
-            checks.append(Check(name, "problem", f"{state}, wanted {specifier}", remedy))
+            checks.append(Check(name, "problem", f"{state}, expected {specifier}", remedy))
     for line, version in unfit_for_recipes().items():
         state = f"{version} runs losses and callback; recipes need {line}"
         checks.append(Check("recipes", "note", state, f"{sys.executable} -m pip install '{line}'"))
@@ -159,7 +159,7 @@ def _sandbox() -> Check:
     if kind is not None:
         return Check("sandbox", "ok", kind)
     if missing():
-        state = "none: HumanEval and MBPP can be generated here, and not scored"
+        state = "none: HumanEval and MBPP can be generated here, but not scored"
         return Check("sandbox", "note", state, remedy())
     return Check("sandbox", "note", trouble)
 
@@ -171,7 +171,7 @@ def _gpu() -> Check:
     query = ["--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     result = subprocess.run([command, *query], capture_output=True, text=True, timeout=60)
     if result.returncode or not result.stdout.strip():
-        return Check("gpu", "note", "nvidia-smi finds none; everything runs on the CPU")
+        return Check("gpu", "note", "nvidia-smi finds no GPU; everything runs on the CPU")
     return Check("gpu", "ok", "; ".join(result.stdout.strip().splitlines()))
 
 

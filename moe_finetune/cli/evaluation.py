@@ -155,7 +155,7 @@ def evaluate(
     from moe_finetune.recipe.tree import load_tree
 
     if batch_size != "auto" and not (batch_size.isdigit() and int(batch_size)):
-        raise typer.BadParameter(f"--batch-size {batch_size}: wanted a number or auto")
+        raise typer.BadParameter(f"--batch-size {batch_size}: expected a number or auto")
     code = run(
         Request(
             sources,
@@ -218,7 +218,7 @@ def compare(
     from moe_finetune.routing.trace import RoutingTrace
 
     if output is not None and output.suffix not in (".html", ".json"):
-        raise typer.BadParameter(f"{output}: wanted a name that ends in .html or .json")
+        raise typer.BadParameter(f"{output}: expected a name that ends in .html or .json")
     if output is not None:
         refuse_existing(output)
     traces = [trace for trace in map(find_trace, results) if trace is not None]

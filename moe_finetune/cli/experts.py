@@ -119,7 +119,7 @@ def split_domains(data: Sequence[str], domains: Sequence[str]) -> dict[str, list
     for item in domains:
         name, equals, file = item.partition("=")
         if not (name and equals and file):
-            raise typer.BadParameter(f"--domain {item}: wanted NAME=FILE")
+            raise typer.BadParameter(f"--domain {item}: write it as NAME=FILE")
         files_by_name.setdefault(name, []).append(file)
     return files_by_name
 
@@ -207,7 +207,7 @@ def place(
         buckets = placement.buckets
         print(
             f"sequences on the rank of their first layer's experts: {buckets.share_after:.3f} of "
-            f"dispatches stay at home, in turn {buckets.share_before:.3f}"
+            f"dispatches stay on that rank; assigned in turn, {buckets.share_before:.3f}"
         )
         placement.plan.write(output)
     print(f"plan: {output}")
@@ -231,7 +231,7 @@ def select(
     from moe_finetune.report.analysis import open_trace
 
     if not 0 < top_p <= 1:
-        raise typer.BadParameter(f"--top-p {top_p:g}: wanted a share above 0 and at most 1")
+        raise typer.BadParameter(f"--top-p {top_p:g}: must be above 0 and at most 1")
     with output_lock(output):
         refuse_existing(output)
         opened = open_trace(trace)

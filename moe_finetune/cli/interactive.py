@@ -41,7 +41,7 @@ def init(
     asks = sys.stdin.isatty()
     if not asks and (checkpoint is None or data is None):
         missing = "CHECKPOINT" if checkpoint is None else "--data"
-        raise RecipeError(f"{missing}: required where there is no terminal to ask on")
+        raise RecipeError(f"{missing}: required, because there is no terminal to ask on")
     if checkpoint is None:
         checkpoint = typer.prompt("Checkpoint (folder or hub id)")
     print(describe(checkpoint)[0])
@@ -55,7 +55,7 @@ def init(
     answers = Answers(checkpoint, data, validation, method or Answers.method, suite)
     write_starter(answers, output)
     print(f"recipe: {output}\n\nnext:")
-    for what, verb in (("see what rows become", "preview"), ("see whether it fits", "train")):
+    for what, verb in (("see how rows are tokenized", "preview"), ("see whether it fits", "train")):
         more = " --dry-run --output runs/first" if verb == "train" else ""
         print(f"  {what:<24}moe-finetune {verb} {output}{more}")
     print(f"  {'train':<24}moe-finetune train {output} --output runs/first")

@@ -76,9 +76,7 @@ def train(
     ] = False,
     ignore_memory: Annotated[
         bool,
-        typer.Option(
-            "--ignore-memory", help="Start even if the plan exceeds this machine's memory."
-        ),
+        typer.Option("--ignore-memory", help="Start even if the memory plan exceeds this machine."),
     ] = False,
 ) -> None:
     """Carry out a recipe: train, merge, verify, evaluate, report.
@@ -197,7 +195,7 @@ def study(
         show_plan(recipe, overrides or [], output)
         return
     if output is None:
-        raise typer.BadParameter("--output: name the folder of the study")
+        raise typer.BadParameter("--output: give the folder of the study")
     if carry_out_study(recipe, overrides or [], output, resume, shard):
         raise typer.Exit(1)
 
@@ -222,7 +220,7 @@ def upcycle(
     ] = False,
     replace: Annotated[
         bool,
-        typer.Option("--replace", help="Delete what was trained with other settings; redo it."),
+        typer.Option("--replace", help="Delete results of other settings and train again."),
     ] = False,
 ) -> None:
     """Make a MoE of a dense model: cluster texts, train experts, merge, teach routers, compare.

@@ -118,7 +118,7 @@ def unlearned(turns: Sequence[Row]) -> list[Row]:
 def turn_of(where: str, turn: Any, ignore: Collection[str] = ()) -> Row:
     """One turn, checked; ``where`` is its location, for messages."""
     if not isinstance(turn, dict):
-        raise DataError(f"{where}: wanted {{role, content}}, got {short(turn)}")
+        raise DataError(f"{where}: expected {{role, content}}, got {short(turn)}")
     # A table fills in null where another row has a field.
     fields = {k: v for k, v in turn.items() if v is not None and k not in ignore}
     named = fields.pop("role", None) or fields.pop("from", None)
@@ -200,7 +200,7 @@ def _parts(where: str, parts: list[Any], ignore: Collection[str]) -> list[Row]:
         if isinstance(part, str):
             part = {"type": "text", "text": part}
         if not isinstance(part, dict):
-            raise DataError(f"{where}[{index}]: wanted {{type, text}}, got {short(part)}")
+            raise DataError(f"{where}[{index}]: expected {{type, text}}, got {short(part)}")
         kind = str(part.get("type", "text" if "text" in part else None))
         if kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
             checked.append({"type": "text", "text": part["text"]})
@@ -232,7 +232,7 @@ def _calls(where: str, calls: Any) -> list[Row]:
         location = f"{where}[{index}]"
         if not isinstance(call, dict):
             raise DataError(
-                f"{location}: wanted {{function: {{name, arguments}}}}, got {short(call)}"
+                f"{location}: expected {{function: {{name, arguments}}}}, got {short(call)}"
             )
         call = {key: value for key, value in call.items() if value is not None}
         function = call.pop("function", None)

@@ -1,1 +1,1 @@
-"""The embedded default: a small checkpoint, its data and its held-out tasks, made on the spot."""
+"""The embedded default: a small checkpoint, data and held-out tasks that it creates."""

@@ -66,8 +66,8 @@ def _corpus(root: Path) -> tuple[Document, ...]:
     documents = [document for path in source_files(root) for document in _module(root, path)]
     if not documents:
         raise DataError(
-            f"{root}: no standard-library source found, which the demo learns from; "
-            "use a Python installation that has it"
+            f"{root}: no standard-library source found, which the demo trains on; use a Python "
+            "installation that includes it"
         )
     return (*documents, *_topics())
 

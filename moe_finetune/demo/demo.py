@@ -1,4 +1,4 @@
-"""``moe-finetune demo``: the whole path on a checkpoint and data made on the spot.
+"""``moe-finetune demo``: the whole path, on a checkpoint and data that it creates.
 
 Pretrain (cached) -> fine-tune twice -> merge -> evaluate all three checkpoints -> one report.
 """
@@ -238,7 +238,7 @@ def _usable_backend(status: VllmStatus) -> str:
         return "vllm"
     problems = "; ".join(status.problems)
     terminal().say(
-        f"vLLM cannot be used here ({problems}); transformers evaluates instead", "warning"
+        f"vLLM cannot be used here ({problems}); evaluating with transformers instead", "warning"
     )
     return "hf"
 

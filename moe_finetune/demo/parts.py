@@ -34,21 +34,21 @@ class Parts:
         self._folder = folder
         # Runs and upcycles have a folder of that name, too, but no such note.
         if not any((folder / PARTS_FOLDER).glob("*.begun.json")) and is_taken(folder):
-            raise OutputExistsError(f"{folder} has other files; choose another --output")
+            raise OutputExistsError(f"{folder} contains other files; choose another --output")
         self._begun: dict[str, str] = {}
 
     def kept(self, name: str, identity: str) -> bool:
         """Whether a part was finished under ``identity``; says so."""
         if not self._note(name).is_of(identity) or not (self._folder / name).is_dir():
             return False
-        terminal().say(f"{name}: kept, its inputs have not changed")
+        terminal().say(f"{name}: kept, because its inputs have not changed")
         return True
 
     def begin(self, name: str, identity: str) -> None:
         """Note that a part is being made; what was made from something else is removed."""
         product, begun = self._folder / name, self._note(f"{name}.begun")
         if not begun.is_of(identity) and product.exists():
-            terminal().say(f"{name}: made again, its inputs have changed")
+            terminal().say(f"{name}: redone, because its inputs have changed")
             shutil.rmtree(product)
         self._note(name).remove()
         begun.write(identity)

@@ -1,4 +1,4 @@
-"""The demo's checkpoint: a small Qwen3-MoE, pretrained on the spot and kept in a cache.
+"""The demo's checkpoint: a small Qwen3-MoE, pretrained on first use and kept in a cache.
 
 The cache is ``$MOE_FINETUNE_CACHE`` or ``~/.cache/moe-finetune``. A checkpoint's folder is named
 after a hash of everything that determines it: configuration, seed, the standard library's text,

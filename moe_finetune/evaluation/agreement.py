@@ -30,7 +30,7 @@ def agreement(
     for (first, a), (second, b) in itertools.combinations(validations.items(), 2):
         common = [item for item in a if item in b]
         if not common:
-            raise EvaluationError(f"{first} and {second} judged no item in common")
+            raise EvaluationError(f"{first} and {second} have no judged item in common")
         verdicts_a, verdicts_b = [a[i] for i in common], [b[i] for i in common]
         result[f"{first} ~ {second}"] = {
             "kappa": cohens_kappa(verdicts_a, verdicts_b),

@@ -164,7 +164,7 @@ def _refuse_contradictions(
     if dtype not in ("auto", *DTYPES):
         raise EvaluationError(f"dtype '{dtype}' is unknown{did_you_mean(dtype, ('auto', *DTYPES))}")
     if backend != "server" and (base_url or model):
-        raise EvaluationError("base_url and model belong to backend 'server'")
+        raise EvaluationError("base_url and model are only valid with backend 'server'")
     if adapter is not None and backend not in (None, "hf"):
         raise EvaluationError(
             f"backend '{backend}' evaluates merged checkpoints; run 'moe-finetune merge' first, or "
@@ -176,7 +176,7 @@ def _refuse_contradictions(
         )
     if determinantal is not None and determinantal <= 0:
         raise EvaluationError(
-            f"determinantal choice: eps is {determinantal:g}, expected more than 0"
+            f"determinantal choice: eps is {determinantal:g}, it must be more than 0"
         )
     if candidates is not None and determinantal is None:
-        raise EvaluationError("candidates belong to the determinantal choice")
+        raise EvaluationError("candidates are only valid with the determinantal choice")

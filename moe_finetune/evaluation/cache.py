@@ -52,8 +52,8 @@ class ReplyStore:
         if stored not in (None, expected):
             self.close()
             raise EvaluationError(
-                f"{path} has replies of another checkpoint or other settings; "
-                "remove the file or choose another output folder"
+                f"{path} has replies of another checkpoint or other settings; remove the file, "
+                "or choose another output folder"
             )
 
     @contextmanager
@@ -69,8 +69,8 @@ class ReplyStore:
                     f"{self.path}: another process is writing replies there; wait for it to end"
                 ) from error
             raise EvaluationError(
-                f"{self.path}: cannot be used as a store of replies ({error}); remove it, and its "
-                "requests are sent again"
+                f"{self.path}: cannot be used to store replies ({error}); remove it to send its "
+                "requests again"
             ) from error
 
     def _row(self, key: str) -> tuple[bytes] | None:

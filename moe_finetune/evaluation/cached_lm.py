@@ -123,7 +123,7 @@ class CachedLM(LM):
             if isinstance(error, BadReply):
                 raise EvaluationError(
                     f"{_name(chunk, error.request)}: the server at {address} gave a reply that "
-                    f"cannot be scored: {error}; replies before it are kept"
+                    f"cannot be scored: {error}; earlier replies are kept"
                 ) from error
             # The client library raises whatever its transport raised, after its own retries.
             raise EvaluationError(

@@ -66,8 +66,8 @@ class Catalog:
         installed = ((indexed.cfg or {}).get("metadata") or {}).get("version")
         if None not in (entry.version, installed) and not _same(entry.version, installed):
             raise EvaluationError(
-                f"suite {self.suite.name}: task '{name}' has version {installed} here and the "
-                f"suite asks for {entry.version}; their scores are not comparable. Install the "
+                f"suite {self.suite.name}: task '{name}' has version {installed} here, but the "
+                f"suite needs {entry.version}; their scores are not comparable. Install the "
                 "lm-eval version of the constraints file, or change the suite"
             )
         return [self._leaf(entry, leaf) for leaf in self._names(name)]
@@ -107,7 +107,7 @@ class Catalog:
                 what = (
                     f"it reports {'; '.join(names)}"
                     if names
-                    else ("it has no score of its own; name its tasks one by one")
+                    else ("it is a group without a score; list its tasks separately")
                 )
                 raise EvaluationError(
                     f"suite {self.suite.name}: task '{entry.label}' reports no metric "
@@ -144,9 +144,9 @@ class Catalog:
             load_dataset_builder(path, name, **options)
         except (OSError, ValueError) as error:  # what the hub's client and datasets raise
             raise DataError(
-                f"task {leaf.name}: the hub does not give data set '{path}' ({error}); download it "
-                "where there is a network, or put its rows into a folder for --data-dir "
-                f"({path}/{name + '/' if name else ''}SPLIT.jsonl)"
+                f"task {leaf.name}: the hub dataset '{path}' is not available ({error}); "
+                "download it where there is a network, or put its rows into a folder for "
+                f"--data-dir ({path}/{name + '/' if name else ''}SPLIT.jsonl)"
             ) from None
         self._on_hub.add(key)
 
@@ -191,9 +191,9 @@ class Catalog:
             )
         if entry.template and examples == tested:
             raise EvaluationError(
-                f"suite {self.suite.name}: task '{entry.task}' has shots: {entry.shots} and "
-                "only the tested rows to take them from; name others under files: "
-                "{train: FILE}, or set shots: 0"
+                f"suite {self.suite.name}: task '{entry.task}' has shots: {entry.shots} but only "
+                "the tested rows to take them from; give others under files: {train: FILE}, "
+                "or set shots: 0"
             )
         files: dict[str, Path] = {}
         missing = []
@@ -203,7 +203,7 @@ class Catalog:
                 raise EvaluationError(
                     f"suite {self.suite.name}: task '{entry.task}' has a local file for "
                     f"'{next(iter(files))}' and none for '{split}', where its examples come "
-                    "from; name both under files, or set shots: 0"
+                    "from; give both under files, or set shots: 0"
                 )
             if path is not None and path.is_file():
                 files[split] = path

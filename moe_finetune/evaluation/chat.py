@@ -61,8 +61,8 @@ class Speaker:
         limit = getattr(self.model.config, "max_position_embeddings", None)
         if limit is not None and len(prompt) + most > limit:
             raise DataError(
-                f"{self.name}: {len(prompt)} tokens and a reply of {most} are more than its "
-                f"context of {limit}; say /reset, or lower --max-tokens"
+                f"{self.name}: {len(prompt)} tokens and a reply of {most} exceed its context of "
+                f"{limit}; type /reset, or lower --max-tokens"
             )
         ids = torch.tensor([prompt], device=self.model.device)
         with torch.no_grad():
@@ -178,7 +178,7 @@ def beside(replies: dict[str, str], columns: bool) -> Any:
 def experts_table(speakers: Sequence[Speaker]) -> Any:
     """Experts of each model's last token, a row a layer: ``expert (weight)``."""
     if not all(speaker.ids for speaker in speakers):
-        return Text("nothing was asked yet")
+        return Text("no message yet; ask something first")
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("layer", justify="right")
     by_speaker = []

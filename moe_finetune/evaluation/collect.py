@@ -34,7 +34,10 @@ def task_result(entry: SuiteTask, leaves: list[Leaf], raw: dict[str, Any]) -> Ta
         metrics = {headline: mean_accuracy([_metrics(rows[name]) for name in names])}
     notes = []
     if any(leaf.examples and leaf.examples == leaf.tested for leaf in leaves):
-        notes.append("examples are other rows of the tested split; the task has no split for them")
+        notes.append(
+            "examples are other rows of the tested split, because the task has no separate "
+            "split for them"
+        )
     if headline not in metrics and not entry.code:
         notes.append(f"the task reports no {headline}; it reports {', '.join(metrics) or 'none'}")
     top = metrics.get(headline, {"value": None, "stderr": None})

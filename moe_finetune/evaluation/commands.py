@@ -67,7 +67,7 @@ def run(request: Request) -> int:
             raise EvaluationError("give one checkpoint, or folders that all contain results.json")
         if not _validates(request):
             raise EvaluationError(
-                f"{folders[0]} contains finished results; ask for --judge, --sheets or "
+                f"{folders[0]} contains finished results; add --judge, --sheets or "
                 "--annotations, or give a checkpoint to evaluate"
             )
         with ExitStack() as locks:
@@ -80,12 +80,12 @@ def run(request: Request) -> int:
             f"{request.sources[1]} has no results.json; evaluate one checkpoint at a time"
         )
     if request.suite is None:
-        raise EvaluationError("no suite; name one with --suite")
+        raise EvaluationError("no suite; choose one with --suite")
     request = replace(request, sources=[str(checkpoint_in(request.sources[0]))])
     if request.check:
         return _check(request)
     if request.output is None:
-        raise EvaluationError("no folder for the results; name one with --output")
+        raise EvaluationError("no folder for the results; set --output")
     with output_lock(request.output):
         if request.parity:
             return _parity(request, request.output)
@@ -109,7 +109,7 @@ def _refuse_contradictions(request: Request) -> None:
     if request.judge_url and not request.judge:
         raise EvaluationError("--judge-url needs the judge's name, --judge MODEL")
     if bool(request.annotations) != (request.key is not None):
-        raise EvaluationError("--annotations FILE and --key FILE belong together")
+        raise EvaluationError("--annotations FILE and --key FILE must be given together")
     if request.check + bool(request.parity) + _validates(request) > 1:
         raise EvaluationError(
             "--check, --parity and the validations (--judge, --sheets, --annotations) are "

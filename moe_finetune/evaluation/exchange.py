@@ -90,8 +90,8 @@ def failure(status: int, text: str, headers: Mapping[str, str]) -> ServerError:
     """Return the error for a reply of another status than 200."""
     if 300 <= status < 400 and "Location" in headers:
         return ServerError(
-            f"HTTP {status}: it redirects to {headers['Location']}, which is not followed; give "
-            "the final address"
+            f"HTTP {status}: it redirects to {headers['Location']}, and redirects are not "
+            "followed; give the final address"
         )
     wait = retry_after(headers.get("Retry-After"))
     return ServerError(f"HTTP {status}: {text[:500].strip()}", status in _TRANSIENT, wait)

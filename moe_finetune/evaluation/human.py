@@ -55,7 +55,7 @@ def export_sheets(
     folder = Path(folder)
     common = sorted(set.intersection(*(set(items) for items in answers.values())))
     if not common:
-        raise EvaluationError("the methods answered no item in common")
+        raise EvaluationError("the methods have no answered item in common")
     draw = random.Random(0)
     chosen = draw.sample(common, min(n, len(common)))
     rows = []
@@ -143,12 +143,11 @@ def import_annotations(annotated: str | Path, key: str | Path) -> dict[tuple[str
             continue
         if verdict not in _YES | _NO:
             raise DataError(
-                f"{path}, line {line}: verdict '{row['verdict']}' is neither 'correct' nor "
-                "'incorrect'"
+                f"{path}, line {line}: verdict '{row['verdict']}' must be 'correct' or 'incorrect'"
             )
         item = codes[row["id"]]
         if not isinstance(item, dict) or not {"method", "task", "doc_id"} <= item.keys():
-            raise DataError(f"{key}: '{row['id']}' names no method, task and doc_id; export again")
+            raise DataError(f"{key}: '{row['id']}' lacks method, task or doc_id; export again")
         where = (item["method"], item["task"], item["doc_id"])
         if where in verdicts:
             raise DataError(f"{path}, line {line}: id '{row['id']}' occurs twice")

@@ -140,8 +140,8 @@ class Judge:
             if attempt == min(2, self._retries):
                 break  # three replies without a verdict: it cannot follow the format
         raise EvaluationError(
-            f"{self._name} answered {content[:200]!r} and gave no verdict; "
-            "use a stronger judge, or a server that supports response_format json_schema"
+            f"{self._name} answered {content[:200]!r} without a verdict; use a stronger judge, "
+            "or a server that supports response_format json_schema"
         )
 
     def _post(self, messages: list[dict[str, str]]) -> Any:

@@ -104,7 +104,7 @@ def samples_file(folder: str | Path, task: TaskResult) -> Path:
     """
     name = task.get("samples")
     if not isinstance(name, str):
-        raise EvaluationError(f"{folder}: a result names no file of samples; evaluate again")
+        raise EvaluationError(f"{folder}: a result has no file of samples; evaluate again")
     return Path(folder) / name
 
 

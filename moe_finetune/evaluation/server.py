@@ -171,8 +171,8 @@ def open_server(
     served = Path(offered[model])
     if has_folder and (served / "config.json").is_file() and checkpoint_hash(served) != content:
         raise EvaluationError(
-            f"the server at {base_url} serves {served} as '{model}', which is another checkpoint "
-            f"than {folder}"
+            f"the server at {base_url} serves {served} as '{model}', which is not the checkpoint "
+            f"{folder}"
         )
     # A server that does not report its folder may serve other weights.
     identity = sha256_json(["server", base_url, model, content])

@@ -104,7 +104,8 @@ def generation_tasks(folders: Sequence[Path], only: Sequence[str] = ()) -> list[
             )
     if not tasks:
         raise EvaluationError(
-            "no task with written answers to judge; log-likelihood tasks choose among given ones"
+            "no task with written answers to judge; log-likelihood tasks only choose among "
+            "given answers"
         )
     return tasks
 

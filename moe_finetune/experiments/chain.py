@@ -46,8 +46,8 @@ def chain_of(tree: Tree, output: Path) -> list[tuple[Path, Recipe]]:
         recipe = _recipe(tree, index - 1, entry, RunFolder(runs[-1][0]).merged if runs else None)
         if index < len(listed) and not recipe.export.merge:
             raise RecipeError(
-                f"{origin}: stages.{index - 1}: export.merge: false leaves the next stage nothing "
-                "to start from"
+                f"{origin}: stages.{index - 1}: export.merge: false leaves the next stage "
+                "without a checkpoint; remove it"
             )
         runs.append((output / f"{index}-{recipe.stage}", recipe))
     return runs
@@ -72,8 +72,8 @@ def _recipe(tree: Tree, index: int, entry: dict[str, Any], start: Path | None) -
             stage_keys.add(("lora", "start"))
         for key in sorted(stage_keys):
             raise RecipeError(
-                f"{merged.origin(key)}: stages.{index}: {'.'.join(key)}: a later stage starts from "
-                "the one before; remove the key"
+                f"{merged.origin(key)}: stages.{index}: {'.'.join(key)}: a later stage starts "
+                "from the previous one; remove the key"
             )
         dropped = {*START_KEYS, "tokenizer"} - stage_model.keys()
         common = _mapping(merged.values.get("model")).items()

@@ -64,7 +64,7 @@ def _average(benchmarks: list[Column]) -> Column:
     if len({(column.better, column.percent) for column in benchmarks}) > 1:
         names = ", ".join(column.name for column in benchmarks)
         raise StudyError(
-            f"metrics: average: {names} differ in direction or unit; name those to average in "
+            f"metrics: average: {names} differ in direction or unit; list those to average in "
             "benchmarks"
         )
     first = benchmarks[0]

@@ -67,7 +67,7 @@ def expand(study: StudyRecipe) -> list[Run]:
         if any(run.arm == arm for run in runs):
             raise StudyError(
                 f"{study.name}: two combinations of values are both called '{arm}'; name the "
-                "values of an axis by a mapping"
+                "values of an axis with a mapping"
             )
         layers = [*base, *(layer for choice in chosen for layer in choice.layers)]
         for seed in study.seeds:
@@ -155,7 +155,7 @@ def _choices(study: StudyRecipe, axis: str) -> list[Choice]:
     key: Key = ("axes", axis)
     origin, values = study.tree.origin(key) or study.name, study.axes[axis]
     if not values:
-        raise StudyError(f"{origin}: axes.{axis}: is empty; expected at least one value")
+        raise StudyError(f"{origin}: axes.{axis}: is empty; give at least one value")
     if isinstance(values, dict):
         choices = [Choice(str(name), tuple(_layers(study.tree, (*key, name)))) for name in values]
     else:
@@ -164,7 +164,7 @@ def _choices(study: StudyRecipe, axis: str) -> list[Choice]:
     for name in names:
         if names.count(name) > 1:
             raise StudyError(
-                f"{origin}: axes.{axis}: two values are called '{name}'; name them by a mapping"
+                f"{origin}: axes.{axis}: two values are named '{name}'; name them with a mapping"
             )
         if not _NAME.fullmatch(name):
             raise StudyError(
@@ -213,8 +213,7 @@ def _layers(tree: Tree, key: Key) -> list[Tree]:
     for file in files:
         if not (folder / file).is_file():
             raise StudyError(
-                f"{origin}: extends: there is no file {folder / file} (paths are relative to "
-                f"{folder})"
+                f"{origin}: extends: no file {folder / file} (paths are relative to {folder})"
             )
     start = len(key)
     origins = {k[start:]: where for k, where in tree.origins.items() if k[:start] == key}
@@ -235,7 +234,10 @@ def _check_together(study: StudyRecipe) -> None:
                 f"{origin}: together: unknown axis '{axis}'{did_you_mean(axis, study.axes)}"
             )
         if isinstance(study.baseline, dict) and axis in study.baseline:
-            raise StudyError(f"{origin}: together: '{axis}' is an axis of the baseline as well")
+            raise StudyError(
+                f"{origin}: together: '{axis}' is also an axis of the baseline; remove it from "
+                "one of them"
+            )
 
 
 def _check_overrides(study: StudyRecipe) -> None:

@@ -107,8 +107,8 @@ def check_run(run: Run, output: Path) -> None:
         return
     if load_recipe(saved).hash != run.recipe.hash:
         raise StudyError(
-            f"{folder}: was made with another recipe than the study now gives ({saved}); choose "
-            "another --output, or delete this run to have it made again"
+            f"{folder}: was made with a different recipe ({saved}) than the study has now; "
+            "choose another --output, or delete this run to redo it"
         )
     check_finished(folder)
 
@@ -120,8 +120,7 @@ def check_finished(folder: Path) -> None:
         if not file.is_file() or sha256_file(file) != digest:
             what = "was changed" if file.is_file() else "is missing"
             raise StudyError(
-                f"{file}: {what} after the run had finished; delete {folder} to have the run made "
-                "again"
+                f"{file}: {what} after the run had finished; delete {folder} to redo the run"
             )
 
 
@@ -132,7 +131,7 @@ def record_finished(folder: Path, recipe_sha256: str, seconds: float) -> None:
 
 
 def _note(folder: Path) -> DoneNote:
-    remedy = f"delete {folder} to have the run made again"
+    remedy = f"delete {folder} to redo the run"
     return DoneNote(RunFolder(folder).finished, StudyError, remedy)
 
 

@@ -36,12 +36,12 @@ def starter(launch: LaunchSection, folder: Path = Path()) -> Start:
     if launch.kind == "accelerate" or launch.config is not None:
         if launch.config is None:
             raise StudyError(
-                "launch.config: is missing; name accelerate's configuration, such as "
+                "launch.config: is missing; give an accelerate configuration, such as "
                 "recipes/hardware/fsdp2_8gpu.yaml"
             )
         config = folder / launch.config
         if not config.is_file():
-            raise StudyError(f"launch.config: there is no file {config}")
+            raise StudyError(f"launch.config: no file {config}")
         command = [
             *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)),
             *("-m", "moe_finetune.cli"),

@@ -154,7 +154,7 @@ def find_study(path: str | Path) -> Path:
     shipped = recipes_folder() / "studies" / f"{path}.yaml"
     if not shipped.is_file():
         shipped_names = [file.stem for file in shipped.parent.glob("*.yaml")]
-        raise StudyError(f"there is no study '{path}'{did_you_mean(str(path), shipped_names)}")
+        raise StudyError(f"no study '{path}'{did_you_mean(str(path), shipped_names)}")
     return shipped
 
 

@@ -84,7 +84,7 @@ class RunResult:
         }
         if twice := sorted(evaluated.keys() & by_hand.keys()):
             raise StudyError(
-                f"{SCORES}: {self.name} was evaluated on '{twice[0]}' already; remove the line"
+                f"{SCORES}: {self.name} already has a score for '{twice[0]}'; remove the line"
             )
         return evaluated | by_hand
 
@@ -210,7 +210,10 @@ def load_results(output: str | Path) -> StudyResults:
         raise StudyError(f"{output}: has no {disk.MANIFEST}; give the --output of a study")
     content = read_object(output / disk.MANIFEST, StudyError, "start the study again with --resume")
     if content.get("schema") != disk.SCHEMA:
-        raise StudyError(f"{output / disk.MANIFEST}: is of another schema than {disk.SCHEMA}")
+        raise StudyError(
+            f"{output / disk.MANIFEST}: has a schema other than {disk.SCHEMA}; use the version "
+            "of moe-finetune that wrote it"
+        )
     curves = content.get("curves", {})
     runs_by_key = {(row["arm"], row["seed"]): _run(output, row) for row in content["runs"]}
     for key, entered in entered_scores(output / SCORES, runs_by_key).items():
@@ -260,7 +263,7 @@ def entered_scores(
             if not math.isfinite(score) or not row["benchmark"]:
                 raise StudyError(f"{file}:{line}: expected a benchmark and a finite score")
             if row["benchmark"] in scores.setdefault(key, {}):
-                raise StudyError(f"{file}:{line}: this score is there twice")
+                raise StudyError(f"{file}:{line}: this score occurs twice; remove one")
             scores[key][row["benchmark"]] = score
     return scores
 

@@ -254,4 +254,4 @@ def _note_missing(table: Table, results: StudyResults) -> None:
             why = f": {run.reason.splitlines()[0]}" if run.reason else ""
             table.notes.append(f"{run.arm} seed {run.seed} is {run.state}{why}")
     if table.baseline is not None and len(table.seeds) == 1:
-        table.notes.append("one seed: nothing is known of the spread between seeds")
+        table.notes.append("one seed: the spread between seeds is unknown")

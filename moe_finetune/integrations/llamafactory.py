@@ -32,7 +32,7 @@ def train(config: str | Path, overrides: Sequence[str] = ()) -> None:
     """
     arguments = read_yaml(Path(config), RecipeError)
     if not isinstance(arguments, dict):
-        raise RecipeError(f"{config}: is not a mapping of LLaMA-Factory's options")
+        raise RecipeError(f"{config}: must be a mapping of LLaMA-Factory's options")
     callback = SpecializationCallback.from_section(arguments.pop(SECTION, None))
     from llamafactory.train.tuner import run_exp
 

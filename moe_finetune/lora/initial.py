@@ -115,8 +115,8 @@ def _begun(
     matrix_OI = _base_matrix(module, slot) if lora.changes_base else None
     if matrix_OI is not None and rank > min(shape_OI):
         raise RecipeError(
-            f"lora.init: '{lora.init}' takes at most {min(shape_OI)} directions out of a matrix of "
-            f"{shape_OI[0]} x {shape_OI[1]}, and its rank is {rank}; lower lora.rank, or set "
+            f"lora.init: '{lora.init}' takes at most {min(shape_OI)} directions out of a matrix "
+            f"of {shape_OI[0]} x {shape_OI[1]}, but its rank is {rank}; lower lora.rank, or set "
             "lora.parts"
         )
     linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")

@@ -32,13 +32,13 @@ def expert_relevance(
     ``(T, L, K)``.
     """
     if score not in ("token", "gate"):
-        raise ValueError(f"score: got {score!r}, wanted 'token' or 'gate'")
+        raise ValueError(f"score: got {score!r}, expected 'token' or 'gate'")
     index = integers("index_TLK", index_TLK, ("T", "L", "K"), limit=num_experts)
     tokens, layers, width = index.shape
     weights = None
     if score == "gate":
         if weights_TLK is None:
-            raise ValueError(f"weights_TLK: got None, wanted {index.shape} for the gate score")
+            raise ValueError(f"weights_TLK: got None, expected {index.shape} for the gate score")
         weights = floats("weights_TLK", weights_TLK, index.shape, as_given=True)
     relevance_LE = np.zeros((layers, num_experts))
     for part in chunks(tokens, layers * width):
@@ -75,7 +75,7 @@ def select_experts(
     token uses is never selected.
     """
     if not 0 < top_p <= 1:
-        raise ValueError(f"top_p: got {top_p}, wanted a share above 0 and at most 1")
+        raise ValueError(f"top_p: got {top_p}, expected a share above 0 and at most 1")
     relevance_LE = expert_relevance(index_TLK, weights_TLK, num_experts, score)
     return [_until(relevance_E, top_p) for relevance_E in relevance_LE]
 
@@ -113,8 +113,8 @@ class ExpertSelection:
         """Raise DataError unless the selection belongs to a model with these facts."""
         if self.model_type not in (None, model_type):
             raise DataError(
-                f"expert selection: made for model type '{self.model_type}', "
-                f"this checkpoint is '{model_type}'; select again on its own routing"
+                f"expert selection: made for model type '{self.model_type}', this checkpoint is "
+                f"'{model_type}'; select again on this checkpoint's routing"
             )
         if self.num_experts not in (None, num_experts):
             raise DataError(
@@ -144,18 +144,20 @@ class ExpertSelection:
         document = read_json(Path(path), DataError, "write one with 'moe-finetune select'")
         if not isinstance(document, dict) or not isinstance(document.get("experts"), dict):
             raise DataError(
-                f"{path}: not a selection file; wanted JSON with "
+                f"{path}: not a selection file; expected JSON with "
                 '"experts": {"<decoder layer>": [expert ids]}'
             )
         for key in ("shared_experts", "non_expert_modules"):
             if document.get(key):
                 raise DataError(
-                    f"{path}: {key} is true, which a selection file cannot ask for here; set it "
-                    "to false and name those modules in lora.targets"
+                    f"{path}: {key} is true, which a selection file cannot set here; set it to "
+                    "false and list those modules in lora.targets"
                 )
         num_experts = document.get("num_experts")
         if num_experts is not None and (not _is_count(num_experts) or num_experts < 1):
-            raise DataError(f"{path}: num_experts: got {num_experts!r}, wanted a whole number >= 1")
+            raise DataError(
+                f"{path}: num_experts: got {num_experts!r}, expected a whole number >= 1"
+            )
         experts = {
             _layer(path, key): _ids(path, key, ids, num_experts)
             for key, ids in document["experts"].items()
@@ -182,7 +184,7 @@ def _layer(path: str | Path, key: str) -> int:
 def _ids(path: str | Path, layer: str, ids: Any, num_experts: int | None) -> list[int]:
     if not isinstance(ids, list) or not ids or not all(_is_count(i) and i >= 0 for i in ids):
         raise DataError(
-            f"{path}: experts of layer {layer}: got {ids!r}, wanted a list of expert ids"
+            f"{path}: experts of layer {layer}: got {ids!r}, expected a list of expert ids"
         )
     if len(set(ids)) != len(ids):
         raise DataError(f"{path}: experts of layer {layer}: some id is listed twice: {ids}")

@@ -46,7 +46,7 @@ def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
 
     family = family_in(model)
     if family.self_ranking:
-        raise RecipeError(f"lora: {family.title} trains in full; set lora: null")
+        raise RecipeError(f"lora: {family.title} supports only full training; set lora: null")
     read_selection(model, lora)
     names = [name for name, _ in model.named_modules()]
     modules: list[str] = []
@@ -69,14 +69,16 @@ def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
         of_part[group] = [*modules[counts[0] :], *parameters[counts[1] :]]
         # The default names all three, so that a model with shared experts trains them.
         if not attention and "targets" in lora.model_fields_set:
-            log.warning("lora.targets: %s has no %s; nothing is adapted there", family.title, group)
+            log.warning(
+                "lora.targets: %s has no %s, so that target adapts nothing", family.title, group
+            )
     if router == "lora":
         parameters.append(family.router_target)
         of_part["router"] = [family.router_target]
     if lora.use_dora and parameters:
         raise RecipeError(
-            f"lora.use_dora: PEFT has no DoRA for parameters, and adapts '{parameters[0]}' of "
-            f"{family.title} as one; leave use_dora out"
+            f"lora.use_dora: PEFT has no DoRA for parameters, and '{parameters[0]}' of "
+            f"{family.title} is adapted as one; leave use_dora out"
         )
     modules, parameters = _scoped(model, modules), _scoped(model, parameters)
     if not modules and not parameters:
@@ -120,8 +122,8 @@ def add_lora(model: nn.Module, lora: LoraSection | None, router: str) -> nn.Modu
     held_quantized = any(quantized(parameter) for parameter in model.parameters())
     if lora is None and held_quantized:
         raise RecipeError(
-            "lora: null trains all weights, and this model's are quantized; give a `lora:` section "
-            "with a rank, or load it without quantization"
+            "lora: null trains all weights, but this model's are quantized; add a `lora:` "
+            "section with a rank, or load it without quantization"
         )
     without_gradient = _without_gradient(model)
     if lora is None:

@@ -72,7 +72,7 @@ class TermOptions(BaseModel):
         default=None,
         gt=0,
         allow_inf_nan=False,
-        description="instead of a weight: the norm of its gradient over that of the language loss",
+        description="instead of a weight: its gradient norm divided by that of the language loss",
     )
     target: float | None = Field(
         default=None,
@@ -82,13 +82,19 @@ class TermOptions(BaseModel):
         "first layer's value in the first forward",
     )
     every: int | None = Field(
-        default=None, ge=1, description="steps after which the weight for a share is measured again"
+        default=None,
+        ge=1,
+        description="number of steps after which the weight for a share is measured again",
     )
     reduction: Literal["mean", "sum"] = Field(
         default="mean", description="`sum` multiplies the mean over tokens by `tokens`"
     )
-    tokens: int | None = Field(default=None, ge=1, description="of the batch over which `sum` sums")
-    layers_reduction: Literal["sum", "mean"] = Field(default="sum", description="over the layers")
+    tokens: int | None = Field(
+        default=None, ge=1, description="number of tokens in the batch that `sum` sums over"
+    )
+    layers_reduction: Literal["sum", "mean"] = Field(
+        default="sum", description="how the layers' values are combined"
+    )
     layers: Literal["all"] | list[int | str] = Field(
         default="all", description='`all`, or a list such as `[4, "8-20"]`'
     )
@@ -116,14 +122,14 @@ class TermOptions(BaseModel):
                 + f" is more than {LARGEST_WEIGHT:g}, where float32 gradients overflow; lower it"
             )
         if self.every is not None and self.share is None:
-            raise ValueError("every: says when a share's weight is found again; give a share")
+            raise ValueError("every: is only valid with a share; set share, or remove every")
         if self.reduction == "sum" and self.tokens is None:
             raise ValueError(
-                "tokens is missing: reduction 'sum' stands for a sum over so many tokens; give the "
-                "paper's, such as 16384, or remove reduction"
+                "tokens is missing: reduction 'sum' needs the number of tokens in the paper's "
+                "batch, such as 16384; set it, or remove reduction"
             )
         if self.reduction == "mean" and self.tokens is not None:
-            raise ValueError("tokens: belongs to reduction 'sum'; add that or remove tokens")
+            raise ValueError("tokens: only valid with reduction 'sum'; add that or remove tokens")
         return self
 
     @property
@@ -144,7 +150,9 @@ class TermOptions(BaseModel):
 class OneValueOptions(TermOptions):
     """Options of a term whose value is not a sum over tokens: one for a layer, or for a batch."""
 
-    reduction: Literal["mean"] = Field(default="mean", description="there is no sum over tokens")
+    reduction: Literal["mean"] = Field(
+        default="mean", description="always `mean`: one value per batch or layer"
+    )
 
 
 def expand_layers(entries: list[int | str]) -> set[int]:
@@ -266,8 +274,8 @@ class Term(ABC):
             self._leave_out(facts)
         if self.router_rows and not facts.router_rows:
             raise ObjectiveError(
-                f"method.terms.{self.name} reads the router's rows, and this model's experts rank "
-                "themselves without a router; remove the term (weight: 0)"
+                f"method.terms.{self.name} reads the router's rows, but this model's experts "
+                "rank themselves without a router; remove the term (weight: 0)"
             )
 
     def _leave_out(self, facts: ModelFacts) -> None:
@@ -277,9 +285,9 @@ class Term(ABC):
         fixed = sorted(selected & self._left_out)
         if fixed and (chosen != "all" or len(fixed) == len(selected)):
             raise ObjectiveError(
-                f"method.terms.{self.name} is about which experts are selected, and in layers "
-                f"{fixed} of this model they are looked up by token; name others in layers, or "
-                "remove the term (weight: 0)"
+                f"method.terms.{self.name} acts on the selection of experts, but layers {fixed} "
+                "of this model look experts up by token; choose other layers, or remove the "
+                "term (weight: 0)"
             )
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -293,7 +301,7 @@ def _plugin_problem(name: str, value: object) -> str | None:
     if not (isinstance(value, type) and issubclass(value, Term)) or inspect.isabstract(value):
         return f"is {value!r:.80}, and must be a subclass of moe_finetune.losses.base.Term"
     if getattr(value, "name", None) != name:
-        return f"its class has the name {getattr(value, 'name', None)!r}; give both one name"
+        return f"its class has the name {getattr(value, 'name', None)!r}; both names must be equal"
     return None
 
 

@@ -59,7 +59,7 @@ def coupling_loss(
         transitions_EE=transitions_EE,
     )
     if not 1 <= top_k <= probs_TE.shape[1]:
-        raise ValueError(f"top_k is {top_k}, wanted 1 to E={probs_TE.shape[1]}")
+        raise ValueError(f"top_k is {top_k}, expected 1 to E={probs_TE.shape[1]}")
     probs_TE = counted(probs_TE, mask_T)
     next_TE = counted(next_probs_TE, mask_T)
     index_TK = blank(index_TK.long(), mask_T)
@@ -138,13 +138,13 @@ class Coupling(Term):
         super().check(facts)
         if len(facts.moe_layers) < 2:
             raise ObjectiveError(
-                "method.terms.coupling joins two MoE layers, and this model has "
+                "method.terms.coupling joins two MoE layers, but this model has "
                 f"{len(facts.moe_layers)}; remove the term"
             )
         if not any(self.applies(layer) for layer in facts.moe_layers[1:]):
             raise ObjectiveError(
-                f"method.terms.coupling.layers: {self.options.layers} holds only the first MoE "
-                f"layer, which has none below it; add one of {list(facts.moe_layers[1:])}"
+                f"method.terms.coupling.layers: {self.options.layers} contains only the first "
+                f"MoE layer, which has none below it; add one of {list(facts.moe_layers[1:])}"
             )
 
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor | None:

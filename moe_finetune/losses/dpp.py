@@ -54,10 +54,10 @@ def dpp_from_gram(
     """:func:`dpp_loss` from the inner products of each token's outputs."""
     check_shapes(gram_TKK=gram_TKK, mask_T=mask_T)
     if not eps > 0:
-        raise ValueError(f"eps is {eps}, wanted a positive number")
+        raise ValueError(f"eps is {eps}, expected a positive number")
     gram_TKK = counted(gram_TKK, mask_T)
     if eps < SMALLEST_EPS and gram_TKK.dtype != torch.float64:
-        raise ValueError(f"eps is {eps}, wanted at least {SMALLEST_EPS} (any with float64)")
+        raise ValueError(f"eps is {eps}, expected at least {SMALLEST_EPS} (any with float64)")
     # The diagonal of Ĝ is 1 for any nonzero vector: set, so that rounding cannot move it.
     nonzero_TK = (squared_lengths(gram_TKK) > ZERO_SQUARED).to(gram_TKK.dtype)
     kernel_TKK = cosines(gram_TKK) + torch.diag_embed(nonzero_TK + eps)

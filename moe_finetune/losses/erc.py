@@ -108,11 +108,11 @@ def perturbed(proxies_PH: Tensor, uniform_PH: Tensor) -> Tensor:
 def check_alpha(alpha: float) -> None:
     """Raise ValueError for a negative ``alpha`` and warn above 1."""
     if not alpha >= 0:
-        raise ValueError(f"alpha is {alpha}, wanted a number in [0, 1]")
+        raise ValueError(f"alpha is {alpha}, expected a number in [0, 1]")
     if alpha > 1:
         warnings.warn(
-            f"erc: alpha {alpha} is above 1, where other experts may be excited more than the "
-            "row's own; the paper uses [0, 1]",
+            f"erc: alpha {alpha} is above 1, which allows other experts a stronger response than "
+            "the matching one; the paper uses [0, 1]",
             stacklevel=3,
         )
 
@@ -212,13 +212,15 @@ class ErcOptions(OneValueOptions):
         default=1.0,
         ge=0,
         allow_inf_nan=False,
-        description="largest excitation of another expert, as a share of the own expert's",
+        description="another expert's activation may reach alpha times the matching expert's",
     )
     noise: bool = Field(
         default=True,
         description="perturb the rows at random, up to half the distance to the nearest row",
     )
-    router_grad: bool = Field(default=True, description="train the routers with it, too")
+    router_grad: bool = Field(
+        default=True, description="whether its gradient also trains the routers"
+    )
     activation: Activation = Field(
         default="gate", description="which product of an expert is measured (P2 §4.5)"
     )
@@ -248,13 +250,13 @@ class Erc(Term):
         super().check(facts)
         if not facts.has_gate and self.options.activation != "up":
             raise ObjectiveError(
-                "method.terms.erc reads the experts' gate projection, and this model's experts "
+                "method.terms.erc reads the experts' gate projection, but this model's experts "
                 "have none; set `activation: up` or remove the term"
             )
 
         if not facts.one_space:
             raise ObjectiveError(
-                "method.terms.erc sends the router's rows through the experts, and this model's "
+                "method.terms.erc sends the router's rows through the experts, but this model's "
                 "router and experts read different vectors; remove the term"
             )
 

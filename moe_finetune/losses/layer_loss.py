@@ -97,7 +97,8 @@ def _terms(preset: str) -> Mapping[str, Mapping[str, Any]]:
     chosen = PRESETS[preset]
     if chosen.perturbations or chosen.bias_update is not None:
         raise ObjectiveError(
-            f"preset '{preset}' also changes routing, which no loss can do; pass only its terms"
+            f"preset '{preset}' also changes routing, which a loss alone cannot; pass only its "
+            "terms"
         )
     return chosen.terms
 

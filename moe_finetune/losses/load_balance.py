@@ -68,10 +68,12 @@ def load_balancing_loss(
     scale = num_experts / (index_TK.shape[1] if variant == "deepseek" else 1)
     if rank_totals is not None:
         if sequence_lengths is not None:
-            raise ValueError("rank_totals and sequence_lengths exclude each other")
+            raise ValueError(
+                "rank_totals and sequence_lengths cannot be combined; pass one of them"
+            )
         if rank_totals.shape != (2 * num_experts + 1,):
             got = tuple(rank_totals.shape)
-            raise ValueError(f"rank_totals has shape {got}, wanted ({2 * num_experts + 1},)")
+            raise ValueError(f"rank_totals has shape {got}, expected ({2 * num_experts + 1},)")
         load_E, mass_E, tokens = rank_totals.split([num_experts, num_experts, 1])
         # f_e = load_e / tokens and P_e = mass_e / tokens, so their product divides by tokens twice.
         coefficient_E = scale * load_E / tokens.clamp_min(1).square()
@@ -146,12 +148,12 @@ def _sequence_of_token(sequence_lengths: Tensor, probs_TE: Tensor) -> Tensor:
     if sequence_lengths.dim() != 1 or sequence_lengths.is_floating_point():
         raise ValueError(
             f"sequence_lengths has shape {tuple(sequence_lengths.shape)} and dtype "
-            f"{sequence_lengths.dtype}, wanted (sequences,) integers"
+            f"{sequence_lengths.dtype}, expected (sequences,) integers"
         )
     # On an accelerator this check would wait for the device, so there it is left to the caller.
     if on_host(sequence_lengths) and int(sequence_lengths.sum()) != tokens:
         raise ValueError(
-            f"sequence_lengths sum to {int(sequence_lengths.sum())}, wanted T={tokens}"
+            f"sequence_lengths sum to {int(sequence_lengths.sum())}, expected T={tokens}"
         )
     ends_S = sequence_lengths.to(probs_TE.device).cumsum(0)
     return torch.searchsorted(ends_S, torch.arange(tokens, device=ends_S.device), right=True)
@@ -194,7 +196,7 @@ class LoadBalance(Term):
             if lengths is None:
                 raise ObjectiveError(
                     "method.terms.load_balance.scope: 'sequence' needs the length of each "
-                    "sequence, which this forward did not give; use 'micro_batch'"
+                    "sequence, which this forward pass did not provide; use 'micro_batch'"
                 )
         if options.scope == "global_batch":
             totals = self._totals_over_ranks(record, context, inputs)

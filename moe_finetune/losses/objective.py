@@ -155,8 +155,8 @@ class Objective:
         assert target is not None
         if not math.isfinite(size) or size <= 0:
             raise ObjectiveError(
-                f"method.terms.{term.name}.target: the first value is {size:g}, which gives no "
-                "weight; set target: null and a weight"
+                f"method.terms.{term.name}.target: the first value is {size:g}, from which no "
+                "weight can be computed; set target: null and a weight"
             )
         self.set_full_weight(term.name, 10.0 ** round(math.log10(target / size)))
 

@@ -152,8 +152,8 @@ class SpanOrthogonality(Term):
         super().check(facts)
         if facts.top_k < 2:
             raise ObjectiveError(
-                f"method.terms.{self.name}: a token has one expert, so there are no others whose "
-                "span it could be projected on; remove the term (weight: 0)"
+                f"method.terms.{self.name}: a token has only one expert, so there are no others "
+                "to project on; remove the term (weight: 0)"
             )
 
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:

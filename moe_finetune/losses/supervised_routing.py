@@ -69,15 +69,17 @@ def load_token_frequencies(path: str | Path) -> Tensor:
     try:
         tensors = load_file(path)
     except FileNotFoundError:
-        raise ObjectiveError(f"{key} does not exist; make it with `upcycle`") from None
+        raise ObjectiveError(
+            f"{key} does not exist; create it with `moe-finetune upcycle`"
+        ) from None
     except (OSError, SafetensorError) as error:
         raise ObjectiveError(f"{key} cannot be read as a safetensors file: {error}") from None
     if TABLE_KEY not in tensors:
-        raise ObjectiveError(f"{key} holds {sorted(tensors)}, wanted the tensor '{TABLE_KEY}'")
+        raise ObjectiveError(f"{key} holds {sorted(tensors)}, expected the tensor '{TABLE_KEY}'")
     table_VE = tensors[TABLE_KEY].float()
     if table_VE.dim() != 2:
         got = tuple(table_VE.shape)
-        raise ObjectiveError(f"{key}: '{TABLE_KEY}' has shape {got}, wanted (tokens, experts)")
+        raise ObjectiveError(f"{key}: '{TABLE_KEY}' has shape {got}, expected (tokens, experts)")
     wrong_V = ~((table_VE.sum(-1) - 1.0).abs() < 1e-3) | (table_VE < 0).any(-1)
     if wrong_V.any():
         token = int(wrong_V.nonzero()[0])
@@ -123,15 +125,15 @@ class SupervisedRouting(Term):
         model_shape = (facts.vocab_size, facts.num_experts)
         if tuple(self._table_VE.shape) != model_shape:
             raise ObjectiveError(
-                f"method.terms.supervised_routing.table: {self.options.table} is for "
-                f"{self._table_VE.shape[0]} tokens and {self._table_VE.shape[1]} experts; this "
-                f"model has {model_shape[0]} and {model_shape[1]}"
+                f"method.terms.supervised_routing.table: {self.options.table} has "
+                f"{self._table_VE.shape[0]} tokens and {self._table_VE.shape[1]} experts, but "
+                f"this model has {model_shape[0]} and {model_shape[1]}"
             )
 
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
         if record.token_ids_T is None:
             raise ObjectiveError(
-                "method.terms.supervised_routing reads token ids, and the model was called with "
+                "method.terms.supervised_routing reads token ids, but the model was called with "
                 "embeddings; call it with input_ids"
             )
         device = record.logits_TE.device

@@ -55,7 +55,7 @@ class TeacherRouting(Term):
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
         if context.teacher_logits_TE is None:
             raise ObjectiveError(
-                "method.terms.teacher_routing: no teacher routed these tokens; it is of stage "
+                "method.terms.teacher_routing: no teacher routed these tokens; use it in stage "
                 "distill, with a teacher of the student's family"
             )
         return teacher_routing_loss(

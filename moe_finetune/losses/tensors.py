@@ -23,14 +23,14 @@ def check_shapes(**tensors: Tensor | None) -> None:
     """Check each tensor against the suffix of its name; equal letters are equal sizes.
 
     Raises:
-        ValueError: naming the argument, the shape got and the shape wanted.
+        ValueError: naming the argument, the shape got and the shape expected.
     """
     sizes: dict[str, int] = {}
     for name, tensor in tensors.items():
         if tensor is None:
             continue
         if not isinstance(tensor, Tensor):
-            raise ValueError(f"{name} is a {type(tensor).__name__}, wanted a torch.Tensor")
+            raise ValueError(f"{name} is a {type(tensor).__name__}, expected a torch.Tensor")
         letters = name.rsplit("_", 1)[1]
         got = tuple(tensor.shape)
         sizes_after = dict(sizes)
@@ -39,16 +39,16 @@ def check_shapes(**tensors: Tensor | None) -> None:
             fits = fits and sizes_after.setdefault(letter, size) == size
         if not fits:
             expected = ", ".join(f"{x}={sizes[x]}" if x in sizes else x for x in letters)
-            raise ValueError(f"{name} has shape {got}, wanted ({expected})")
+            raise ValueError(f"{name} has shape {got}, expected ({expected})")
         if name.startswith(("index_", "token_ids_")) and tensor.is_floating_point():
-            raise ValueError(f"{name} has dtype {tensor.dtype}, wanted an integer type")
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected an integer type")
         sizes = sizes_after
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise ValueError when ``value`` is none of ``choices``."""
     if value not in choices:
-        raise ValueError(f"{name} is '{value}', wanted one of {', '.join(choices)}")
+        raise ValueError(f"{name} is '{value}', expected one of {', '.join(choices)}")
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:

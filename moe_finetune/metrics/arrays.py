@@ -33,8 +33,8 @@ def from_layer(layer: int) -> Iterator[None]:
         yield
     except NotFiniteError as error:
         raise NumericsError(
-            f"layer {layer}: the model computes NaN or infinity there ({error.name}). Its weights "
-            "are finite but too large: restore the checkpoint, load it in a wider dtype, or, after "
+            f"layer {layer}: the model computes NaN or infinity ({error.name}). Its weights are "
+            "finite but too large; restore the checkpoint, load it in a wider dtype, or, after "
             "training, lower trainer.learning_rate"
         ) from error
 
@@ -63,7 +63,7 @@ def check_shape(name: str, array: np.ndarray, expected: Sequence[int | str]) -> 
     )
     if not fits:
         shape = ", ".join(str(size) for size in expected)
-        raise ValueError(f"{name}: got shape {tuple(array.shape)}, wanted ({shape})")
+        raise ValueError(f"{name}: got shape {tuple(array.shape)}, expected ({shape})")
 
 
 def _filled(name: str, values: Array, expected: Sequence[int | str]) -> np.ndarray:
@@ -71,7 +71,9 @@ def _filled(name: str, values: Array, expected: Sequence[int | str]) -> np.ndarr
     check_shape(name, array, expected)
     if array.size == 0:
         shape = ", ".join(str(size) for size in expected)
-        raise ValueError(f"{name}: got the empty shape {tuple(array.shape)}, wanted ({shape}) > 0")
+        raise ValueError(
+            f"{name}: got the empty shape {tuple(array.shape)}, expected ({shape}) > 0"
+        )
     return array
 
 
@@ -90,7 +92,7 @@ def floats(
         raise NotFiniteError(
             name,
             f"{len(bad)} of {array.size} values are NaN or infinite, the first at "
-            f"{tuple(bad[0].tolist())}; leave those rows out or find where they come from",
+            f"{tuple(bad[0].tolist())}; remove those rows, or find their cause",
         )
     return array
 
@@ -101,11 +103,11 @@ def integers(
     """Non-empty integer array of the shape ``expected``, all in ``[0, limit)`` if that is given."""
     array = _filled(name, values, expected)
     if array.dtype.kind not in "iu":
-        raise ValueError(f"{name}: got dtype {array.dtype}, wanted integers")
+        raise ValueError(f"{name}: got dtype {array.dtype}, expected integers")
     if limit is not None:
         low, high = int(array.min()), int(array.max())
         if low < 0 or high >= limit:
-            raise ValueError(f"{name}: got values from {low} to {high}, wanted 0 to {limit - 1}")
+            raise ValueError(f"{name}: got values from {low} to {high}, expected 0 to {limit - 1}")
     return array
 
 
@@ -117,7 +119,7 @@ def keep(name: str, mask_T: Array | None, tokens: int) -> np.ndarray | slice:
     check_shape(name, mask, (tokens,))
     mask = mask.astype(bool)
     if not mask.any():
-        raise ValueError(f"{name}: no token counts, wanted at least one True of {tokens}")
+        raise ValueError(f"{name}: all False, expected at least one True of {tokens}")
     return mask
 
 

@@ -23,7 +23,7 @@ def gram_coherence(gram_TKK: Array) -> np.ndarray:
     gram = floats("gram_TKK", gram_TKK, ("T", "K", "K"))
     width = gram.shape[1]
     if gram.shape[2] != width:
-        raise ValueError(f"gram_TKK: got shape {gram.shape}, wanted (T, {width}, {width})")
+        raise ValueError(f"gram_TKK: got shape {gram.shape}, expected (T, {width}, {width})")
     norms_TK = np.sqrt(np.maximum(np.einsum("tkk->tk", gram), 0))
     scale = norms_TK[:, :, None] * norms_TK[:, None, :]
     cosines = np.divide(np.abs(gram), scale, out=np.zeros_like(gram), where=scale > 0)
@@ -37,7 +37,7 @@ def coherence_barrier(k: int) -> float:
     Sufficient, not necessary. 1 for k = 1, 1/3 for k = 2, 1/11 for k = 6. Source: P4 thm 5.3.
     """
     if k < 1:
-        raise ValueError(f"k: got {k}, wanted at least 1")
+        raise ValueError(f"k: got {k}, expected at least 1")
     return 1 / (2 * k - 1)
 
 

@@ -36,9 +36,9 @@ def expert_overlap(
     embeddings, labels = _sampled(embeddings_NH, labels_N, sample, seed)
     count = len(labels)
     if k < 1:
-        raise ValueError(f"k: got {k}, wanted at least 1")
+        raise ValueError(f"k: got {k}, expected at least 1")
     if count < 2:
-        raise ValueError(f"embeddings_NH: got {count} embedding, wanted at least 2 to compare")
+        raise ValueError(f"embeddings_NH: got {count} embedding, expected at least 2 to compare")
     neighbors = min(k, count - 1)
     other = 0
     for part in chunks(count, count):
@@ -59,7 +59,8 @@ def silhouette(
     kinds = len(np.unique(labels))
     if not 2 <= kinds <= len(labels) - 1:
         raise ValueError(
-            f"labels_N: got {kinds} different labels on {len(labels)} embeddings, wanted 2 to N - 1"
+            f"labels_N: got {kinds} different labels on {len(labels)} embeddings, expected 2 to "
+            "N - 1"
         )
     return _silhouette(_squared_distances(embeddings, slice(0, len(labels))), labels)
 
@@ -105,7 +106,7 @@ def gram_cosine(gram_TKK: Array, mask_T: Array | None = None) -> float:
     gram = floats("gram_TKK", gram_TKK, ("T", "K", "K"))
     width = gram.shape[1]
     if gram.shape[2] != width:
-        raise ValueError(f"gram_TKK: got shape {gram.shape}, wanted (T, {width}, {width})")
+        raise ValueError(f"gram_TKK: got shape {gram.shape}, expected (T, {width}, {width})")
     gram = gram[keep("mask_T", mask_T, len(gram))]
     norms = np.einsum("tkk->tk", gram)
     scale = norms[:, :, None] * norms[:, None, :]

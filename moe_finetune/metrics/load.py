@@ -40,7 +40,7 @@ def max_violation(load_E: Array) -> float:
     mean = load.mean()
     if load.min() < 0 or mean == 0:
         raise ValueError(
-            f"load_E: got values from {load.min():g} to {load.max():g}, wanted loads >= 0 "
+            f"load_E: got values from {load.min():g} to {load.max():g}, expected loads >= 0 "
             "of which at least one is positive"
         )
     return float((load.max() - mean) / mean)

@@ -55,7 +55,7 @@ def coupling_mass(
     index = integers("index_TK", index_TK, (len(probs), "K"), limit=probs.shape[1])
     experts = following.shape[1]
     if not 1 <= top_k <= experts:
-        raise ValueError(f"top_k: got {top_k}, wanted 1 to {experts}")
+        raise ValueError(f"top_k: got {top_k}, expected 1 to {experts}")
     here_T = np.take_along_axis(probs, index.astype(np.int64), axis=-1).sum(-1)
     there_T = np.partition(following, experts - top_k, axis=-1)[:, experts - top_k :].sum(-1)
     return float((here_T * there_T)[keep("mask_T", mask_T, len(probs))].mean())

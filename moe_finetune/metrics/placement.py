@@ -49,7 +49,7 @@ def placement_metrics(index_TLK: Array, ranks_LE: Array) -> dict[str, float]:
     index = integers("index_TLK", index_TLK, ("T", layers, "K"), limit=experts)
     num_ranks = int(ranks.max()) + 1
     if ranks.min() < 0:
-        raise ValueError(f"ranks_LE: got values down to {int(ranks.min())}, wanted ranks >= 0")
+        raise ValueError(f"ranks_LE: got values down to {int(ranks.min())}, expected ranks >= 0")
     tokens, _, width = index.shape
     same, touched = 0, 0
     load_LR = np.zeros((layers, num_ranks), np.int64)

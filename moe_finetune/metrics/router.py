@@ -31,7 +31,7 @@ def noise_level(router_weight_EH: Array) -> float:
     router = _rows(router_weight_EH)
     norms = np.linalg.norm(router, axis=-1)
     if not norms.all():
-        raise ValueError(f"router_weight_EH: row {int(norms.argmin())} is zero, wanted none")
+        raise ValueError(f"router_weight_EH: row {int(norms.argmin())} is zero, expected none")
     nearest = np.empty(len(router))
     for expert, row in enumerate(router):
         distances = np.linalg.norm(router - row, axis=-1)
@@ -82,5 +82,5 @@ def erc_of_norms(norms_EE: np.ndarray, alphas: Sequence[float] = (1, 2, 3, 4, 5)
 def _rows(router_weight_EH: Array) -> np.ndarray:
     router = floats("router_weight_EH", router_weight_EH, ("E", "H"))
     if len(router) < 2:
-        raise ValueError(f"router_weight_EH: got shape {router.shape}, wanted (E >= 2, H)")
+        raise ValueError(f"router_weight_EH: got shape {router.shape}, expected (E >= 2, H)")
     return router

@@ -77,5 +77,5 @@ def rmse(curve_a: Array, curve_b: Array) -> float:
 def _distribution(name: str, values: Array) -> np.ndarray:
     array = floats(name, values, ("T", "E"), as_given=True)
     if array.min() < 0:
-        raise ValueError(f"{name}: got values down to {array.min():g}, wanted probabilities >= 0")
+        raise ValueError(f"{name}: got values down to {array.min():g}, expected probabilities >= 0")
     return array

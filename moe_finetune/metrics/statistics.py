@@ -38,7 +38,7 @@ def t_interval(values: Sequence[float] | np.ndarray) -> Interval:
     """
     array = np.asarray(values, dtype=float)
     if array.size == 0 or not np.isfinite(array).all():
-        raise ValueError(f"values: got {array.tolist()}, wanted at least one, all finite")
+        raise ValueError(f"values: got {array.tolist()}, expected at least one, all finite")
     mean = float(array.mean())
     if array.size == 1:
         return Interval(mean, -math.inf, math.inf, 1)
@@ -117,7 +117,7 @@ def compare_items(
     """
     if values_SN.shape != baseline_SN.shape or values_SN.ndim != 2 or not values_SN.size:
         raise ValueError(
-            f"values_SN {values_SN.shape} and baseline_SN {baseline_SN.shape}: wanted one shape "
+            f"values_SN {values_SN.shape} and baseline_SN {baseline_SN.shape}: expected one shape "
             "(seeds, items), not empty"
         )
     difference_SN = values_SN - baseline_SN

@@ -29,10 +29,12 @@ def conditional_mean_rank(
     frequencies = floats("token_frequencies_VN", token_frequencies_VN, ("V", experts))
     ids = integers("token_ids_T", token_ids_T, (tokens,), limit=len(frequencies))
     if not 1 <= k <= experts:
-        raise ValueError(f"k: got {k}, wanted 1 to {experts}")
+        raise ValueError(f"k: got {k}, expected 1 to {experts}")
     counted = frequencies[ids].sum(-1) > 0
     if not counted.any():
-        raise ValueError("token_frequencies_VN: none of the tokens has counts, wanted at least one")
+        raise ValueError(
+            "token_frequencies_VN: none of the tokens has counts, expected at least one"
+        )
     logits, ids = logits[counted], ids[counted]
     ranks = np.empty(len(ids))
     for part in chunks(len(ids), experts):

@@ -28,7 +28,7 @@ WORDS: dict[str, Word] = {
         "MaxVio", "how far the busiest expert is above an even share; 0 is even", -1
     ),
     "load_entropy": Word("Load entropy", "nats; log(experts) when all are used evenly", 1),
-    "routing/entropy": Word("Routing entropy", "in nats; low when the router is sure", 0),
+    "routing/entropy": Word("Routing entropy", "in nats; low when the router is confident", 0),
     "routing/entropy_share": Word(
         "Routing entropy, share", "of log(experts); 1 when every expert is equally likely", 0
     ),
@@ -46,7 +46,7 @@ WORDS: dict[str, Word] = {
     ),
     "mean_token_accuracy": Word("Token accuracy", "share of next tokens predicted correctly", 1),
     "num_tokens": Word("Tokens seen", "since the start", 1),
-    "routing_entropy": Word("Routing entropy", "in nats; low when the router is sure", 0),
+    "routing_entropy": Word("Routing entropy", "in nats; low when the router is confident", 0),
     "score_entropy": Word(
         "Score entropy",
         "how uncertain the router is about a single token: the mean entropy of its top-k scores in "
@@ -117,7 +117,7 @@ WORDS: dict[str, Word] = {
 
 
 def _problem(name: str, value: object) -> str | None:
-    return "is a metric of moe-finetune; rename it" if name in WORDS else problem_of(value)
+    return "is already a metric of moe-finetune; rename it" if name in WORDS else problem_of(value)
 
 
 METRICS: Registry[LayerMetric] = Registry("metric", RecipeError, "moe_finetune.metrics", _problem)

@@ -12,7 +12,7 @@ CACHED_BYTES = 2**20
 
 
 def combine(weights_TK: Tensor, y_TKH: Tensor, want_gram: bool) -> tuple[Tensor, Tensor | None]:
-    """Weighted sums ``out_TH`` of the outputs, and their Gram matrices (T, K, K) if wanted."""
+    """Weighted sums ``out_TH`` of the outputs, and their Gram matrices (T, K, K) if requested."""
     tokens, selected, hidden = y_TKH.shape
     out_TH = y_TKH.new_empty(tokens, hidden)
     gram_TKK = None

@@ -68,7 +68,7 @@ def check_layers(layers: Iterable[Any], use_cache: bool) -> None:
             raise CaptureError(REENTRANT)
         if wrapped and use_cache:
             raise CaptureError(
-                "a decoder layer in torch's checkpoint wrapper runs again in the backward and "
-                "would write its keys and values into the cache twice; set "
+                "a decoder layer in torch's checkpoint wrapper runs again in the backward pass "
+                "and would write its keys and values to the cache twice; set "
                 "model.config.use_cache = False, or call the model with use_cache=False"
             )

@@ -92,8 +92,8 @@ class DeterminantalChoice(Perturbation):
         candidates = self.options.candidates
         if candidates is not None and not selected <= candidates <= count:
             raise CaptureError(
-                f"determinantal choice: {candidates} candidates; wanted {selected} to {count}, the "
-                f"experts a token and all experts of this {family.title}"
+                f"determinantal choice: {candidates} candidates; expected {selected} to "
+                f"{count}, the experts a token and all experts of this {family.title}"
             )
         for layer in layers:
             rule = Rule(layer, "determinantal choice")
@@ -142,12 +142,14 @@ def _other_choice(layer: MoeLayer, rule: Rule, selected: int) -> str | None:
     if layer.index in layer.family.fixed_layers(layer.experts.config):
         return "its experts are looked up by token"
     if layer.family.self_ranking:
-        return "its experts rank themselves, and have no router's scores"
+        return "its experts rank themselves and have no router scores"
     if selected < 2:
-        return "it selects one expert a token, which cannot repeat another"
+        return "it selects only one expert per token, so no two experts can be similar"
     if rule.groups > 1:
         return f"its experts are selected from {rule.kept_groups} of {rule.groups} groups"
     bias_E = correction_bias(layer.block)
     if bias_E is not None and bool(bias_E.any()):
-        return "a bias that may be negative joins its scores, which then are no quality"
+        return (
+            "a bias that may be negative is added to its scores, so they cannot serve as qualities"
+        )
     return None

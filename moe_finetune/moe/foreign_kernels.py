@@ -20,10 +20,10 @@ _WITHOUT_UNSLOTH = (
     "load the model with transformers and PEFT, in a process that does not import unsloth"
 )
 _REMEDIES = {
-    "axolotl": "set use_scattermoe, use_sonicmoe and expert_parallel_size off, and "
+    "axolotl": "turn off use_scattermoe, use_sonicmoe and expert_parallel_size, and set "
     "experts_implementation: eager",
     "densemixer": "set dense_mixer: false",
-    "liger_kernel": "leave its SwiGLU off: liger_glu_activation: false in axolotl, "
+    "liger_kernel": "turn its SwiGLU off: liger_glu_activation: false in axolotl, "
     "enable_liger_kernel: false in LLaMA-Factory, liger_kernel_config={'swiglu': False} in "
     "transformers",
     "swift": "run without its NPU patch",
@@ -45,7 +45,7 @@ def check_kernels(block: nn.Module, experts: Any, index: int) -> None:
     for code in _foreign_code(block, experts):
         remedy = next((text for name, text in _REMEDIES.items() if code.startswith(name)), None)
         raise ForeignKernelError(
-            f"layer {index}: {code} runs the experts instead of transformers, and the method's "
+            f"layer {index}: {code} runs the experts instead of transformers, so the method's "
             f"losses and LoRA would not reach them; {remedy or 'turn it off'}"
         )
 

@@ -160,7 +160,7 @@ def grouped_products(kernel: Kernel, *matrices: Tensor) -> bool:
         CaptureError: an unknown kernel, or ``grouped`` for matrices that ``grouped_mm`` refuses.
     """
     if kernel not in get_args(Kernel):
-        raise CaptureError(f"kernel is '{kernel}', wanted one of {', '.join(get_args(Kernel))}")
+        raise CaptureError(f"kernel is '{kernel}', expected one of {', '.join(get_args(Kernel))}")
     if kernel == "loop" or (kernel == "auto" and matrices[0].device.type != "cuda"):
         return False
     refused = next((m for m in matrices if not _aligned(m)), None)

@@ -146,7 +146,9 @@ class Recorder:
             check_kernels(layer.block, layer.experts, layer.index)
             check_experts(layer)
             if "_moe_finetune" in layer.experts.__dict__:
-                raise CaptureError("this model is being recorded already; restore it first")
+                raise CaptureError(
+                    "this model is already being recorded; call restore() of the first recorder"
+                )
         self._check_kernel()
         if self.perturbation is not None:
             self.perturbation.install(self.model)
@@ -205,8 +207,8 @@ class Recorder:
             return  # partitioned weights have their shape only in the forward
         if self.kernel == "auto" and up.device.type == "cuda":
             log.warning(
-                "experts of shapes %s and %s in %s cannot use the grouped kernel (widths must be "
-                "multiples of 16 bytes): they run one by one, which is slow",
+                "experts of shapes %s and %s in %s cannot use the grouped kernel (widths must "
+                "be multiples of 16 bytes): they run one at a time, which is slow",
                 tuple(up.shape),
                 tuple(down.shape),
                 up.dtype,
@@ -287,17 +289,17 @@ class Recorder:
         layer.clear()
         if context is None and self._expects_context(module):
             raise CaptureError(
-                f"layer {layer.index} was run without its model's own forward, so its losses and "
-                "records would be lost; call the model, or the decoder below its head"
+                f"layer {layer.index} ran outside its model's forward, so its losses and records "
+                "would be lost; call the model, or the decoder below its head"
             )
         if context is not None and context.train and not torch.is_grad_enabled():
             # Hosts wrap checkpoint functions, so that only the layer itself shows which kind runs.
             raise CaptureError(REENTRANT)
         if context is not None and context.copied:
             raise CaptureError(
-                f"layer {layer.index} got a copy of what the forward hands from layer to layer, "
-                "and losses between layers would be lost: a wrapper of this layer copies keyword "
-                "arguments; remove it"
+                f"layer {layer.index} received a copy of the forward's context, so losses "
+                "between layers would be lost: a wrapper of this layer copies keyword "
+                "arguments; remove the wrapper"
             )
         layer.context = context
         return args, kwargs

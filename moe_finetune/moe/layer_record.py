@@ -21,8 +21,8 @@ def make_record(layer: MoeLayer, context: ForwardContext) -> RoutingRecord:
     """
     if layer.router_output is None or layer.result is None or layer.router_input is None:
         raise CaptureError(
-            f"layer {layer.index}: the block ran without its router or its experts; "
-            "is another experts implementation or kernel installed on it?"
+            f"layer {layer.index}: the block ran without its router or its experts; check for "
+            "another experts implementation or kernel and remove it"
         )
     assert context.tokens is not None
     logits_TE, weights_TK, index_TK = layer.router_output

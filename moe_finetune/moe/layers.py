@@ -126,8 +126,9 @@ def check_experts(layer: MoeLayer) -> None:
             )
     if is_spread(experts) and "forward" in layer.router.__dict__:
         raise CaptureError(
-            f"{where}: experts are spread over ranks by transformers' plan ep_router, in which a "
-            "router hides the other ranks' experts; use the plan ep_dispatch_experts with tp_size=1"
+            f"{where}: experts are spread over ranks by transformers' plan ep_router, whose "
+            "router hides the other ranks' experts; use the plan ep_dispatch_experts with "
+            "tp_size=1"
         )
 
 

@@ -66,8 +66,8 @@ def active_adapter(wrapper: ParamWrapper) -> str | None:
     names = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
     if len(names) > 1:
         raise CaptureError(
-            f"adapters {names} are active together on '{wrapper.parameter_name}'; activate one "
-            "with model.set_adapter(name), or merge them first"
+            f"adapters {names} are both active on '{wrapper.parameter_name}'; activate one with "
+            "model.set_adapter(name), or merge them first"
         )
     return names[0] if names else None
 

@@ -173,8 +173,8 @@ def check_offload() -> None:
     """
     if not torch.cuda.is_available():
         raise RecipeError(
-            "model.offload: 'experts' moves stacks between a GPU and its host, and there is no GPU "
-            "here; set model.offload: none"
+            "model.offload: 'experts' moves stacks between a GPU and its host, but there is no "
+            "GPU; set model.offload: none"
         )
     if distributed_run():
         raise RecipeError(

@@ -77,8 +77,8 @@ class OffloadedStack(Tensor):
             return OffloadedStack(stack._fetch, stack._host, stack.device, views)
         if func._schema.is_mutable and isinstance(args[0], OffloadedStack):
             raise CaptureError(
-                f"{func}: an offloaded expert stack is frozen, and writing into it would be lost. "
-                "PEFT's own forward and merge do that: run the model under Specialization or "
+                f"{func}: an offloaded expert stack is frozen, and changes to it would be lost. "
+                "PEFT's forward and merge write to it; run the model under Specialization or "
                 "Recorder, and merge with `moe-finetune merge`; or set model.offload: none"
             )
         args, kwargs = tree_map(fetched, (args, kwargs))

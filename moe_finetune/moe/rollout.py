@@ -72,8 +72,8 @@ class RolloutChoice:
         ran_BSLK = torch.stack(by_layer, dim=2)[:, : self._places]
         if len(ran_BSLK) != rows or ran_BSLK.shape[1] > places:
             raise CaptureError(
-                f"the rollout ran {ran_BSLK.shape[1]} places of {len(ran_BSLK)} rows, and training "
-                f"has {places} of {rows}: it did not sample them one after the other"
+                f"the rollout ran {ran_BSLK.shape[1]} places of {len(ran_BSLK)} rows, but "
+                f"training has {places} of {rows}; the rollout did not sample them one by one"
             )
         missing = places - ran_BSLK.shape[1]
         padded_BSLK = torch.nn.functional.pad(ran_BSLK, (0, 0, 0, 0, 0, missing), value=NOT_RUN)
@@ -127,8 +127,8 @@ class AgainstRollout:
         theirs_TK = experts_BSLK[:, :, self.places[layer.index]].flatten(0, 1).long()
         if theirs_TK.shape != index_TK.shape:
             raise CaptureError(
-                f"layer {layer.index} selects experts of shape {tuple(index_TK.shape)}, and the "
-                f"rollout's are {tuple(theirs_TK.shape)}: it did not run these rows"
+                f"layer {layer.index} selects experts of shape {tuple(index_TK.shape)}, but the "
+                f"rollout's are {tuple(theirs_TK.shape)}; the rollout did not run these rows"
             )
         ran_T1 = (theirs_TK != NOT_RUN).all(-1, keepdim=True)
         theirs_TK = torch.where(ran_T1, theirs_TK, index_TK)

@@ -18,7 +18,7 @@ def check_plain(layer: MoeLayer, wrappers: Collection[str], expert_dropout: floa
     title = layer.family.title
     if wrappers:
         raise CaptureError(
-            f"layer {layer.index}: the experts of {title} train in full, and there is an adapter "
+            f"layer {layer.index}: the experts of {title} train in full, but there is an adapter "
             f"on {', '.join(wrappers)}; set lora: null"
         )
     if expert_dropout:

@@ -83,8 +83,8 @@ def read_tokens(
                 counted_BL = ~_padding_behind(positions, ids_BL, like_BL.shape, pad_token_id)
     elif not torch.is_tensor(mask):
         raise CaptureError(
-            f"attention_mask is a {type(mask).__name__}, which hides how many tokens count; call "
-            "the model with a mask of shape (batch, length)"
+            f"attention_mask is a {type(mask).__name__}, which does not show how many tokens "
+            "count; call the model with a mask of shape (batch, length)"
         )
     elif mask.dim() == 4:
         counted_BL, starts_BL = _read_pairs(mask, rows, length)
@@ -95,7 +95,7 @@ def read_tokens(
             starts_BL[:, 1:] &= counted_BL[:, 1:] & counted_BL[:, :-1]
     else:
         raise CaptureError(
-            f"attention_mask has shape {tuple(mask.shape)}, wanted (batch, length) or (batch, 1, "
+            f"attention_mask has shape {tuple(mask.shape)}, expected (batch, length) or (batch, 1, "
             f"length, length) for {rows} rows of {length} tokens"
         )
     if count_labels:
@@ -110,8 +110,8 @@ def read_tokens(
 def _predicting(labels_BL: Tensor | None, rows: int, length: int) -> Tensor:
     if labels_BL is None:
         raise CaptureError(
-            "method.token_mask: labels needs the model to be called with labels, and this "
-            "trainer does not pass them; use token_mask: attention"
+            "method.token_mask: labels needs labels in the model's call, but this trainer does "
+            "not pass them; use token_mask: attention"
         )
     if labels_BL.shape != (rows, length):
         raise CaptureError(
@@ -163,8 +163,8 @@ def _read_pairs(mask: Tensor, rows: int, length: int) -> tuple[Tensor, Tensor]:
     fits = mask.shape[-2:] == (length, length) and mask.shape[0] in (1, rows)
     if not fits or not (mask.dtype == torch.bool or mask.is_floating_point()):
         raise CaptureError(
-            f"attention_mask has shape {tuple(mask.shape)} and dtype {mask.dtype}, wanted bool or "
-            f"float of shape ({rows}, 1, {length}, {length}), or (batch, length)"
+            f"attention_mask has shape {tuple(mask.shape)} and dtype {mask.dtype}, expected "
+            f"bool or float of shape ({rows}, 1, {length}, {length}), or (batch, length)"
         )
     seen = mask if mask.dtype == torch.bool else mask > HIDDEN_BELOW
     seen_BQK = seen.any(1).expand(rows, length, length)

@@ -227,8 +227,8 @@ class LayerVisits:
         previous = context.previous.get(layer.index)
         if previous is None and self._reads_below(objective):
             raise CaptureError(
-                f"layer {layer.index} found nothing from the MoE layer below, which its coupling "
-                "loss reads; was that layer skipped in this forward?"
+                f"layer {layer.index} has no record of the MoE layer below, which its coupling "
+                "loss reads; make sure that this forward does not skip that layer"
             )
         loss = LayerLoss()
         if objective is not None:

@@ -47,7 +47,10 @@ def plan_trace(
     info, ids_TLK, sequence_T = trace.info, trace.load("ids"), trace.load("seq")
     seen_T = _first_half(sequence_T, trace.load("domain"))
     if seen_T.all():
-        raise TraceError(f"{trace.path}: contains one sequence; the plan is evaluated on others")
+        raise TraceError(
+            f"{trace.path}: contains only one sequence, but the plan is evaluated on other "
+            "sequences; record more"
+        )
     ranks_LE = plan_placement(
         ids_TLK[seen_T], info.num_experts, num_ranks, max_imbalance, num_groups=num_groups
     )

@@ -70,8 +70,8 @@ def plan_placement(
     if num_groups > 1 and num_groups % num_ranks:
         fitting = [r for r in range(1, num_groups + 1) if num_groups % r == 0]
         raise RecipeError(
-            f"num_ranks: {num_ranks} ranks would tear the {num_groups} routing groups (n_group) "
-            f"apart, and the model would route differently; use one of {fitting}"
+            f"num_ranks: {num_ranks} ranks would split the {num_groups} routing groups "
+            f"(n_group), so the model would route differently; use one of {fitting}"
         )
     if not max_imbalance > 1:
         raise RecipeError(
@@ -80,8 +80,8 @@ def plan_placement(
     index = integers("index_TLK", index_TLK, ("T", "L", "K"), limit=num_experts)
     if len(index) < num_experts:
         raise TraceError(
-            f"index_TLK: {len(index)} tokens are too few to place {num_experts} experts; "
-            "record at least as many tokens as experts, better a hundred times as many"
+            f"index_TLK: {len(index)} tokens are too few to place {num_experts} experts; record "
+            "at least as many tokens as experts, preferably a hundred times as many"
         )
     size = num_experts // num_groups if num_groups > 1 else 1
     counts = count_coactivation(index, num_experts).blocks(size)

@@ -65,7 +65,7 @@ class PlacementPlan:
             if got != expected:
                 raise DataError(
                     f"placement plan: made for {what} {got}, this checkpoint has {expected}; "
-                    "plan again with 'moe-finetune place' on its own trace"
+                    "plan again with 'moe-finetune place' on a trace of this checkpoint"
                 )
 
     def write(self, path: str | Path) -> None:

@@ -39,9 +39,9 @@ def write_prompts(rows: Path, checkpoint: Path, files: Mapping[Path, int]) -> No
         prompts[prompt_of(former(location, row), tokenizer)] = None
     if len(prompts) < count:
         raise DataError(
-            f"{rows}: {len(prompts)} different prompts, and --bench needs {count}: others for the "
-            "warm-up and for each repetition, as a repeated prompt is served from the cache; "
-            "lower --samples or --repeat"
+            f"{rows}: {len(prompts)} different prompts, but --bench needs {count}: the warm-up "
+            "and each repetition need new ones, because vLLM serves repeated prompts from its "
+            "cache; lower --samples or --repeat"
         )
     drawn = iter(prompts)
     for file, size in files.items():

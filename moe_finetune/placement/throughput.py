@@ -188,8 +188,8 @@ def require_gpus(ranks: int) -> None:
     gpus = torch.cuda.device_count()
     if gpus < ranks:
         raise DependencyError(
-            f"--bench: {ranks} ranks need {ranks} GPUs and this machine has {gpus}; add --dry-run "
-            "to see what would be started, or leave --bench out to plan and simulate"
+            f"--bench: {ranks} ranks need {ranks} GPUs, but this machine has {gpus}; add "
+            "--dry-run to see what would be started, or leave --bench out to plan and simulate"
         )
     require_vllm()
     if is_cpu_build():

@@ -30,7 +30,7 @@ _MXFP4_BYTES = 16
 """Bytes of a block: 32 values, two in a byte."""
 _INT4_PER_INT32 = 8
 
-_ZERO_SCALE = "has a scale of 0 over values that are not 0"
+_ZERO_SCALE = "has a scale of 0 for values that are not 0"
 _RESTORE = "restore the checkpoint's own files and config.json"
 
 
@@ -153,8 +153,8 @@ def _packed_format(section: Mapping[str, Any], path: object) -> Format:
         _check_dimensions(packed, 2)
         if sizes.shape != (2,):
             raise CheckpointError(
-                f"{sizes.file}: '{sizes.name}' has shape {list(sizes.shape)}; wanted [2], the rows "
-                f"and columns of the weight; {_RESTORE}"
+                f"{sizes.file}: '{sizes.name}' has shape {list(sizes.shape)}; expected [2], the "
+                f"rows and columns of the weight; {_RESTORE}"
             )
         rows, columns = read(sizes).tolist()
         declared = f"the {rows} x {columns} that '{sizes.name}' declares"
@@ -260,8 +260,8 @@ def _mxfp4(parts: list[Tensor]) -> Tensor:
 def _check_dimensions(info: TensorInfo, count: int) -> None:
     if len(info.shape) != count:
         raise CheckpointError(
-            f"{info.file}: '{info.name}' has shape {list(info.shape)}; wanted {count} dimensions; "
-            f"{_RESTORE}"
+            f"{info.file}: '{info.name}' has shape {list(info.shape)}; expected {count} "
+            f"dimensions; {_RESTORE}"
         )
 
 
@@ -270,6 +270,6 @@ def _check_shape(
 ) -> None:
     if scale.shape != shape:
         raise CheckpointError(
-            f"{scale.file}: '{scale.name}' has shape {list(scale.shape)}; wanted {list(shape)}, "
+            f"{scale.file}: '{scale.name}' has shape {list(scale.shape)}; expected {list(shape)}, "
             f"since '{packed.name}' is {list(packed.shape)} with {layout}; {_RESTORE}"
         )

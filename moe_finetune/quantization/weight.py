@@ -284,7 +284,7 @@ def _refuse(func: Any, args: tuple, kwargs: dict) -> None:
         written = argument.alias_info is not None and argument.alias_info.is_write
         if written and any(map(quantized, tree_leaves(value))):
             raise QuantizationError(
-                f"{name}: a quantized weight cannot be written to; train an adapter, and merge it "
+                f"{name}: a quantized weight cannot be changed; train an adapter, and merge it "
                 "into the unquantized base (moe-finetune merge)"
             )
     if name.startswith(("c10d.", "_c10d")):

@@ -1,4 +1,4 @@
-"""Pydantic's errors in a recipe's words: one line a key, what is wanted, the nearest name."""
+"""Pydantic's errors in a recipe's words: one line a key, what is expected, the nearest name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _placed(tree: Tree, line: str) -> str:
 
 
 def describe(model: type[BaseModel], error: ValidationError, prefix: Key = ()) -> list[str]:
-    """Pydantic's errors as one line a key: ``key.path: value is not what is wanted``."""
+    """Pydantic's errors as one line a key: ``key.path: value is not what is expected``."""
     expected: dict[tuple[str, str], list[str]] = {}  # by key and value
     lines: list[str] = []
     for item in error.errors():

@@ -84,11 +84,13 @@ def analyze(
     """
     output, trace_path = Path(output), find_trace(source)
     if trace_path is not None and (data or adapter is not None or limit or probabilities):
-        raise DataError(f"{source} is a trace; data and adapter are for recording a checkpoint")
+        raise DataError(
+            f"{source} is a trace; remove --data and --adapter, which record a checkpoint"
+        )
     if trace_path is None and Path(source).is_file():
-        raise DataError(f"{source}: neither a checkpoint folder nor a trace (folder or .npz)")
+        raise DataError(f"{source}: neither a checkpoint folder nor a trace (folder or .npz file)")
     if trace_path is None and not data:
-        raise DataError(f"{source} is a checkpoint; name the text to record with --data FILE")
+        raise DataError(f"{source} is a checkpoint; give the text to record with --data FILE")
     check_output(output)
     if trace_path is None:
         source = checkpoint_in(source)
@@ -153,7 +155,7 @@ def read_sequences(
                 raise DataError(named) from error
             sequences.append(np.asarray(ids, np.int32))
     if not sequences:
-        raise DataError(f"{', '.join(files)}: no rows; at least one is needed")
+        raise DataError(f"{', '.join(files)}: no rows; add at least one")
     return sequences
 
 

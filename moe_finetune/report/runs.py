@@ -90,12 +90,10 @@ def find_runs(paths: Iterable[Path | str]) -> list[Path]:
         inside = [path] if _is_run(path) else sorted(p for p in path.iterdir() if _is_run(p))
         if not inside:
             files = ", ".join(str(file.relative_to(path)) for file in _marks(path))
-            raise DataError(
-                f"{path}: no results of a run here; a run's folder contains some of {files}"
-            )
+            raise DataError(f"{path}: no results of a run; a run's folder contains some of {files}")
         folders += inside
     if not folders:
-        raise DataError("no run was given; give the --output folder of at least one run")
+        raise DataError("no run given; give the --output folder of at least one run")
     return folders
 
 

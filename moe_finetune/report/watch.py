@@ -87,7 +87,8 @@ def find_run(folder: Path) -> Path:
     runs = [path.parent for path in folder.glob(f"*/{RECIPE_FILE}")]
     if not runs:
         raise DataError(
-            f"{folder} contains no run; give the --output of 'moe-finetune train', once it started"
+            f"{folder} contains no run; give the --output of a 'moe-finetune train' that has "
+            "started"
         )
     return max(runs, key=_last_written)
 

@@ -41,7 +41,9 @@ def compare_traces(
     when paired, ``path_stability`` {``value``, ``low``, ``high``, ``per_layer``} (else None).
     """
     if bootstrap < 1 or not 0 < level < 1:
-        raise ValueError(f"bootstrap, level: got {bootstrap}, {level}, wanted >= 1, 0 < level < 1")
+        raise ValueError(
+            f"bootstrap, level: got {bootstrap}, {level}, expected >= 1, 0 < level < 1"
+        )
     _check_comparable(a, b)
     units_a, units_b = _Units(a), _Units(b)
     paired = units_a.same_as(units_b)
@@ -124,8 +126,8 @@ def _check_comparable(a: RoutingTrace, b: RoutingTrace) -> None:
     b.check(model_type=a.info.model_type, layers=a.info.layers, num_experts=a.info.num_experts)
     if a.info.top_k != b.info.top_k:
         raise TraceError(
-            f"{b.path}: {b.info.top_k} experts per token, {a.path} has {a.info.top_k}; "
-            "they are not traces of the same model"
+            f"{b.path}: {b.info.top_k} experts per token, {a.path} has {a.info.top_k}; compare "
+            "two traces of the same model"
         )
 
 

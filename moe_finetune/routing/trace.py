@@ -79,8 +79,8 @@ class RoutingTrace:
         ):
             if expected is not None and recorded != expected:
                 raise TraceError(
-                    f"{self.path}: recorded with {what} {recorded}, wanted {expected}; record this "
-                    "model's own trace with 'moe-finetune analyze'"
+                    f"{self.path}: recorded with {what} {recorded}, wanted {expected}; record a "
+                    "trace of this model with 'moe-finetune analyze'"
                 )
 
     @property
@@ -120,7 +120,7 @@ class RoutingTrace:
             return np.concatenate([chunk[field] for chunk in self.chunks(field)])
         if domain not in self.info.domains:
             raise TraceError(
-                f"{self.path}: no domain '{domain}'; it holds {', '.join(self.info.domains)}"
+                f"{self.path}: no domain '{domain}'; it contains {', '.join(self.info.domains)}"
             )
         index = self.info.domains.index(domain)
         parts = [chunk[field][chunk["domain"] == index] for chunk in self.chunks(field, "domain")]
@@ -133,7 +133,7 @@ class RoutingTrace:
         for name in names:
             if not self.has(name):
                 raise TraceError(
-                    f"{self.path}: holds no {name}, only {', '.join(self.info.fields)}; "
+                    f"{self.path}: contains no {name}, only {', '.join(self.info.fields)}; "
                     "record it again with that option"
                 )
 

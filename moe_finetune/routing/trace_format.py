@@ -116,7 +116,7 @@ def read_manifest(folder: Path) -> TraceInfo:
     path = folder / MANIFEST
     if not path.is_file():
         raise TraceError(
-            f"{folder}: no {MANIFEST} there; the recording did not finish, or this is not a trace"
+            f"{folder}: no {MANIFEST} found; the recording did not finish, or this is not a trace"
         )
     try:
         document = parse_json(path.read_bytes())
@@ -146,8 +146,8 @@ def read_manifest(folder: Path) -> TraceInfo:
             )
         if file.stat().st_size != chunk.bytes:
             raise TraceError(
-                f"{file}: damaged: {file.stat().st_size} bytes, {chunk.bytes} were written; "
-                "restore it or record again"
+                f"{file}: damaged: {file.stat().st_size} bytes instead of {chunk.bytes}; restore "
+                "it or record again"
             )
     return info
 
@@ -198,7 +198,7 @@ def read_chunk(
         if not fits or array.dtype.name not in dtypes:
             raise TraceError(
                 f"{path}: {name}: got {array.dtype} {array.shape}, wanted {' or '.join(dtypes)} "
-                f"{shape}; the trace is damaged or of another model"
+                f"{shape}; the trace is damaged or from another model"
             )
         _check_values(path, name, array, info)
     return arrays
@@ -215,7 +215,7 @@ def _check_values(path: Path, name: str, array: np.ndarray, info: TraceInfo) -> 
     if limits is not None and (array.min() < 0 or array.max() >= limits):
         raise TraceError(
             f"{path}: {name}: got values from {array.min()} to {array.max()}, wanted 0 to "
-            f"{limits - 1}; the trace is damaged or of another model"
+            f"{limits - 1}; the trace is damaged or from another model"
         )
     if array.dtype.kind == "f" and not np.isfinite(array).all():
-        raise TraceError(f"{path}: {name}: holds NaN or infinite values; record again")
+        raise TraceError(f"{path}: {name}: contains NaN or infinite values; record again")

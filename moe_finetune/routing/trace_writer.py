@@ -59,7 +59,7 @@ class TraceWriter:
         self.folder = Path(folder)
         if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
             raise OutputExistsError(
-                f"{self.folder}: already holds something; name another folder for the trace"
+                f"{self.folder}: is not empty; choose another folder for the trace"
             )
         self._info = TraceInfo(
             model_type=model_type,
@@ -151,8 +151,8 @@ class TraceWriter:
         ]
         if empty:
             raise TraceError(
-                f"{self.folder}: no tokens of domain {', '.join(map(repr, empty))} were recorded; "
-                "check its data or leave the domain out"
+                f"{self.folder}: no tokens of domain {', '.join(map(repr, empty))} were "
+                "recorded; check its data, or leave the domain out"
             )
         self._flush()
         info = self._info.model_copy(update={"fields": self._fields, "chunks": tuple(self._chunks)})

@@ -116,7 +116,7 @@ def selection(
         or routed.shape[2] != top_k
     ):
         raise CaptureError(
-            f"vLLM returned experts of shape {shape}, wanted ({tokens} tokens, at least "
+            f"vLLM returned experts of shape {shape}, expected ({tokens} tokens, at least "
             f"{max(layers) + 1} layers, {top_k}); record with --backend hf"
         )
     return routed[:tokens, list(layers)].astype(np.int64)

@@ -79,9 +79,9 @@ def read_categories(section: TextSection) -> dict[str, Category]:
         if different < LEAST_TEXTS:
             raise DataError(
                 f"texts.categories.{name}: {different} different texts ({repeated} of "
-                f"{len(is_new)} rows repeat others, of this category or an earlier one), expected "
-                f"at least {LEAST_TEXTS} (train, validation and test); add texts or leave the "
-                "category out"
+                f"{len(is_new)} rows repeat others, of this category or an earlier one); it "
+                f"needs at least {LEAST_TEXTS} (train, validation and test); add texts or leave "
+                "the category out"
             )
         used_R = np.array(is_new)
         if section.limit is not None:

@@ -61,17 +61,19 @@ def sizes_of(
     full = int((pins_N - sizes.most_N).argmax())
     if pins_N[full] > sizes.most_N[full]:
         raise RecipeError(
-            f"clusters.pinned: cluster {full} gets {pins_N[full]} categories, and clusters take "
-            f"{least} to {most}: pin fewer to it, or set clusters.sizes"
+            f"clusters.pinned: cluster {full} gets {pins_N[full]} categories, but clusters take "
+            f"{least} to {most}; pin fewer to it, or set clusters.sizes"
         )
     if not np.maximum(sizes.least_N, pins_N).sum() <= categories <= sizes.most_N.sum():
         raise RecipeError(
             f"clusters: {unfixed} categories cannot be put into {free} clusters of {least} to "
-            f"{most} around what is pinned; change clusters.sizes, clusters.count or "
+            f"{most} around the pinned ones; change clusters.sizes, clusters.count or "
             "clusters.pinned"
         )
     if not sizes.least_N.all():
-        raise RecipeError("clusters: a cluster would stay empty; pin fewer, or lower their count")
+        raise RecipeError(
+            "clusters: a cluster would be empty; pin fewer categories, or lower clusters.count"
+        )
     return sizes
 
 

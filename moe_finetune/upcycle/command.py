@@ -72,10 +72,12 @@ def run_upcycle(
     # Experts that outlived a killed command save their own results: wait for them.
     wait = resume and expert is None and helpers_only(output)
     if wait:
-        log.warning("%s: experts of an earlier command still train; waiting for them", output)
+        log.warning(
+            "%s: experts of an earlier command are still training; waiting for them", output
+        )
     with output_lock(output, shared=expert is not None, wait=wait) as lock:
         if not enter_folder(output, output / RECIPE_FILE, "an upcycle", resume) and resume:
-            raise RecipeError(f"--resume: {output} has no upcycle; start it without --resume")
+            raise RecipeError(f"--resume: {output} has no upcycle run; start it without --resume")
         if expert is None:
             clear_leftovers(output)
         upcycle = Upcycle(recipe, output)

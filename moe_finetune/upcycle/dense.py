@@ -77,12 +77,13 @@ def _refuse(config_file: Path, config: Any) -> None:
         for key in ("attention_bias", "mlp_bias"):
             if getattr(config, key, False):
                 raise UnsupportedModelError(
-                    f"{config_file}: {key} is true, and a Mixtral has no biases; use a model "
-                    "without"
+                    f"{config_file}: {key} is true, but a Mixtral has no biases; use a model "
+                    "without biases"
                 )
     if config.model_type == "qwen3" and getattr(config, "use_sliding_window", False):
         raise UnsupportedModelError(
-            f"{config_file}: use_sliding_window is true, which differs by layer; set it to false"
+            f"{config_file}: use_sliding_window is true, which differs by layer and is not "
+            "supported; set it to false"
         )
     if config.hidden_act != "silu":
         raise UnsupportedModelError(
@@ -96,7 +97,7 @@ def load_dense_config(folder: Path) -> Any:
     if model_type not in TARGETS:
         reason = ""
         if model_type == "qwen2":
-            reason = " (its attention has biases and no norms, which neither MoE has)"
+            reason = " (its attention has biases but no norms, unlike both MoE types)"
         raise UnsupportedModelError(
             f"{folder}: model_type '{model_type}' cannot become a MoE here{reason}; supported: "
             + ", ".join(f"{dense} -> {moe}" for dense, moe in TARGETS.items())

@@ -42,8 +42,8 @@ def open_expert(path: str | Path) -> Expert:
         raise CheckpointError(f"{folder}: tensor '{name}' is missing; copy the checkpoint again")
     for name in sorted(set(tensors) - expected):
         raise CheckpointError(
-            f"{folder}: tensor '{name}' does not belong to a {facts.model_type}; the MoE has no "
-            "counterpart"
+            f"{folder}: tensor '{name}' does not belong to a {facts.model_type} and has no "
+            "counterpart in the MoE; remove it"
         )
     for info in tensors.values():
         if info.dtype not in FLOATS:

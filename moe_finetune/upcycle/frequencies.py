@@ -71,9 +71,9 @@ class FrequencyTable:
         for name, array in ((FREQUENCIES, table.frequencies_VN), (COUNTS, table.counts_VN)):
             if array.shape != shape:
                 raise DataError(
-                    f"clusters.table: {path}: '{name}' has shape {array.shape}, and this model has "
-                    f"{vocabulary} tokens and {experts} experts; make the table with this model's "
-                    "own tokenizer"
+                    f"clusters.table: {path}: '{name}' has shape {array.shape}, but this model "
+                    f"has {vocabulary} tokens and {experts} experts; make the table with this "
+                    "model's tokenizer"
                 )
         if counted_with != tokenizer:
             raise DataError(
@@ -94,7 +94,7 @@ class FrequencyTable:
             reason = (
                 f"has other categories than texts.categories ('{wrong}' is in one of them)"
                 if self.clusters
-                else f"does not name the categories of its columns, and '{wrong}' is not pinned"
+                else f"does not list the categories of its columns, and '{wrong}' is not pinned"
             )
             raise DataError(
                 f"clusters.table: the table {reason}; pin every category in clusters.pinned, or "
@@ -103,7 +103,7 @@ class FrequencyTable:
         for name, cluster in pinned.items():
             if clusters[name] != cluster:
                 raise DataError(
-                    f"clusters.pinned.{name}: {cluster}, and clusters.table has it in column "
+                    f"clusters.pinned.{name}: {cluster}, but clusters.table has it in column "
                     f"{clusters[name]}; remove the pin, or make the table again"
                 )
         return np.array([clusters[name] for name in categories], np.int64)
@@ -144,8 +144,8 @@ def count_table(
     empty = [n for n in range(experts) if not counts_VN[:, n].any()]
     if empty:
         raise DataError(
-            f"clusters: cluster {empty[0]} is empty, its categories have no training token; add "
-            "texts to them or lower clusters.count"
+            f"clusters: cluster {empty[0]} is empty, because its categories have no training "
+            "tokens; add texts to them or lower clusters.count"
         )
     totals_V1 = counts_VN.sum(1, keepdims=True)
     uniform = np.full(counts_VN.shape, 1.0 / experts)

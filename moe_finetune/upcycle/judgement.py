@@ -191,7 +191,7 @@ def check_file(section: JudgementSection) -> list[dict[str, Any]]:
             )
     if len(rows) <= section.shots:
         raise DataError(
-            f"{section.file}: {len(rows)} rows, expected more than the {section.shots} shots"
+            f"{section.file}: {len(rows)} rows; it needs more than the {section.shots} shots"
         )
     return rows
 
@@ -205,8 +205,8 @@ def _questions_of_file(section: JudgementSection) -> tuple[list[Question], list[
     solved, test_questions = from_file[: section.shots], from_file[section.shots :]
     if len(test_questions) > section.items:
         log.warning(
-            "%s: the first %d of %d questions are asked; raise evaluation.judgement.items to ask "
-            "them all",
+            "%s: only the first %d of %d questions are used; raise evaluation.judgement.items "
+            "to use all",
             section.file,
             section.items,
             len(test_questions),

@@ -103,7 +103,7 @@ def merge_experts(
 ) -> UpcycleReport:
     """Write the MoE whose expert n is the feed-forward of ``experts[n]``.
 
-    Llama and Mistral give a Mixtral, Qwen3 a Qwen3-MoE; a tied head becomes a tensor of its own.
+    Llama and Mistral give a Mixtral, Qwen3 a Qwen3-MoE; a tied head becomes a separate tensor.
     With N copies of one model the MoE computes that model's function, whatever its routers say.
 
     Args:
@@ -130,7 +130,7 @@ def merge_experts(
     opened = [open_expert(path) for path in experts]
     if not 1 <= top_k <= len(opened) or len(opened) < 2:
         raise CheckpointError(
-            f"merge: {len(opened)} experts with top_k {top_k}; expected two experts or more and "
+            f"merge: {len(opened)} experts with top_k {top_k}; use two experts or more, and a "
             "top_k between 1 and their number"
         )
     check_alike(opened)

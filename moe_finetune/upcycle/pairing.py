@@ -40,15 +40,14 @@ def check_pairing(
     if excess > CLEAR:
         order = [str(folders[expert]) for expert in np.argsort(cluster_N)]
         raise CheckpointError(
-            f"experts.checkpoints: expert n must be the one of cluster n. On the clusters' "
-            f"training texts another order has a loss that is smaller by {excess:.3g} nats a "
-            f"token: {', '.join(order)}. Give them in this order, or the table they were trained "
-            "with"
+            "experts.checkpoints: expert n must belong to cluster n. On the clusters' training "
+            f"texts another order has a loss that is lower by {excess:.3g} nats a token: "
+            f"{', '.join(order)}. Use this order, or the table that they were trained with"
         )
     if np.ptp(losses_NN - losses_NN.mean(0)) < CLEAR:
         log.warning(
-            "experts.checkpoints: the experts' losses on each cluster differ by less than %g nats "
-            "a token, so their order cannot be checked",
+            "experts.checkpoints: the experts' losses on each cluster differ by less than %g "
+            "nats per token, so their order cannot be checked",
             CLEAR,
         )
 

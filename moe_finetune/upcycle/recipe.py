@@ -136,9 +136,11 @@ def _contradictions(recipe: UpcycleRecipe) -> Iterator[str]:
     """Combinations that cannot run, one line each, starting with the key to change."""
     dense, texts, clusters = recipe.dense, recipe.texts, recipe.clusters
     if (dense.path is None) == (dense.pretrain is None):
-        yield "dense: expected either `path` (a checkpoint) or `pretrain` (a small Llama made here)"
+        yield (
+            "dense: set either `path` (a checkpoint) or `pretrain` (a small Llama pretrained here)"
+        )
     if (texts.categories is None) == (texts.corpus is None):
-        yield "texts: expected either `categories` (name: file) or `corpus: python`"
+        yield "texts: set either `categories` (name: file) or `corpus: python`"
     names = list(texts.categories or (SOURCES if texts.corpus is not None else ()))
     yield from _cluster_problems(clusters, names)
     if recipe.merge.top_k > clusters.count:
@@ -146,15 +148,15 @@ def _contradictions(recipe: UpcycleRecipe) -> Iterator[str]:
     checkpoints = recipe.experts.checkpoints
     if checkpoints is not None and len(checkpoints) != clusters.count:
         yield (
-            f"experts.checkpoints: got {len(checkpoints)}, expected one for each of "
-            f"{clusters.count}"
+            f"experts.checkpoints: has {len(checkpoints)} checkpoints for {clusters.count} "
+            "clusters; give one for each"
         )
     free = sorted(set(names) - set(clusters.pinned))
     if checkpoints is not None and clusters.table is None and free:
         yield (
-            f"experts.checkpoints: '{free[0]}' is not pinned, and clusters that are computed again "
-            "need not be the ones that the experts were trained on; give their clusters.table, or "
-            "pin every category"
+            f"experts.checkpoints: '{free[0]}' is not pinned, and newly computed clusters may "
+            "differ from those that the experts were trained on; give the experts' "
+            "clusters.table, or pin every category"
         )
     for name, arm in recipe.arms.items():
         steps = ["max_steps" in section.trainer for section in (recipe.experts, recipe.finetune)]
@@ -164,15 +166,18 @@ def _contradictions(recipe: UpcycleRecipe) -> Iterator[str]:
                 "experts.trainer and in finetune.trainer, or in neither"
             )
     if not recipe.arms:
-        yield "arms: is empty; name at least one model to compare"
+        yield "arms: is empty; add at least one model to compare"
     if not recipe.seeds or len(set(recipe.seeds)) < len(recipe.seeds):
-        yield "seeds: expected at least one number, each once"
+        yield "seeds: give at least one number, each only once"
     for name in recipe.arms:
         if not re.fullmatch("[a-z0-9_]+", name):
-            yield f"arms.{name}: an arm is a folder, named by a-z, 0-9 and _ only (see `label`)"
+            yield (
+                f"arms.{name}: an arm's name is a folder, so it may contain only a-z, 0-9 and _; "
+                "set `label` for tables"
+            )
     labels = [arm.label or name for name, arm in recipe.arms.items()]
     if len(set(labels)) < len(labels):
-        yield f"arms: {', '.join(labels)}: a label is used twice"
+        yield f"arms: {', '.join(labels)}: a label occurs twice; change one"
 
 
 def _cluster_problems(clusters: ClusterSection, names: list[str]) -> Iterator[str]:
@@ -205,8 +210,8 @@ def _trainer_problems(recipe: UpcycleRecipe) -> Iterator[str]:
     targets = recipe.experts.lora.targets if recipe.experts.lora else ["experts"]
     if "experts" not in targets:
         yield (
-            f"experts.lora.targets: {targets} leaves out the feed-forwards, and these are all that "
-            "experts differ in after the merge; add 'experts'"
+            f"experts.lora.targets: {targets} leaves out the feed-forwards, the only parts in "
+            "which experts differ after the merge; add 'experts'"
         )
 
 
@@ -215,10 +220,10 @@ def _lora_problems(section: str, lora: LoraSection | None, dense: bool) -> Itera
     if lora is None:
         return
     if lora.rank is None:
-        yield f"{section}.lora.rank: required, but missing; expected a whole number such as 32"
+        yield f"{section}.lora.rank: required, but missing; set a whole number such as 32"
     for option in sorted(_NOT_HERE & lora.model_fields_set):
         if getattr(lora, option) != LoraSection.model_fields[option].default:
-            yield f"{section}.lora.{option}: cannot be set in an upcycling; leave it out"
+            yield f"{section}.lora.{option}: cannot be set in an upcycle recipe; leave it out"
     if "shared_experts" in lora.targets and len(lora.targets) < len(ALL_TARGETS):
         yield f"{section}.lora.targets: these models have no shared_experts; leave them out"
     if dense and not set(DENSE_TARGETS) & set(lora.targets):

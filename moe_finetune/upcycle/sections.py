@@ -44,7 +44,7 @@ class TextSection(Section):
     )
     max_length: int = Field(default=2048, ge=8, description="tokens in a training row")
     limit: int | None = Field(
-        default=None, ge=10, description="most texts of a category; default: all"
+        default=None, ge=10, description="maximum number of texts per category; default: all"
     )
     seed: int = Field(default=0, description="seed of the split into train, validation and test")
 
@@ -64,7 +64,7 @@ class ClusterSection(Section):
         description="fewest and most categories of a cluster; default: equal, or as pinned",
     )
     table: str | None = Field(
-        default=None, description="a ready table of these texts; it decides the clusters"
+        default=None, description="an existing table of these texts, which determines the clusters"
     )
     restarts: int = Field(
         default=16, ge=1, description="starts of the clustering; the best result is kept"
@@ -81,7 +81,7 @@ class ExpertSection(Section):
 
     checkpoints: list[str] | None = Field(
         default=None,
-        description="one a cluster, in order; needs `clusters.table`, or every category pinned",
+        description="one per cluster, in order; needs `clusters.table`, or every category pinned",
     )
     lora: LoraSection | None = Field(default=None, description="default: the whole model")
     trainer: dict[str, Any] = Field(default={}, description="fields of SFTConfig")
@@ -126,11 +126,16 @@ class ArmSection(Section):
     @model_validator(mode="after")
     def _fits(self) -> ArmSection:
         if self.start == "dense" and self.method.terms:
-            raise ValueError("an arm that starts from 'dense' has no router and takes no terms")
+            raise ValueError("an arm that starts from 'dense' has no router; remove its terms")
         if self.expert_steps and self.start != "dense":
-            raise ValueError(f"expert_steps: the experts of '{self.start}' had theirs already")
+            raise ValueError(
+                "expert_steps: only valid with start: dense, because the experts of "
+                f"'{self.start}' are already trained; leave it out"
+            )
         if self.method.bias_update is not None:
-            raise ValueError("method.bias_update: these checkpoints have no place for such a bias")
+            raise ValueError(
+                "method.bias_update: these checkpoints cannot store a routing bias; leave it out"
+            )
         return self
 
 
@@ -157,14 +162,16 @@ class JudgementSection(Section):
         default="en", description="language of the prompts and answers"
     )
     items: int = Field(default=200, ge=2, description="most questions")
-    piece: int = Field(default=32, ge=2, description="tokens in a piece of a made question")
+    piece: int = Field(default=32, ge=2, description="tokens per piece of a generated question")
 
 
 class EvaluationSection(Section):
     """What is measured of every arm."""
 
     texts: int | None = Field(
-        default=None, ge=1, description="measured texts of each category and split; default: all"
+        default=None,
+        ge=1,
+        description="number of texts measured per category and split; default: all",
     )
     tokens_per_batch: int = Field(default=4096, ge=1, description="tokens in one forward pass")
     judgement: JudgementSection | None = JudgementSection()

@@ -195,7 +195,7 @@ class Texts:
         if tokens < length:
             names = ", ".join(self.categories[c] for c in categories) or "no category"
             raise DataError(
-                f"texts: {names}: {tokens} training tokens are less than one row of "
+                f"texts: {names}: {tokens} training tokens are fewer than one row of "
                 f"texts.max_length {length}; add texts or lower it"
             )
 
@@ -217,7 +217,6 @@ def check_vocabulary(tokenizer: Any, vocabulary: int, folder: Path) -> None:
     last = max(tokenizer.get_vocab().values())
     if last >= vocabulary:
         raise CheckpointError(
-            f"{folder}: its tokenizer has ids up to {last}, and the model's vocab_size is "
-            f"{vocabulary}; resize the model's embedding, or give the tokenizer that it was "
-            "trained with"
+            f"{folder}: its tokenizer has ids up to {last}, but the model's vocab_size is "
+            f"{vocabulary}; resize the model's embedding, or use the model's tokenizer"
         )

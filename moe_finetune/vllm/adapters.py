@@ -30,7 +30,7 @@ def named_adapters(arguments: Sequence[str]) -> tuple[tuple[str, Path], ...]:
             raise RecipeError(f"--adapter {text}: expected NAME=FOLDER or a folder")
         if name in pairs:
             raise RecipeError(
-                f"--adapter {text}: another adapter is called '{name}' too; write NAME=FOLDER"
+                f"--adapter {text}: another adapter has the name '{name}'; write NAME=FOLDER"
             )
         pairs[name] = path
     return tuple(pairs.items())
@@ -121,9 +121,7 @@ def adapter_arguments(
         if refused is not None:
             raise _unmerged(adapter.folder, refused)
         if stacks and not support.gated:
-            raise _unmerged(
-                adapter.folder, f"vLLM reads no stacks of the experts of {family.title}"
-            )
+            raise _unmerged(adapter.folder, f"vLLM cannot read stacked experts of {family.title}")
         ranks = [adapter.config["r"], *(adapter.config.get("rank_pattern") or {}).values()]
         rank, any_stacks = max(rank, *ranks), any_stacks or stacks
         module = {"name": name, "path": str(adapter.folder.resolve())}

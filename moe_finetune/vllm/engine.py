@@ -48,7 +48,7 @@ def engine_arguments(
         # models with ordinary attention ignore this.
         merged.setdefault("attention_backend", "CPU_MLA")
     if merged.get("trust_remote_code"):
-        raise EvaluationError("vllm.trust_remote_code is never on; remove it")
+        raise EvaluationError("vllm.trust_remote_code: remote code is never executed; remove it")
     if int(merged.get("data_parallel_size") or 1) > 1 and merged.get("enable_expert_parallel"):
         raise EvaluationError(
             "vllm: data_parallel_size > 1 and enable_expert_parallel cannot be used together in "

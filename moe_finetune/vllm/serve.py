@@ -92,7 +92,7 @@ def serve(source: str | Path, adapters: Sequence[str], arguments: Sequence[str])
     require_vllm()
     cpu = is_cpu_build()
     if name in dict(named):
-        raise RecipeError(f"--adapter {name}: the base has this name; write NAME=FOLDER")
+        raise RecipeError(f"--adapter {name}: the base already has this name; write NAME=FOLDER")
     with tempfile.TemporaryDirectory(prefix="moe-finetune-") as scratch:
         options = None
         if named:

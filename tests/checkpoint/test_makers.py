@@ -93,7 +93,7 @@ def changed_by(base, deltas):
 
 
 def check(base, adapter, wanted, tmp_path):
-    """Merge, verify, and the folder that PEFT reads, each against ``wanted`` logits."""
+    """Merge, verify, and the folder that PEFT reads, each against ``expected`` logits."""
     assert (logits(helpers.load(base)) - wanted).norm() > 0.02 * wanted.norm()
     merged = tmp_path / f"merged_{base.name}"
     merge_adapter(base, adapter, merged)

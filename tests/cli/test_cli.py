@@ -67,8 +67,11 @@ def test_help_lists_the_verbs_and_imports_nothing_heavy():
         (["eval", "m", "--suite", "s", "--output", "o", "--backend", "vlm"], "vlm"),
         (["train", "nowhere.yaml", "--output", "o"], "error: there is no recipe file nowhere.yaml"),
         (["inspect", "./nowhere"], "nowhere"),
-        (["select", "nowhere", "--output", "o.json"], "nowhere: no trace there"),
-        (["select", "nowhere", "--top-p", "1.5", "--output", "o.json"], "--top-p 1.5: wanted a"),
+        (
+            ["select", "nowhere", "--output", "o.json"],
+            "nowhere: no trace found; give a trace folder or an",
+        ),
+        (["select", "nowhere", "--top-p", "1.5", "--output", "o.json"], "--top-p 1.5: expected a"),
         (["report", "nowhere"], "nowhere"),
         (["merge", "nowhere", "--output", "o"], "nowhere"),
         (["convert", "./nowhere", "--output", "o"], "nowhere"),
@@ -91,7 +94,7 @@ def test_version(capsys):
 
 def test_an_unknown_log_format_is_refused(capsys):
     code, _, err = run(capsys, "inspect", "x", "--log-format", "yaml")
-    assert code == 2 and err == "error: --log-format yaml: wanted text or json\n"
+    assert code == 2 and err == "error: --log-format yaml: expected text or json\n"
 
 
 def test_debug_shows_where_it_was_raised(capsys):

@@ -83,4 +83,4 @@ def test_a_second_demo_keeps_what_has_not_changed(small, tmp_path, capsys):
     assert cli.main(arguments) == 0
     second = capsys.readouterr()
     assert files() == times and second.out == first.out
-    assert "report: kept, its inputs have not changed" in second.err
+    assert "report: kept, because its inputs have not changed" in second.err

@@ -47,7 +47,7 @@ def test_a_run_is_its_base_and_its_merged_checkpoint(run):
         prompt = speaker.tokenizer("abcab")["input_ids"]
         assert speaker.ids == greedy(speaker.model, prompt, 5)
     assert base.ids != merged.ids
-    with pytest.raises(DataError, match=r"tokens and a reply of 100000 are more than its context"):
+    with pytest.raises(DataError, match=r"tokens and a reply of 100000 exceed its context"):
         base.reply("a", 100_000)
 
 
@@ -83,7 +83,7 @@ def test_a_conversation_is_remembered_until_it_is_reset(run, capsys):
     assert speaker.ids[: len(prompt)] == prompt and len(speaker.ids) > first
     talk([speaker], ["/reset", "/experts", "/nonsense", "/exit", "never said"])
     said = capsys.readouterr().out
-    assert "nothing was asked yet" in said and "/reset: start over" in said
+    assert "no message yet; ask something first" in said and "/reset: start over" in said
     assert not speaker.turns
 
 

@@ -212,7 +212,7 @@ def test_prompts_that_do_not_fit_are_an_error_that_keeps_finished_tasks(backend,
     ("change", "error", "message"),
     [
         ({"template": "local_exact"}, EvaluationError, "did you mean 'local_exact_match'"),
-        ({"version": 9.0}, EvaluationError, "has version 1.0 here and the suite asks for 9.0"),
+        ({"version": 9.0}, EvaluationError, "has version 1.0 here, but the suite needs 9.0"),
         ({"shotss": 1}, EvaluationError, "tasks.0.shotss: .*did you mean 'shots'"),
         ({"shots": 0, "files": {"test": "none.jsonl"}}, DataError, "none.jsonl does not exist"),
     ],

@@ -130,7 +130,7 @@ def test_wrong_model_and_wrong_checkpoint(server, checkpoint, tmp_path):
     with pytest.raises(EvaluationError, match="has no model 'tinny'; did you mean 'tiny'"):
         open_backend(checkpoint, "server", base_url=server.url, model="tinny")
     other = tiny.save("qwen3_moe", tmp_path / "other", seed=3)
-    with pytest.raises(EvaluationError, match="is another checkpoint"):
+    with pytest.raises(EvaluationError, match="which is not the checkpoint"):
         open_backend(other, "server", base_url=server.url)
     with pytest.raises(EvaluationError, match="does not answer like"):
         server_models(server.url + "/nothing")

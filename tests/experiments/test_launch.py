@@ -119,7 +119,7 @@ def test_reason_is_the_error_or_the_last_line(tmp_path):
 def test_accelerate_needs_its_configuration(tmp_path):
     with pytest.raises(StudyError, match=r"launch\.config: is missing"):
         starter(LaunchSection(kind="accelerate"))
-    with pytest.raises(StudyError, match=r"launch\.config: there is no file"):
+    with pytest.raises(StudyError, match=r"launch.config: no file"):
         starter(LaunchSection(kind="accelerate", config="gone.yaml"), tmp_path)
 
 

@@ -132,7 +132,7 @@ def test_a_seed_that_is_added_is_all_that_runs(study_file, finished, copied_runs
 def test_a_run_of_another_recipe_is_refused_before_anything_starts(study_file, finished, tmp_path):
     output = copy(finished, tmp_path)
     shutil.rmtree(output / "runs" / "none" / "seed_1")
-    with pytest.raises(StudyError, match=r"seed_2: was made with another recipe"):
+    with pytest.raises(StudyError, match=r"seed_2: was made with a different recipe"):
         run_study(load_study(study_file, ["trainer.max_steps=4"]), output, resume=True)
     assert not (output / "runs" / "none" / "seed_1").exists()
 

@@ -135,4 +135,7 @@ def test_scores_that_a_full_disk_cost_are_named(ingredients, finished, tmp_path,
     shutil.rmtree(run / "steps" / "2")  # as where it could not be written
     assert lost_steps(recipe, RunFolder(run)) == [2]
     run_recipe(recipe, run, resume=True)
-    assert "no scores after step 2: the model could not be kept there" in capsys.readouterr().err
+    assert (
+        "no scores after step 2: the model of that step could not be kept"
+        in capsys.readouterr().err
+    )

@@ -177,8 +177,8 @@ def test_scores_entered_by_hand(made, tmp_path):
             heading + "erc,1,livebench,nan\n",
             "scores.csv:2: expected a benchmark and a",
         ),
-        (heading + "erc,1,lb,3\nerc,1,lb,4\n", "scores.csv:3: this score is there twice"),
-        (heading + "erc,1,acc,3\n", "erc/seed_1 was evaluated on 'acc' already"),
+        (heading + "erc,1,lb,3\nerc,1,lb,4\n", "scores.csv:3: this score occurs twice; remove one"),
+        (heading + "erc,1,acc,3\n", "erc/seed_1 already has a score for 'acc'"),
     ):
         file.write_text(lines)
         with pytest.raises(StudyError, match=message):

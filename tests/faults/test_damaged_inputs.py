@@ -143,5 +143,5 @@ def test_a_weight_that_overflows_names_the_layer_and_no_rows(argv, here, capsys)
     save_file(tensors, file, {"format": "pt"})
     assert main(argv) == 2
     message = capsys.readouterr().err
-    assert "layer 1: the model computes NaN or infinity there" in message
-    assert "restore the checkpoint" in message and "rows out" not in message
+    assert "layer 1: the model computes NaN or infinity" in message
+    assert "restore the checkpoint" in message and "remove those rows" not in message

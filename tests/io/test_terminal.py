@@ -163,7 +163,7 @@ def test_common_options_stand_anywhere_before_two_dashes():
     )
     assert rest == ["train", "r.yaml", "--", "--debug"]
     assert common.quiet and common.json and not common.debug
-    with pytest.raises(ValueError, match="--log-format yaml: wanted text or json"):
+    with pytest.raises(ValueError, match="--log-format yaml: expected text or json"):
         split_common(["train", "--log-format=yaml"])
 
 

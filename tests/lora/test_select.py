@@ -65,7 +65,7 @@ def test_published_selections(data_file, task, equal):
 
 def test_wrong_arguments():
     index, weights = routed()
-    with pytest.raises(ValueError, match=r"index_TLK: got shape \(31, 3\), wanted \(T, L, K\)"):
+    with pytest.raises(ValueError, match=r"index_TLK: got shape \(31, 3\), expected \(T, L, K\)"):
         select_experts(index[:, 0], weights, 7)
     with pytest.raises(ValueError, match=r"weights_TLK: got shape \(30, 2, 3\)"):
         select_experts(index, weights[1:], 7, "gate")
@@ -73,7 +73,7 @@ def test_wrong_arguments():
         select_experts(index, weights, 7, "both")
     with pytest.raises(ValueError, match="top_p: got 0"):
         select_experts(index, weights, 7, top_p=0)
-    with pytest.raises(ValueError, match="got values from 0 to 6, wanted 0 to 4"):
+    with pytest.raises(ValueError, match="got values from 0 to 6, expected 0 to 4"):
         select_experts(index, weights, 5)
     with pytest.raises(ValueError, match="weights_TLK: got None"):
         select_experts(index, None, 7, "gate")

@@ -89,9 +89,12 @@ def test_unknown_options_are_refused(name):
     ("options", "said"),
     [
         ({}, "weight is missing; give a weight, or a share"),
-        ({"weight": 1.0, "reduction": "sum"}, "tokens is missing: reduction 'sum' stands for"),
-        ({"weight": 1.0, "tokens": 16384}, "tokens: belongs to reduction 'sum'"),
-        ({"weight": 1.0, "every": 10}, "every: says when a share's weight is found again"),
+        (
+            {"weight": 1.0, "reduction": "sum"},
+            "tokens is missing: reduction 'sum' needs the number of tokens",
+        ),
+        ({"weight": 1.0, "tokens": 16384}, "tokens: only valid with reduction 'sum'"),
+        ({"weight": 1.0, "every": 10}, "every: is only valid with a share"),
         ({"share": 0.0}, "share"),
         ({"share": -0.1}, "share"),
     ],
@@ -119,7 +122,10 @@ def test_terms_on_the_selection_leave_out_layers_that_look_experts_up(name):
         ({"layers": [2, 3]}, facts),
         ({}, replace(FACTS, fixed_layers=FACTS.moe_layers)),
     ):
-        with pytest.raises(ObjectiveError, match=f"terms.{name} is about which .* layers .*3"):
+        with pytest.raises(
+            ObjectiveError,
+            match=f"terms.{name} acts on the selection of experts, but layers .* layers .*3",
+        ):
             Objective.from_options({name: {"weight": 1.0, **options}}, wrong)
 
 

@@ -84,7 +84,7 @@ def test_transition_table_equals_the_slow_loop():
 def test_bad_top_k():
     values = make()
     for top_k in (0, 8):
-        with pytest.raises(ValueError, match=f"top_k is {top_k}, wanted 1 to E=7"):
+        with pytest.raises(ValueError, match=f"top_k is {top_k}, expected 1 to E=7"):
             coupling_loss(values["probs_TE"], values["index_TK"], values["next_probs_TE"], top_k)
 
 
@@ -182,10 +182,10 @@ def test_term_sends_gradients_to_both_layers(pairing):
 
 def test_a_model_without_a_pair_is_refused():
     facts = ModelFacts(moe_layers=(3,), num_experts=7, top_k=3, vocab_size=13)
-    with pytest.raises(ObjectiveError, match="joins two MoE layers, and this model has 1"):
+    with pytest.raises(ObjectiveError, match="joins two MoE layers, but this model has 1"):
         term().check(facts)
     several = replace(facts, moe_layers=(3, 4, 5))
-    with pytest.raises(ObjectiveError, match=r"layers: \[3\] holds only the first MoE layer"):
+    with pytest.raises(ObjectiveError, match=r"layers: \[3\] contains only the first MoE layer"):
         term(layers=[3]).check(several)
     term(layers=["3-4"]).check(several)
     term().check(several)

@@ -56,12 +56,12 @@ def test_eight_outputs_equal_torchs_determinant():
 
 
 def test_bad_eps():
-    with pytest.raises(ValueError, match=r"eps is 0\.0, wanted a positive number"):
+    with pytest.raises(ValueError, match=r"eps is 0\.0, expected a positive number"):
         dpp_loss(make()["outputs_TKH"], eps=0.0)
     with pytest.raises(ValidationError, match="eps"):
         TERM.Options(weight=1.0, eps=9e-6)
     parallel = torch.randn(3, 1, 7) * torch.rand(3, 4, 1)
-    with pytest.raises(ValueError, match=r"eps is 1e-06, wanted at least 1e-05"):
+    with pytest.raises(ValueError, match=r"eps is 1e-06, expected at least 1e-05"):
         dpp_loss(parallel, eps=1e-6)
     loss = dpp_loss(parallel.double(), eps=1e-6).item()
     # One direction: eigenvalues 4 + eps and three times eps.

@@ -128,7 +128,7 @@ def test_router_grad_false_trains_the_gate_alone():
 def test_alpha_out_of_range():
     values = make()
     inputs = (values["router_weight_EH"], values["gate_weight_EDH"])
-    with pytest.raises(ValueError, match=r"alpha is -0\.1, wanted a number in \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"alpha is -0\.1, expected a number in \[0, 1\]"):
         erc_loss(*inputs, alpha=-0.1)
     with pytest.raises(ValidationError, match="alpha"):
         TERM.Options(weight=1.0, alpha=-0.1)

@@ -108,17 +108,17 @@ def test_totals_of_one_rank_give_the_pooled_loss_and_gradient():
 def test_bad_arguments():
     values = make()
     probs, index = values["probs_TE"], values["index_TK"]
-    with pytest.raises(ValueError, match="variant is 'mixtral', wanted one of switch, deepseek"):
+    with pytest.raises(ValueError, match="variant is 'mixtral', expected one of switch, deepseek"):
         load_balancing_loss(probs, index, variant="mixtral")
-    with pytest.raises(ValueError, match="probabilities is 'some', wanted one of all, topk"):
+    with pytest.raises(ValueError, match="probabilities is 'some', expected one of all, topk"):
         load_balancing_loss(probs, index, probabilities="some")
-    with pytest.raises(ValueError, match="sequence_lengths sum to 16, wanted T=17"):
+    with pytest.raises(ValueError, match="sequence_lengths sum to 16, expected T=17"):
         load_balancing_loss(probs, index, sequence_lengths=torch.tensor([10, 6]))
     with pytest.raises(ValueError, match=r"sequence_lengths has shape \(1, 2\)"):
         load_balancing_loss(probs, index, sequence_lengths=torch.tensor([[10, 7]]))
-    with pytest.raises(ValueError, match=r"rank_totals has shape \(14,\), wanted \(15,\)"):
+    with pytest.raises(ValueError, match=r"rank_totals has shape \(14,\), expected \(15,\)"):
         load_balancing_loss(probs, index, rank_totals=torch.zeros(14))
-    with pytest.raises(ValueError, match="exclude each other"):
+    with pytest.raises(ValueError, match="rank_totals and sequence_lengths cannot be"):
         load_balancing_loss(
             probs, index, None, "switch", torch.tensor([17]), rank_totals=torch.zeros(15)
         )

@@ -70,5 +70,5 @@ def test_bad_options():
     for options in ({"form": "angle"}, {"tau_gate": 1.0}, {"tau_gate": -0.1}, {"eps": 0.0}):
         with pytest.raises(ValidationError, match=next(iter(options))):
             TERM.Options(weight=1.0, **options)
-    with pytest.raises(ValueError, match="form is 'angle', wanted one of projection, cosine"):
+    with pytest.raises(ValueError, match="form is 'angle', expected one of projection, cosine"):
         orthogonality_loss(make()["outputs_TKH"], form="angle")

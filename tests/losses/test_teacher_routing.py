@@ -43,5 +43,5 @@ def test_the_term_reads_the_teacher_of_its_layer(score):
         values["logits_TE"], values["teacher_logits_TE"], keep, score
     )
     torch.testing.assert_close(got, wanted)
-    with pytest.raises(ObjectiveError, match="no teacher routed these tokens; it is of stage dist"):
+    with pytest.raises(ObjectiveError, match="no teacher routed these tokens; use it in stage"):
         term.loss(record(values, score, keep), LayerContext())

@@ -35,7 +35,7 @@ def test_the_interval_is_students():
 
 @pytest.mark.parametrize("values", [[], [1.0, float("nan")], [float("inf")]])
 def test_an_interval_of_nothing_or_of_no_number_is_refused(values):
-    with pytest.raises(ValueError, match="wanted at least one, all finite"):
+    with pytest.raises(ValueError, match="expected at least one, all finite"):
         t_interval(values)
 
 
@@ -178,5 +178,5 @@ def test_whole_runs_by_student():
 
 @pytest.mark.parametrize("shapes", [((2, 3), (2, 4)), ((3,), (3,)), ((0, 4), (0, 4))])
 def test_wrong_shapes(shapes):
-    with pytest.raises(ValueError, match=r"values_SN .*wanted one shape \(seeds, items\)"):
+    with pytest.raises(ValueError, match=r"values_SN .*expected one shape \(seeds, items\)"):
         compare_items(np.zeros(shapes[0]), np.zeros(shapes[1]))

@@ -121,14 +121,16 @@ def test_losses_on_activations_and_outputs_reach_the_factors(checkpointing):
 def test_what_reads_a_router_or_adapts_experts_is_refused():
     trained, ids = model(), token_ids()
     for preset in ("erc", "router_orthogonality"):
-        with pytest.raises(ObjectiveError, match=f"{preset} reads the router's rows, and this"):
+        with pytest.raises(ObjectiveError, match=f"{preset} reads the router's rows, but this"):
             Specialization(trained, preset, total_steps=3).__enter__()
     with (
         Specialization(trained, "st_moe", total_steps=3),
         pytest.raises(CaptureError, match="have no dropout on their activations"),
     ):
         trained(ids, labels=ids)
-    with pytest.raises(RecipeError, match="Autonomy-of-Experts trains in full; set lora: null"):
+    with pytest.raises(
+        RecipeError, match="Autonomy-of-Experts supports only full training; set lora: null"
+    ):
         add_lora(trained, LoraSection(rank=4, alpha=8), "frozen")
 
 

@@ -91,7 +91,7 @@ def step(model, options=None, kernel="loop", autocast=False):
 
 
 def distance(found, wanted):
-    """Of all gradients as one vector, relative to the norm of those wanted."""
+    """Of all gradients as one vector, relative to the norm of those expected."""
     assert found.keys() == wanted.keys() and wanted
     apart = sum((found[name] - gradient).square().sum() for name, gradient in wanted.items())
     return float((apart / sum(g.square().sum() for g in wanted.values())).sqrt())

@@ -159,13 +159,18 @@ def test_lora_on_the_experts_is_part_of_what_is_compared():
 @pytest.mark.parametrize(
     ("name", "changes", "options", "why"),
     [
-        ("deepseek_v3", {}, Determinantal(), "a bias that may be negative joins its scores"),
+        ("deepseek_v3", {}, Determinantal(), "a bias that may be negative is added"),
         ("glm4_moe", {}, Determinantal(), "from 1 of 2 groups"),
         ("phimoe", {}, Determinantal(), "SparseMixer"),
         ("deepseek_v4", {}, Determinantal(), "looked up by token"),
-        ("qwen2_moe", {"num_experts_per_tok": 1}, Determinantal(), "one expert a token"),
-        ("qwen2_moe", {}, Determinantal(1e-4, 2), "2 candidates; wanted 3 to 10"),
-        ("qwen2_moe", {}, Determinantal(1e-4, 11), "11 candidates; wanted 3 to 10"),
+        (
+            "qwen2_moe",
+            {"num_experts_per_tok": 1},
+            Determinantal(),
+            "it selects only one expert per token, so no two",
+        ),
+        ("qwen2_moe", {}, Determinantal(1e-4, 2), "2 candidates; expected 3 to 10"),
+        ("qwen2_moe", {}, Determinantal(1e-4, 11), "11 candidates; expected 3 to 10"),
     ],
 )
 def test_routers_that_choose_otherwise_are_refused(name, changes, options, why):
@@ -194,8 +199,8 @@ def test_what_cannot_choose_so_is_refused(tiny_checkpoint):
     base = tiny_checkpoint("qwen3_moe")
     for options, why in (
         ({"backend": "vllm", "determinantal": 1e-4}, "needs backend 'hf'"),
-        ({"determinantal": 0.0}, "expected more than 0"),
-        ({"candidates": 4}, "belong to the determinantal choice"),
+        ({"determinantal": 0.0}, "it must be more than 0"),
+        ({"candidates": 4}, "only valid with the determinantal"),
     ):
         with pytest.raises(EvaluationError, match=why):
             open_backend(base, **options)

@@ -124,7 +124,7 @@ def test_a_copy_of_the_context_is_refused():
     objective = Objective.from_options({"coupling": {"weight": 2.0}}, model_facts(model))
     layer = model.get_base_model().model.layers[1]
     handle = layer.register_forward_pre_hook(take_apart, with_kwargs=True)
-    with Recorder(model, objective), pytest.raises(CaptureError, match="layer 1 got a copy"):
+    with Recorder(model, objective), pytest.raises(CaptureError, match="layer 1 received a copy"):
         model(**tiny.batch())
     handle.remove()
     with Recorder(model, objective):
@@ -154,7 +154,7 @@ def test_a_layer_without_its_models_forward_is_refused_in_training(name):
     rope = model.model.rotary_emb(hidden, positions)
     objective = Objective.from_options(TERMS, model_facts(model))
     with Recorder(model, objective):
-        with pytest.raises(CaptureError, match="layer 1 was run without its model's own forward"):
+        with pytest.raises(CaptureError, match="layer 1 ran outside its model's forward"):
             layer(hidden, position_embeddings=rope, position_ids=positions)
         with torch.no_grad():
             quiet = layer(hidden, position_embeddings=rope, position_ids=positions)
@@ -170,7 +170,7 @@ def test_coupling_refuses_a_forward_that_skips_the_layer_below():
     skip = lambda hidden, **_: hidden  # noqa: E731
     with Recorder(model, objective):
         layers[1].forward = skip
-        with pytest.raises(CaptureError, match="layer 2 found nothing from the MoE layer below"):
+        with pytest.raises(CaptureError, match="layer 2 has no record of the MoE layer below"):
             model(**tiny.batch())
     del layers[1].forward
 
@@ -196,7 +196,7 @@ def test_two_active_adapters_are_refused():
     model = adapted("qwen3_moe", router="frozen")
     model.add_adapter("other", copy.deepcopy(model.peft_config["default"]))
     model.base_model.set_adapter(["default", "other"])
-    with Recorder(model), pytest.raises(CaptureError, match="active together"):
+    with Recorder(model), pytest.raises(CaptureError, match="are both active on"):
         model(**tiny.batch())
 
 

@@ -324,7 +324,7 @@ def test_what_the_grouped_kernel_cannot_take_is_refused():
             pass
         with Recorder(model), torch.no_grad():
             model(**tiny.batch())
-    with pytest.raises(CaptureError, match="kernel is 'fast', wanted one of auto, grouped, loop"):
+    with pytest.raises(CaptureError, match="kernel is 'fast', expected one of auto, grouped, loop"):
         Recorder(tiny.model("olmoe"), kernel="fast").install()
 
 

@@ -213,11 +213,11 @@ def test_rows_that_the_rollout_did_not_run_are_refused():
         recorder.change(overrides=choice.begin)
         with torch.no_grad():
             model(input_ids=rows, attention_mask=mask)
-        with pytest.raises(CaptureError, match="12 places of 3 rows, and training has 12 of 2"):
+        with pytest.raises(CaptureError, match="12 places of 3 rows, but training has 12 of 2"):
             choice.experts(mask[:2])
         with pytest.raises(CaptureError, match="training has 9 of 3"):
             choice.experts(mask[:, :9])
         against = AgainstRollout(experts[:, :-1], mask[:, :-1].bool(), choice.layers, True)
         recorder.change(overrides=against.begin)
-        with pytest.raises(CaptureError, match="it did not run these rows"):
+        with pytest.raises(CaptureError, match="the rollout did not run these rows"):
             model(input_ids=rows, attention_mask=mask)

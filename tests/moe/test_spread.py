@@ -39,8 +39,8 @@ def test_a_rank_holds_its_part_and_gets_transformers_way_back(two_ranks):
     [
         (5, 2, "12 experts cannot be divided by 5 ranks; choose one of 2, 3, 4, 6, 12"),
         (5, 1, "12 experts cannot be divided by 5 ranks; choose one of 2, 3, 4, 6, 12"),
-        (4, 6, "this run has 6; start it by accelerate launch --multi_gpu --num_processes 4"),
-        (2, 1, "this run has 1; start it by accelerate launch --multi_gpu --num_processes 2"),
+        (4, 6, "this run has 6; start it with accelerate launch --multi_gpu --num_processes 4"),
+        (2, 1, "this run has 1; start it with accelerate launch --multi_gpu --num_processes 2"),
     ],
 )
 def test_a_refused_key_names_what_would_work(ranks, world, remedy):

@@ -202,9 +202,9 @@ def test_wrong_arguments():
         plan_placement(index, 12, 5)
     with pytest.raises(TraceError, match="11 tokens are too few to place 12 experts"):
         plan_placement(index[:11], 12, 3)
-    with pytest.raises(ValueError, match=r"index_TLK: got shape \(20, 3\), wanted \(T, L, K\)"):
+    with pytest.raises(ValueError, match=r"index_TLK: got shape \(20, 3\), expected \(T, L, K\)"):
         plan_placement(index[:, 0], 12, 3)
-    with pytest.raises(ValueError, match="wanted 0 to 8"):
+    with pytest.raises(ValueError, match="expected 0 to 8"):
         plan_placement(index, 9, 3)
     with pytest.raises(RecipeError, match=r"max_imbalance: got 1\.0"):
         plan_placement(index, 12, 3, max_imbalance=1.0)
@@ -263,7 +263,7 @@ def test_blocks_add_what_their_experts_did():
 
 @pytest.mark.parametrize(
     ("groups", "ranks", "message"),
-    [(5, 2, "5 groups do not divide 24"), (4, 8, r"tear the 4 routing groups.*\[1, 2, 4\]")],
+    [(5, 2, "5 groups do not divide 24"), (4, 8, r"split the 4 routing groups.*\[1, 2, 4\]")],
 )
 def test_groups_that_do_not_fit(groups, ranks, message):
     with pytest.raises(RecipeError, match=message):

@@ -82,7 +82,7 @@ def test_damaged_plans(tmp_path, change, message):
 def test_plans_must_be_balanced():
     with pytest.raises(DataError, match="layer 1: expected 3 experts on each of 2 ranks"):
         PlacementPlan.of("olmoe", (1,), 2, [[0, 0, 0, 0, 1, 1]])
-    with pytest.raises(ValueError, match=r"ranks_LE: got shape \(1, 6\), wanted \(2, E\)"):
+    with pytest.raises(ValueError, match=r"ranks_LE: got shape \(1, 6\), expected \(2, E\)"):
         PlacementPlan.of("olmoe", (1, 2), 2, [[0, 0, 0, 1, 1, 1]])
 
 

@@ -78,7 +78,7 @@ def test_place_plans_on_one_half_and_judges_on_the_other(inputs, tmp_path, capsy
         assert f"cross_rank_share {metrics['cross_rank_share']:.3f}" in out
     buckets = bucket_sequences(held, held_seq(trace), ranks_LE)
     assert found.buckets.share_after == buckets.share_after > buckets.share_before
-    assert f"{buckets.share_after:.3f} of dispatches stay at home, in turn" in out
+    assert f"{buckets.share_after:.3f} of dispatches stay on that rank; assigned in turn" in out
     with pytest.raises(TraceError, match="one sequence"):
         plan_trace(RoutingTrace.open(write_trace(tmp_path / "short", "x", 17)), 4)
     other = str(tmp_path / "six.json")
@@ -142,7 +142,7 @@ def test_without_gpus_nothing_is_started(inputs, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert cli.main(bench_arguments(inputs, tmp_path / "b")) == 2
     err = capsys.readouterr().err
-    assert "4 ranks need 4 GPUs and this machine has 3" in err and "--dry-run" in err
+    assert "4 ranks need 4 GPUs, but this machine has 3" in err and "--dry-run" in err
     assert not (tmp_path / "b").exists()
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "mine").write_text("")
@@ -169,7 +169,7 @@ def test_prompts_end_where_the_answer_begins(inputs, tmp_path, tiny_checkpoint):
     twice.write_text(inputs[2].read_text() * 2)
     for rows, held in ((inputs[2], 21), (twice, 21)):
         bench = Bench(ranks=3, rows=rows, output=tmp_path / "c", samples=6, repeat=3)
-        with pytest.raises(DataError, match=f"{held} different prompts, and --bench needs 24"):
+        with pytest.raises(DataError, match=f"{held} different prompts, but --bench needs 24"):
             write_prompts(bench.rows, base, bench.prompts())
     assert not (tmp_path / "c").exists()
 

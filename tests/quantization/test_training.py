@@ -278,7 +278,7 @@ def test_inspect_says_what_quantising_costs(base, recipe_file, capsys):
     assert rows[0]["increase"] == 0 and abs(rows[1]["increase"]) < abs(rows[2]["increase"])
     assert rows[0]["weights"] > rows[1]["weights"] > rows[2]["weights"]
     assert main(["inspect", str(base), "--quantization"]) == 2
-    assert "name a --recipe" in capsys.readouterr().err
+    assert "give a --recipe" in capsys.readouterr().err
 
 
 def test_preferences_are_measured_from_the_quantised_base(base, recipe_file, tmp_path):

@@ -81,9 +81,9 @@ def test_a_linear_layer_saves_the_packed_weight_for_its_backward():
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        (lambda weight: weight.add_(1.0), "cannot be written to; train an adapter"),
-        (lambda weight: nn.init.normal_(weight), "cannot be written to"),
-        (lambda weight: weight[:2].copy_(weight.dequantize()[:2]), "cannot be written to"),
+        (lambda weight: weight.add_(1.0), "cannot be changed; train an adapter"),
+        (lambda weight: nn.init.normal_(weight), "cannot be changed"),
+        (lambda weight: weight[:2].copy_(weight.dequantize()[:2]), "cannot be changed"),
         (lambda weight: torch.chunk(QuantizedWeight.of(stack()[0], "nf4"), 2), "use quantization"),
     ],
 )

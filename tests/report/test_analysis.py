@@ -207,7 +207,7 @@ def test_gram_coherence_is_that_of_the_vectors():
 
 def test_bad_input(tmp_path, tiny_checkpoint, analyzed, texts):
     base, (_, output) = tiny_checkpoint("qwen3_moe"), analyzed
-    with pytest.raises(DataError, match="name the text"):
+    with pytest.raises(DataError, match="give the text"):
         analyze(base, tmp_path / "o")
     with pytest.raises(DataError, match="is a trace"):
         analyze(output, tmp_path / "o", texts)

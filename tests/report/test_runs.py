@@ -137,11 +137,11 @@ def test_folder_of_runs_is_opened_by_name(tmp_path: Path):
 
 
 def test_folder_without_runs(tmp_path: Path):
-    with pytest.raises(DataError, match="no results of a run here"):
+    with pytest.raises(DataError, match="no results of a run; a run's folder contains some"):
         find_runs([tmp_path])
     with pytest.raises(DataError, match="no such folder"):
         find_runs([tmp_path / "absent"])
-    with pytest.raises(DataError, match="no run was given"):
+    with pytest.raises(DataError, match="no run given; give the --output folder of at"):
         find_runs([])
 
 

@@ -352,8 +352,11 @@ def test_only_the_first_stage_starts_from_an_adapter(tmp_path):
     [
         ({}, "stages: must be a list of mappings"),
         (["sft"], "stages.0: must be a mapping"),
-        ([{"export": {"merge": False}}, {"stage": "dpo"}], "leaves the next stage nothing"),
-        ([{}, {"model": {"path": "x"}}], "model.path: a later stage starts from the one before"),
+        (
+            [{"export": {"merge": False}}, {"stage": "dpo"}],
+            "leaves the next stage without a checkpoint",
+        ),
+        ([{}, {"model": {"path": "x"}}], "model.path: a later stage starts from the previous one"),
         ([{}, {"model": {"init": "random"}}], "stages.1: model.init: a later stage starts from"),
         ([{}, {"model": {"config": {"hidden_size": 8}}}], "stages.1: model.config: a later stage"),
         ([{}, {"lora": {"start": "a"}}], "stages.1: lora.start: a later stage starts from"),

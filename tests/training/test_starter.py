@@ -47,7 +47,7 @@ def test_a_starter_is_a_recipe_for_the_checkpoint(tiny_checkpoint, rows, tmp_pat
         ({"--data": "odd.jsonl"}, "the row has ask"),
         ({"--method": "ercc"}, "--method ercc: unknown; did you mean 'erc'"),
         ({"--suite": "gsm9k"}, "unknown suite 'gsm9k'; did you mean 'gsm8k'"),
-        ({"--data": None}, "--data: required where there is no terminal to ask on"),
+        ({"--data": None}, "--data: required, because there is no terminal to ask on"),
     ],
 )
 def test_wrong_answers_write_nothing(

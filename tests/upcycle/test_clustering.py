@@ -124,7 +124,7 @@ def test_a_table_of_a_paper_is_taken_as_it_is():
     ("categories", "clusters", "pinned", "said"),
     [
         (4, 5, {}, "4 categories are fewer than the 5 clusters"),
-        (6, 3, {0: 1, 1: 1, 2: 1}, "cluster 1 gets 3 categories, and clusters take 2 to 2"),
+        (6, 3, {0: 1, 1: 1, 2: 1}, "cluster 1 gets 3 categories, but clusters take 2 to 2"),
         (7, 3, {0: 1, 1: 1, 2: 1, 3: 0, 4: 0, 5: 0}, "cannot be put into 3 clusters of 2 to 3"),
         (3, 3, {0: 2, 1: 2}, "cluster 2 gets 2 categories"),
     ],

@@ -271,7 +271,9 @@ def test_questions_beyond_the_limit_are_named(texts, tmp_path, caplog):
     section = JudgementSection(file=str(file), shots=2, items=7)
     _, asked = questions(tiny.tokenizer(), texts, section)
     assert [question.text.split()[1] for question in asked] == [str(i) for i in range(2, 9)]
-    assert "the first 7 of 10 questions are asked; raise evaluation.judgement.items" in caplog.text
+    assert (
+        "only the first 7 of 10 questions are used; raise evaluation.judgement.items" in caplog.text
+    )
 
 
 def word_marked():

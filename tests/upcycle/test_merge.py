@@ -188,7 +188,7 @@ def test_an_expert_that_does_not_fit_is_refused(experts, tmp_path, spoil, said):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "qwen2"}, "biases and no norms"),
+        ({"model_type": "qwen2"}, "its attention has biases but no norms, unlike"),
         ({"model_type": "gpt2"}, "llama -> mixtral, mistral -> mixtral, qwen3 -> qwen3_moe"),
         ({"attention_bias": True}, "attention_bias is true"),
         ({"mlp_bias": True}, "mlp_bias is true"),

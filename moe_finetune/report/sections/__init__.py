@@ -38,5 +38,5 @@ SECTIONS: list[Section] = [
     ENVIRONMENT,
     REPRODUCE,
     # last: the others leave their notes first
-    Section("missing", "What is not here", _missing),
+    Section("missing", "Not available", _missing),
 ]
