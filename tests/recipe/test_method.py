@@ -52,6 +52,6 @@ def test_a_share_that_cannot_be_is_refused(method, share, message):
 def test_a_loss_that_is_no_mapping_is_refused_beside_a_share():
     with pytest.raises(
         RecipeError,
-        match=r"method\.terms\.variance: 3 must be a mapping of losses to their options",
+        match=r"method\.terms\.variance: must be a mapping",
     ):
         resolve_method("orthogonal_variance", share=0.1, terms={"variance": 3})
