@@ -114,13 +114,19 @@ class LoraSection(Section):
         }
         for other in (name for name, active in others.items() if active):
             if self.changes_base or (self.init == "orthogonal" and "parallel" in other):
-                yield f"lora.init: '{self.init}' does not go with {other}; set one to its default"
+                yield (
+                    f"lora.init: '{self.init}' cannot be combined with {other}; set one to its "
+                    "default"
+                )
             if self.loraplus_lr_ratio is not None and "parallel" in other:
-                yield f"lora.loraplus_lr_ratio: does not go with {other}; leave one of them out"
+                yield (
+                    f"lora.loraplus_lr_ratio: cannot be combined with {other}; leave one of "
+                    "them out"
+                )
             if self.start is not None and ("parallel" in other or "offload" in other):
-                yield f"lora.start: does not go with {other}; leave one of them out"
+                yield f"lora.start: cannot be combined with {other}; leave one of them out"
             if self.use_dora:
-                yield f"lora.use_dora: does not go with {other}; set one to its default"
+                yield f"lora.use_dora: cannot be combined with {other}; set one to its default"
         if self.changes_base and recipe.stage not in ("sft", "pretrain"):
             yield (
                 f"lora.init: '{self.init}' changes the base's weights while it trains, and stage "

@@ -85,18 +85,20 @@ def check_launch(recipe: Recipe) -> None:
     spread = expert_ranks(recipe)
     if launched_by("DEEPSPEED"):  # whose engine keeps gradients and optimizer to itself
         raise RecipeError(
-            "the launcher's config has distributed_type: DEEPSPEED, with which runs cannot resume "
-            "(it keeps the optimizer in pickle files, which are never loaded); use FSDP2: "
+            "the launcher's config has distributed_type: DEEPSPEED, which cannot resume (it "
+            "stores the optimizer in pickle files, which are never loaded); use FSDP2: "
             "accelerate launch --config_file recipes/hardware/fsdp2_8gpu.yaml"
         )
     if spread > 1 and launched_by("FSDP"):
         raise RecipeError(
-            "parallel.experts: does not go with FSDP, which would shard the experts once more; "
-            "start it without that config (accelerate launch --multi_gpu --num_processes "
+            "parallel.experts: cannot be combined with FSDP, which would shard the experts "
+            "again; start it without that config (accelerate launch --multi_gpu --num_processes "
             f"{spread}), or leave the key out"
         )
     if recipe.parallel.experts == "all" and spread == 1:
-        log.warning("parallel.experts: all, but only one process was started, so experts are not spread")
+        log.warning(
+            "parallel.experts: all, but only one process was started, so experts are not spread"
+        )
 
 
 def check_machine(recipe: Recipe) -> None:

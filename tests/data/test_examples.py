@@ -181,7 +181,7 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path, write):
         (['{"text": "a"}', '{"text": " "}'], r"x\.jsonl:2: 'text' is empty"),
         (['{"text": "a"}', '{"text": 4}'], r"x\.jsonl:2: 'text': must be text, not 4"),
         (['{"text": "a"}', '{"prompt": "b"}'], r"x\.jsonl:2: no field 'text'"),
-        (['{"text": "a", "prompt": "p", "completion": "c"}'], r":1: fits .*set data\.format"),
+        (['{"text": "a", "prompt": "p", "completion": "c"}'], r":1: could be .*set data\.format"),
         (['{"messages": []}'], r"x\.jsonl:1: 'messages': must be a list of turns"),
         (['{"messages": ["hi"]}'], r"messages\[0\]: expected {role, content}, got 'hi'"),
         (['{"messages": [{"role": "usr", "content": "x"}]}'], r"did you mean 'user'"),
@@ -210,7 +210,7 @@ def test_damaged_and_missing_files(tmp_path, tokenizer):
         "bytes.jsonl": "not UTF-8",
         "cut.jsonl.gz": "not a complete gzip",
         "cut.parquet": "not a complete Parquet",
-        "short.csv": r"short\.csv:3: expected 2 fields",
+        "short.csv": r"short\.csv:3: must have 2 fields",
         "empty": "has no files of type",
         "notes.docx": "unknown file type; it must be one of",
         "gone.jsonl": "no data file or folder",
@@ -323,7 +323,7 @@ def test_every_row_is_as_likely_as_any_other():
 
 def test_a_limit_that_cannot_be_met_is_refused_for_training_alone(write, tokenizer):
     source = write("t.jsonl", texts(7))
-    with pytest.raises(DataError, match=r"data\.limit of data\.train: is 8 .* only 7; lower"):
+    with pytest.raises(DataError, match=r"data\.limit of data\.train: is 8.* only 7 rows; lower"):
         load_dataset_for(DataSection(train=source, limit=8), tokenizer, 0)
     short = DataSection(train=[{"path": source, "limit": 9}])
     with pytest.raises(DataError, match=r"t\.jsonl \(data limit\): is 9, but.* only 7"):

@@ -118,12 +118,12 @@ def test_programs_run_without_a_sandbox_only_when_told(run, checkpoint, tmp_path
         (["-s", "SUITE", "-o", "o", "--only", "sum"], "no task 'sum'; did you mean 'sums'"),
         (["-s", "SUITE", "-o", "o", "--data-dir", "nowhere"], "nowhere does not exist"),
         (["-s", "GONE", "-o", "o"], "colours_test.jsonl"),
-        (["-o", "o"], "no suite; name one with --suite"),
-        (["-s", "SUITE"], "no folder for the results; name one with --output"),
-        (["-s", "SUITE", "-o", "o", "--batch-size", "0"], "--batch-size 0: wanted a number"),
+        (["-o", "o"], "no suite; choose one with --suite"),
+        (["-s", "SUITE"], "no folder for the results; set --output"),
+        (["-s", "SUITE", "-o", "o", "--batch-size", "0"], "--batch-size 0: expected a number"),
         (["-s", "SUITE", "-o", "o", "--overflow", "cut"], "cut"),
         (["-s", "SUITE", "-o", "o", "--judge-url", "http://x"], "needs the judge's name"),
-        (["-s", "SUITE", "-o", "o", "--annotations", "SUITE"], "--key FILE belong together"),
+        (["-s", "SUITE", "-o", "o", "--annotations", "SUITE"], "--key FILE must be given together"),
         (["-s", "SUITE", "-o", "o", "--key", "nowhere.json"], "nowhere.json"),
         (["-s", "SUITE", "-o", "o", "--check", "--judge", "m"], "choose one"),
         (["-s", "SUITE", "-o", "o", "--parity", "hf"], "parity needs two different backends"),
@@ -207,7 +207,7 @@ def test_judge_of_finished_results(run, judge, study):
     assert code == 0 and "0 requests" in out and len(judge.bodies) == 14
     judge.fixed = "hard to say"
     code, _, err = run(*arguments[:2], "--judge", "n", "--judge-url", judge.url)
-    assert code == 2 and "gave no verdict" in err
+    assert code == 2 and "without a verdict; use" in err
 
 
 def test_people(run, study, tmp_path):
@@ -247,7 +247,7 @@ def test_people(run, study, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "contains finished results; ask for --judge, --sheets or --annotations"),
+        ([], "contains finished results; add --judge, --sheets or --annotations"),
         (["--sheets", "5", "--only", "sum"], "no task 'sum'; did you mean 'sums'"),
         (["--sheets", "5", "--only", "colours"], "no task with written answers"),
         (["nowhere", "--sheets", "5"], "that all contain results.json"),

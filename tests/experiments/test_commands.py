@@ -41,7 +41,7 @@ def test_missing_file_or_output(write_study, capsys):
     assert main(["study", "gone.yaml", "--output", "x"]) == 2
     assert "there is no recipe file gone.yaml" in capsys.readouterr().err
     assert main(["study", str(write_study(STUDY))]) == 2
-    assert "--output: name the folder" in capsys.readouterr().err
+    assert "--output: give the folder of the study" in capsys.readouterr().err
 
 
 def test_another_study_does_not_take_the_folder(write_study, tmp_path):

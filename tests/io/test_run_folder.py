@@ -67,7 +67,7 @@ def test_a_log_is_read_while_it_is_written(tmp_path):
     ("line", "problem"),
     [
         ('{"step": 3, "loss"', "not JSON"),
-        ("[1, 2]", ": must be an object, not list"),
+        ("[1, 2]", "must be an object, not list"),
         ('{"loss": 1.0}', "'step' is None, not a number"),
         ('{"step": true}', "'step' is True"),
     ],

@@ -151,9 +151,7 @@ def test_an_evaluation_between_two_steps():
 
 def test_refusals(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(
-        RecipeError, match=r"there is no GPU; set model\.offload: none"
-    ):
+    with pytest.raises(RecipeError, match=r"there is no GPU; set model\.offload: none"):
         check_offload()
     with pytest.raises(RecipeError, match="there is no GPU"):
         offload_experts(adapted("qwen3_moe"))

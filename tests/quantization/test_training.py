@@ -339,7 +339,7 @@ def test_offloading_activations_needs_an_accelerator(recipe_file, tmp_path):
     [
         (
             {"ACCELERATE_USE_FSDP": "true"},
-            "model.quantization: 'nf4' does not go with FSDP1.*set fsdp_version: 2",
+            "model.quantization: 'nf4' cannot be combined with FSDP1.*set fsdp_version: 2",
         ),
         (
             {
@@ -347,7 +347,7 @@ def test_offloading_activations_needs_an_accelerator(recipe_file, tmp_path):
                 "FSDP_VERSION": "2",
                 "FSDP_OFFLOAD_PARAMS": "true",
             },
-            "model.quantization: 'nf4' does not go with fsdp_offload_params.*set it to false",
+            "be combined with fsdp_offload_params.*set it to false",
         ),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "cannot resume.*use FSDP2"),
     ],

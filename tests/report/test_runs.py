@@ -23,7 +23,7 @@ def _metrics(folder: Path, *lines: str) -> Path:
     ("line", "problem"),
     [
         ('{"kind": "train", "step": 3, "loss"', "not JSON"),
-        ("[1, 2]", ": must be an object, not list"),
+        ("[1, 2]", "must be an object, not list"),
         ('{"kind": "train", "loss": 1.0}', "'step' is None"),
         ('{"kind": "train", "step": NaN, "loss": 1.0}', "'step' is nan"),
     ],

@@ -163,7 +163,7 @@ def test_a_family_without_a_place_for_the_bias_is_said_when_training_begins(tmp_
             train_dataset=rows(),
             callbacks=[callback],
         ).train()
-        return "cannot store a routing bias; export" in caplog.text
+        return "cannot store a routing bias" in caplog.text
 
     assert train("mixtral")
     assert "Mixtral" in caplog.text and "export_bias: drop" in caplog.text

@@ -126,7 +126,7 @@ def test_a_teacher_that_does_not_fit_is_refused(tmp_path):
     other.num_experts, other.num_hidden_layers = 16, 4
     with pytest.raises(RecipeError) as caught:
         check_teacher(config, other)
-    assert "the MoE layers [0, 1, 2] and [0, 1, 2, 3]; the numbers of experts 12 and 16" in str(
+    assert "MoE layers [0, 1, 2] and [0, 1, 2, 3]; numbers of experts 12 and 16" in str(
         caught.value
     )
     tiny.save("qwen3_moe", tmp_path / "student")
