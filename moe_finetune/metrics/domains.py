@@ -18,7 +18,7 @@ def domain_information(counts_GE: Array) -> dict:
     if not totals_G.all():
         raise ValueError(
             f"counts_GE: domain {int(totals_G.argmin())} of {len(counts)} has no token, "
-            "wanted at least one in each"
+            "expected at least one in each"
         )
     shares = counts / totals_G[:, None]
     weights = totals_G / totals_G.sum()

@@ -62,7 +62,7 @@ class RoutingTrace:
             return cls(path, read_manifest(path))
         if path.is_file():
             return cls(path, _import(path))
-        raise TraceError(f"{path}: no trace there; wanted a trace folder or an .npz file")
+        raise TraceError(f"{path}: no trace there; expected a trace folder or an .npz file")
 
     def check(
         self,
@@ -79,7 +79,7 @@ class RoutingTrace:
         ):
             if expected is not None and recorded != expected:
                 raise TraceError(
-                    f"{self.path}: recorded with {what} {recorded}, wanted {expected}; record a "
+                    f"{self.path}: recorded with {what} {recorded}, expected {expected}; record a "
                     "trace of this model with 'moe-finetune analyze'"
                 )
 
@@ -142,7 +142,7 @@ def _import(path: Path) -> TraceInfo:
     """The facts of a published ``.npz`` trace; its arrays are checked when they are read."""
     ids = load_arrays(path, IMPORTED_FIELDS)["ids"]
     if ids.ndim != 3 or 0 in ids.shape:
-        raise TraceError(f"{path}: got ids of shape {ids.shape}, wanted (tokens, layers, K)")
+        raise TraceError(f"{path}: got ids of shape {ids.shape}, expected (tokens, layers, K)")
     tokens, layers, width = ids.shape
     return TraceInfo(
         model_type="deepseek_v2",

@@ -123,7 +123,7 @@ def read_manifest(folder: Path) -> TraceInfo:
         if document.get("format") != FORMAT or document.get("version") != VERSION:
             raise TraceError(
                 f"{path}: got format {document.get('format')!r} version "
-                f"{document.get('version')!r}, wanted {FORMAT!r} version {VERSION}"
+                f"{document.get('version')!r}, expected {FORMAT!r} version {VERSION}"
             )
         info = TraceInfo.model_validate(document)
     except TraceError:
@@ -197,7 +197,7 @@ def read_chunk(
         )
         if not fits or array.dtype.name not in dtypes:
             raise TraceError(
-                f"{path}: {name}: got {array.dtype} {array.shape}, wanted {' or '.join(dtypes)} "
+                f"{path}: {name}: got {array.dtype} {array.shape}, expected {' or '.join(dtypes)} "
                 f"{shape}; the trace is damaged or from another model"
             )
         _check_values(path, name, array, info)
@@ -214,7 +214,7 @@ def _check_values(path: Path, name: str, array: np.ndarray, info: TraceInfo) -> 
     }.get(name)
     if limits is not None and (array.min() < 0 or array.max() >= limits):
         raise TraceError(
-            f"{path}: {name}: got values from {array.min()} to {array.max()}, wanted 0 to "
+            f"{path}: {name}: got values from {array.min()} to {array.max()}, expected 0 to "
             f"{limits - 1}; the trace is damaged or from another model"
         )
     if array.dtype.kind == "f" and not np.isfinite(array).all():

@@ -215,15 +215,15 @@ def test_wrong_shapes_name_argument_got_and_wanted(case):
         if name in ("top_k", "sequence_lengths"):
             continue
         wrong = {**values, name: values[name].unsqueeze(-1)}
-        with pytest.raises(ValueError, match=rf"{name} has shape .*, wanted \("):
+        with pytest.raises(ValueError, match=rf"{name} has shape .*, expected \("):
             case.run(wrong)
-        with pytest.raises(ValueError, match=rf"{name} is a ndarray, wanted a torch\.Tensor"):
+        with pytest.raises(ValueError, match=rf"{name} is a ndarray, expected a torch\.Tensor"):
             case.run({**values, name: values[name].numpy()})
     if case.masked:
-        with pytest.raises(ValueError, match=r"mask_T has shape \(16,\), wanted \(T=17\)"):
+        with pytest.raises(ValueError, match=r"mask_T has shape \(16,\), expected \(T=17\)"):
             case.run(values, mask_T=torch.ones(16))
     if "index_TK" in case.inputs:
-        with pytest.raises(ValueError, match=r"index_TK has shape \(16, 3\), wanted \(T=17, K\)"):
+        with pytest.raises(ValueError, match=r"index_TK has shape \(16, 3\), expected \(T=17, K\)"):
             case.run({**values, "index_TK": values["index_TK"][:-1]})
         with pytest.raises(ValueError, match=r"index_TK has dtype torch\.float64"):
             case.run({**values, "index_TK": values["index_TK"].double()})

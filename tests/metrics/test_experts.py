@@ -79,7 +79,7 @@ def test_overlap_refuses():
     broken[7, 3] = math.nan
     with pytest.raises(NotFiniteError, match=r"embeddings_NH: 1 of 205 .* first at \(7, 3\)"):
         expert_overlap(broken, labels)
-    with pytest.raises(ValueError, match="wanted at least 2"):
+    with pytest.raises(ValueError, match="expected at least 2"):
         expert_overlap(embeddings[:1], labels[:1])
     with pytest.raises(ValueError, match="k: got 0"):
         expert_overlap(embeddings, labels, k=0)

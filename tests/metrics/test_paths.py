@@ -54,7 +54,7 @@ def test_coupling_mass_against_loop():
     assert found == pytest.approx(total / mask.sum(), rel=1e-12)
     uniform = np.full((3, 6), 1 / 6)
     assert coupling_mass(uniform, [[0, 1]] * 3, uniform, 2) == pytest.approx(2**2 / 6**2)
-    with pytest.raises(ValueError, match="top_k: got 10, wanted 1 to 9"):
+    with pytest.raises(ValueError, match="top_k: got 10, expected 1 to 9"):
         coupling_mass(probs, index, following, 10)
 
 

@@ -40,7 +40,7 @@ def test_expert_load_against_loop():
 
 
 def test_expert_load_names_the_value_out_of_range():
-    with pytest.raises(ValueError, match="index_TK: got values from 0 to 6, wanted 0 to 5"):
+    with pytest.raises(ValueError, match="index_TK: got values from 0 to 6, expected 0 to 5"):
         expert_load(choices(), E - 1)
 
 
@@ -98,7 +98,7 @@ def test_routing_information():
 
 @pytest.mark.parametrize("metric", [routing_entropy, routing_information])
 def test_negative_probabilities_are_refused(metric):
-    with pytest.raises(ValueError, match="wanted probabilities >= 0"):
+    with pytest.raises(ValueError, match="expected probabilities >= 0"):
         metric([[1.5, -0.5]])
 
 
@@ -110,7 +110,7 @@ def test_not_finite_and_empty(metric):
         metric(probs)
     with pytest.raises(ValueError, match=r"empty shape \(0, 7\)"):
         metric(np.empty((0, 7)))
-    with pytest.raises(ValueError, match=r"got shape \(7,\), wanted \(T, E\)"):
+    with pytest.raises(ValueError, match=r"got shape \(7,\), expected \(T, E\)"):
         metric(np.ones(7))
 
 

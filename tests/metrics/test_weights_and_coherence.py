@@ -34,7 +34,7 @@ def test_router_cosine(weights):
     assert router_cosine(router) == pytest.approx(np.mean(pairs), rel=1e-12)
     assert router_cosine(np.eye(4, 6)) == 0.0
     assert router_cosine(np.outer([1.0, -2.0, 3.0], [1.0, 1.0])) == pytest.approx(1.0)
-    with pytest.raises(ValueError, match=r"wanted \(E >= 2, H\)"):
+    with pytest.raises(ValueError, match=r"expected \(E >= 2, H\)"):
         router_cosine(np.ones((1, 4)))
 
 

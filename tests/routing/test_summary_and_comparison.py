@@ -219,7 +219,7 @@ def test_many_sequences_are_joined(tmp_path, monkeypatch):
 
 def test_other_models_are_refused(tmp_path):
     a, b = record(tmp_path / "a"), record(tmp_path / "b", model_type="mixtral")
-    with pytest.raises(TraceError, match="model type mixtral, wanted olmoe"):
+    with pytest.raises(TraceError, match="model type mixtral, expected olmoe"):
         compare_traces(a, b)
     with pytest.raises(ValueError, match="bootstrap, level: got 0"):
         compare_traces(a, a, bootstrap=0)

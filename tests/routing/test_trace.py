@@ -126,7 +126,7 @@ def test_an_imported_trace_that_is_another_models(tmp_path):
     ids = arrays["index_TLK"].astype(np.int16)
     weights = arrays["weights_TLK"].astype(np.float32)
     np.savez(path, ids=ids + 54, weights=weights, seq=arrays["seq_T"])
-    with pytest.raises(TraceError, match="got values from 54 to 64, wanted 0 to 63"):
+    with pytest.raises(TraceError, match="got values from 54 to 64, expected 0 to 63"):
         RoutingTrace.open(path).load("ids")
     np.savez(path, ids=ids, weights=weights)
     with pytest.raises(TraceError, match=r"routing_x.npz: not a trace, or damaged .*seq.npy"):
@@ -170,9 +170,9 @@ def test_existing_folders_are_not_touched(tmp_path):
 @pytest.mark.parametrize(
     ("facts", "message"),
     [
-        ({"model_type": "mixtral"}, "recorded with model type olmoe, wanted mixtral"),
-        ({"layers": range(3)}, r"recorded with MoE layers \[1, 2, 5, 6\], wanted \[0, 1, 2\]"),
-        ({"num_experts": 12}, "recorded with experts a layer 11, wanted 12"),
+        ({"model_type": "mixtral"}, "recorded with model type olmoe, expected mixtral"),
+        ({"layers": range(3)}, r"recorded with MoE layers \[1, 2, 5, 6\], expected \[0, 1, 2\]"),
+        ({"num_experts": 12}, "recorded with experts a layer 11, expected 12"),
     ],
 )
 def test_traces_of_another_model(tmp_path, facts, message):
@@ -260,8 +260,8 @@ def test_damaged_manifests(tmp_path, key, value, message):
         ("ids", np.full((17, L, K), E, np.int16), "ids: got values from 11 to 11"),
         ("ids", np.zeros((17, L, K), np.int64), "ids: got int64"),
         ("weights", np.full((17, L, K), np.nan, np.float16), "weights: holds NaN"),
-        ("weights", np.ones((17, L, K), np.int32), "wanted float16 or float32"),
-        ("seq", np.zeros(16, np.int32), r"seq: got int32 \(16,\), wanted int32 or int64 \(17,\)"),
+        ("weights", np.ones((17, L, K), np.int32), "expected float16 or float32"),
+        ("seq", np.zeros(16, np.int32), r"seq: got int32 \(16,\), expected int32 or int64 \(17,\)"),
     ],
 )
 def test_wrong_values_in_a_chunk(tmp_path, name, array, message):
@@ -283,7 +283,7 @@ def test_wrong_values_in_a_chunk(tmp_path, name, array, message):
 def test_wrong_batches(tmp_path):
     writer = TraceWriter(tmp_path / "t", **FACTS)
     arrays = batch(0, 5)
-    with pytest.raises(ValueError, match=r"index_TLK: got shape \(5, 3, 3\), wanted \(T, 4, 3\)"):
+    with pytest.raises(ValueError, match=r"index_TLK: got shape \(5, 3, 3\), expected \(T, 4, 3\)"):
         writer.append(arrays["index_TLK"][:, :3], None, arrays["seq_T"])
     broken = arrays["weights_TLK"].copy()
     broken[1, 2, 0] = np.nan
