@@ -90,7 +90,7 @@ def test_rows_of_other_tasks_have_one_type_a_field(tmp_path):
 
 def test_examples_are_never_the_tested_rows_in_silence(tmp_path):
     files = write(tmp_path, [ROW] * 5)
-    said = "has shots: 2 and only the tested rows to take them from"
+    said = "has shots: 2 but only the tested rows to take them from"
     refused(tmp_path, EXACT | {"shots": 2, "files": files}, EvaluationError, said)
     both = files | {"train": write(tmp_path, [ROW] * 2, "train.jsonl")["test"]}
     (found,) = check_suite(
@@ -145,7 +145,7 @@ def test_a_data_set_that_the_hub_does_not_give(tmp_path, monkeypatch):
 
     monkeypatch.setattr("datasets.load_dataset_builder", builder)
     task = {"task": "math500_boxed", "metric": "exact_match"}
-    said = "the hub does not give data set 'HuggingFaceH4/MATH-500' (Couldn't reach"
+    said = "the hub dataset 'HuggingFaceH4/MATH-500' is not available (Couldn't reach"
     refused(tmp_path, task, DataError, said)
     assert set(asked) == {("HuggingFaceH4/MATH-500", "default")}
     with pytest.raises(DataError, match=r"HuggingFaceH4/MATH-500/default/SPLIT\.jsonl"):
@@ -164,5 +164,5 @@ def test_an_offline_benchmark_stops_a_run_before_it_trains(tmp_path, checkpoint,
     arguments = ["train", str(tmp_path / "r.yaml"), "--output", str(tmp_path / "run")]
     assert cli.main(arguments) == 2
     err = " ".join(capsys.readouterr().err.split())
-    assert "task gsm8k_local: the hub does not give data set 'openai/gsm8k'" in err
+    assert "task gsm8k_local: the hub dataset 'openai/gsm8k'" in err
     assert not (tmp_path / "run").exists()

@@ -200,7 +200,7 @@ def test_a_metric_that_a_group_does_not_report(tmp_path):
     tasks.append({"task": "glue", "label": "mean", "metric": "mean_acc", "aggregate": "mean_acc"})
     mmlu, glue, mean = check_suite(Suite(name="s", tasks=tasks))
     assert not mmlu.runnable and "it reports acc with filter none" in mmlu.problem
-    assert not glue.runnable and "no score of its own; name its tasks one by one" in glue.problem
+    assert not glue.runnable and "it is a group without a score; list its tasks" in glue.problem
     assert not mean.runnable and "reports no metric 'mean_acc'" in mean.problem  # CoLA's is mcc
 
 

@@ -128,5 +128,5 @@ def test_cosines_at_the_ends():
     assert output_cosine(np.array([[[1.0, 2.0], [-2.0, -4.0]]])) == pytest.approx(1.0)
     assert output_cosine(np.array([[[1e-30, 0.0], [2e-30, 0.0]]])) == pytest.approx(1.0)
     assert output_cosine(np.ones((3, 1, 5))) == 0.0
-    with pytest.raises(ValueError, match="mask_T: no token counts"):
+    with pytest.raises(ValueError, match="mask_T: all False, expected at least one True"):
         output_cosine(np.ones((3, 2, 5)), np.zeros(3, bool))

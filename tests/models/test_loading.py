@@ -64,7 +64,9 @@ def test_missing_folder_config_and_weights(tmp_path):
 
 
 def test_hub_id_that_cannot_be_fetched():
-    with pytest.raises(CheckpointError, match="nobody/nothing-at-all: neither a folder here"):
+    with pytest.raises(
+        CheckpointError, match="nobody/nothing-at-all: neither a local folder nor a model on the"
+    ):
         load_config("nobody/nothing-at-all")
 
 

@@ -155,14 +155,14 @@ def test_an_empty_domain_is_named(tmp_path):
 def test_unknown_domain(tmp_path):
     record(tmp_path / "t")
     trace = RoutingTrace.open(tmp_path / "t")
-    with pytest.raises(TraceError, match="no domain 'code'; it holds law, intent"):
+    with pytest.raises(TraceError, match="no domain 'code'; it contains law, intent"):
         trace.load("ids", "code")
 
 
 def test_existing_folders_are_not_touched(tmp_path):
     (tmp_path / "t").mkdir()
     (tmp_path / "t" / "mine.txt").write_text("keep")
-    with pytest.raises(OutputExistsError, match="already holds something"):
+    with pytest.raises(OutputExistsError, match="is not empty"):
         TraceWriter(tmp_path / "t", **FACTS)
     assert [p.name for p in (tmp_path / "t").iterdir()] == ["mine.txt"]
 
@@ -259,7 +259,7 @@ def test_damaged_manifests(tmp_path, key, value, message):
     [
         ("ids", np.full((17, L, K), E, np.int16), "ids: got values from 11 to 11"),
         ("ids", np.zeros((17, L, K), np.int64), "ids: got int64"),
-        ("weights", np.full((17, L, K), np.nan, np.float16), "weights: holds NaN"),
+        ("weights", np.full((17, L, K), np.nan, np.float16), "weights: contains NaN"),
         ("weights", np.ones((17, L, K), np.int32), "expected float16 or float32"),
         ("seq", np.zeros(16, np.int32), r"seq: got int32 \(16,\), expected int32 or int64 \(17,\)"),
     ],

@@ -136,7 +136,7 @@ def test_ready_experts_and_a_ready_table_are_used(finished, tmp_path, capsys):
 @pytest.mark.parametrize("order", [(2, 1, 0), (1, 2, 0)])
 def test_ready_experts_in_another_order_end_with_2(finished, tmp_path, capsys, order):
     code, said = _merge(capsys, _ready(finished, tmp_path, order), tmp_path / "run")
-    assert code == 2 and "expert n must be the one of cluster n" in said
+    assert code == 2 and "expert n must belong to cluster n" in said
     first, second, third = (said.index(f"seed-0/experts/{n}") for n in range(3))
     assert first < second < third, "the message has the right order"
     assert not (tmp_path / "run/seed-0/merged").exists()
@@ -169,8 +169,8 @@ def test_a_ready_table_of_other_columns_ends_with_2(finished, tmp_path, capsys, 
     code, said = _merge(capsys, recipe, tmp_path / "run")
     wanted = {
         "permuted": "column 0 counts other tokens than the training texts of cluster 0 have",
-        "permuted with names": "expert n must be the one of cluster n",
-        "without names": "does not name the categories of its columns, and 'kind0' is not pinned",
+        "permuted with names": "expert n must belong to cluster n",
+        "without names": "does not list the categories of its columns, and 'kind0' is not pinned",
         "frequencies": "its frequencies are not those of its counts",
     }
     assert code == 2 and wanted[kind] in said and not (tmp_path / "run/seed-0/merged").exists()

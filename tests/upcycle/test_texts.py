@@ -80,7 +80,7 @@ def test_blocks_are_the_training_texts_end_to_end(texts, tmp_path):
     assert len(found) >= len(stream) - 1, "only the end of the last text may be cut off"
     other = tokenized.blocks([0, 1], 11, 4, tmp_path / "other")
     assert not np.array_equal(rows, other["input_ids"])
-    with pytest.raises(DataError, match=r"short: .* training tokens are less than one row"):
+    with pytest.raises(DataError, match=r"short: .* training tokens are fewer than one row of"):
         tokenized.blocks([0], 5000, 0, file)
 
 

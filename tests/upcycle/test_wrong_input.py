@@ -29,18 +29,18 @@ PINNED = {"count": 3, "pinned": {f"kind{n}": n % 3 for n in range(6)}}
         (["clusters.pinned.kind1=3"], "clusters are 0 to 2"),
         (
             [f"clusters.pinned.kind{n}=1" for n in range(3)],
-            "cluster 1 gets 3 categories, and clusters take 2 to 2",
+            "cluster 1 gets 3 categories, but clusters take 2 to 2",
         ),
         (["clusters.sizes=[3,4]"], "6 categories cannot be put into 3 clusters of 3 to 4"),
         (
             ["arms={a: {start: merged, expert_steps: true}}"],
-            "expert_steps: the experts of 'merged' had theirs already",
+            "expert_steps: only valid with start: dense, because the experts of 'merged'",
         ),
         (["merge.top_k=4"], "merge.top_k: 4 is more than the 3 experts"),
-        (["experts.checkpoints=[a]"], "experts.checkpoints: got 1, expected one for each of 3"),
+        (["experts.checkpoints=[a]"], "experts.checkpoints: has 1 checkpoints for 3"),
         (
             ["experts.checkpoints=[a,b,c]", "clusters.pinned.kind0=1"],
-            "'kind1' is not pinned, and clusters that are computed again need not be the ones",
+            "'kind1' is not pinned, and newly computed clusters may differ",
         ),
         (
             ["experts.lora={rank: 2, targets: [attention]}"],
@@ -65,12 +65,12 @@ PINNED = {"count": 3, "pinned": {f"kind{n}": n % 3 for n in range(6)}}
         (["evaluation.passage_layer=3"], "evaluation.passage_layer: 3; the model has 3 layers"),
         (["experts.trainer.max_step=3"], "experts.trainer.max_step: unknown key"),
         (["experts.trainer.seed=3"], "experts.trainer.seed: cannot be set here: set `seeds`"),
-        (["dense.path=null"], "expected either `path`"),
-        (["texts.corpus=python"], "expected either `categories`"),
-        (["seeds=[1,1]"], "seeds: expected at least one number, each once"),
-        (["arms.one={start: dense, method: erc}"], "has no router and takes no terms"),
+        (["dense.path=null"], "a small Llama pretrained here"),
+        (["texts.corpus=python"], "texts: set either `categories`"),
+        (["seeds=[1,1]"], "seeds: give at least one number, each only once"),
+        (["arms.one={start: dense, method: erc}"], "an arm that starts from 'dense' has no router"),
         (["arms.one.start=nowhere"], "arms.one.start: must be 'dense'"),
-        (["arms.one two.start=dense"], "named by a-z, 0-9 and _ only"),
+        (["arms.one two.start=dense"], "an arm's name is a folder, so it may contain only"),
         (["texts.categories.kind0=./nowhere.jsonl"], "no data file or folder"),
         (["dense.path=./nowhere"], "nowhere: no such folder"),
     ],
@@ -126,7 +126,7 @@ def test_experts_of_another_tokenizer_than_the_texts_end_with_2(tmp_path, capsys
 def test_a_tokenizer_with_more_ids_than_the_model_ends_with_2(tmp_path, capsys):
     dense.save("llama", tmp_path / "dense", 1, vocab_size=IDS - 1)
     code, err = run(capsys, "upcycle", write_recipe(tmp_path), "--output", tmp_path / "run")
-    assert code == 2 and f"ids up to {IDS - 1}, and the model's vocab_size is {IDS - 1}" in err
+    assert code == 2 and f"ids up to {IDS - 1}, but the model's vocab_size is {IDS - 1}" in err
     assert not (tmp_path / "run").exists()
 
 
@@ -149,4 +149,4 @@ def test_texts_shorter_than_a_row_end_with_2(tmp_path, capsys):
         "categories": dense.write_categories(tmp_path / "texts", 3, texts=3), "max_length": 4000,
     })  # fmt: skip
     code, err = run(capsys, "upcycle", recipe, "--output", tmp_path / "run")
-    assert code == 2 and "training tokens are less than one row" in err
+    assert code == 2 and "training tokens are fewer than one row of" in err
