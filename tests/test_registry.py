@@ -172,7 +172,9 @@ def test_a_package_that_cannot_be_used_is_named(case, fresh, tmp_path, monkeypat
 def test_two_packages_of_one_name_are_named(tmp_path, monkeypatch):
     for folder in ("first", "second"):
         install(tmp_path / folder, monkeypatch, "some.group", {"odd": "x"}, "x = 2")
-    with pytest.raises(PluginError, match=r"thing 'odd' of the installed plugin_\w+:x exists"):
+    with pytest.raises(
+        PluginError, match=r"thing 'odd' of the installed plugin_\w+:x already exists"
+    ):
         _ = "odd" in Registry("thing", ObjectiveError, "some.group")
 
 

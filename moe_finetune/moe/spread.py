@@ -105,8 +105,8 @@ def check_spread(model: Any, experts: int, ranks: int, world: int) -> None:
         )
     if world == 1 or world % ranks:
         raise RecipeError(
-            f"{KEY}: {ranks} ranks share all experts, and this run has {world}; start it "
-            f"by accelerate launch --multi_gpu --num_processes {ranks}, or a multiple, or set "
+            f"{KEY}: {ranks} ranks share all experts, but this run has {world}; start it with "
+            f"accelerate launch --multi_gpu --num_processes {ranks}, or a multiple, or set "
             f"{KEY}: all"
         )
     if DISPATCH not in model.ep_plan.values():

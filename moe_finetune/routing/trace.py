@@ -62,7 +62,7 @@ class RoutingTrace:
             return cls(path, read_manifest(path))
         if path.is_file():
             return cls(path, _import(path))
-        raise TraceError(f"{path}: no trace there; expected a trace folder or an .npz file")
+        raise TraceError(f"{path}: no trace found; give a trace folder or an .npz file")
 
     def check(
         self,

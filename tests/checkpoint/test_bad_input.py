@@ -182,7 +182,7 @@ CHECKPOINTS = {
     ),
     "heads": (
         lambda base: configure(base / "config.json", num_key_value_heads=-4),
-        "num_key_value_heads is -4; expected a whole number from 1 to 65,536",
+        "num_key_value_heads is -4; it must be a whole number from 1 to 65,536",
     ),
     "index that is a list": (
         lambda base: (base / INDEX).write_text("[]"), "contains list instead of an object",

@@ -71,7 +71,7 @@ def test_help_lists_the_verbs_and_imports_nothing_heavy():
             ["select", "nowhere", "--output", "o.json"],
             "nowhere: no trace found; give a trace folder or an",
         ),
-        (["select", "nowhere", "--top-p", "1.5", "--output", "o.json"], "--top-p 1.5: expected a"),
+        (["select", "nowhere", "--top-p", "1.5", "--output", "o.json"], "--top-p 1.5: must be"),
         (["report", "nowhere"], "nowhere"),
         (["merge", "nowhere", "--output", "o"], "nowhere"),
         (["convert", "./nowhere", "--output", "o"], "nowhere"),

@@ -119,7 +119,7 @@ AXES = {"method": ["none", "erc"], "arm": {"a": {}, "b": {"lora": {"rank": 4}}}}
         ({"axes": {"trainer.seed": [1, 2]}}, r"axes.trainer.seed: list the seeds in `seeds`"),
         ({"axes": {"method": []}}, r"axes.method: is empty"),
         ({"axes": {"arm": {"no/folder": {}}}}, r"'no/folder' cannot name a folder"),
-        ({"axes": {"arm": {"a": "gone.yaml"}}}, r"study.yaml:\d+: extends: there is no file"),
+        ({"axes": {"arm": {"a": "gone.yaml"}}}, r"study.yaml:\d+: extends: no file"),
         ({"axes": {"arm": {"a": 3}}}, r"axes.arm.a: expected a file or recipe keys"),
         ({"axes": {"x": {"a-b": {}, "a": {}}, "y": {"c": {}, "b-c": {}}}}, r"both called 'a-b-c'"),
         ({"axes": AXES, "baseline": "ecr"}, r"baseline: no axis has a value 'ecr'.*'erc'"),

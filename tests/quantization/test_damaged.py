@@ -96,7 +96,7 @@ HEADERS = {
         "blocks as floats": (lambda t: t.float(), "stored as F32; mxfp4 needs U8"),
     },
     ("mxfp4", "scales"): {
-        "exponents cut": (lambda t: t[:, :, :1], "wanted"),
+        "exponents cut": (lambda t: t[:, :, :1], "expected"),
     },
 }
 CASES = {
