@@ -49,7 +49,7 @@ def load_model(
 
     Raises:
         DependencyError: ``quantization`` without bitsandbytes.
-        RecipeError: an unknown ``quantization``, or an option that it does not go with.
+        RecipeError: an unknown ``quantization``, or an option that it cannot be combined with.
         CheckpointError: files are missing, damaged or do not fit the config; nothing is ever left
             at random values.
         UnsupportedModelError: see :func:`load_config`.

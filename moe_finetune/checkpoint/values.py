@@ -45,7 +45,7 @@ def check_values(
     Files that this process has checked before, and that have not changed, are left out.
 
     Raises:
-        error: names the file and the first tensor that holds NaN or infinity.
+        error: names the file and the first tensor that contains NaN or infinity.
     """
     chosen = [info for info in tensors if info.dtype in FLOATS]
     files = {info.file for info in chosen}

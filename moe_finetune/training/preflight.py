@@ -79,7 +79,7 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False, activations: bool 
 
 
 def check_launch(recipe: Recipe) -> None:
-    """Refuse a launcher that the run does not go with."""
+    """Refuse a launcher that cannot start the run."""
     from moe_finetune.training.preconditions import launched_by
 
     spread = expert_ranks(recipe)
