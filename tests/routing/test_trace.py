@@ -103,7 +103,7 @@ def test_ids_only(tmp_path):
         writer.append(arrays["index_TLK"], None, arrays["seq_T"])
     trace = RoutingTrace.open(tmp_path / "t")
     assert np.array_equal(trace.load("ids"), arrays["index_TLK"])
-    with pytest.raises(TraceError, match="holds no weights, only ids, seq, domain"):
+    with pytest.raises(TraceError, match="contains no weights, only ids, seq, domain"):
         trace.load("weights")
 
 

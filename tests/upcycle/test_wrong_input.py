@@ -133,7 +133,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_ends_with_2(tmp_path, capsys):
 def test_a_table_of_another_vocabulary_ends_with_2(finished_table, tmp_path, capsys):
     recipe = write_recipe(tmp_path, clusters={"count": 3, "table": str(finished_table)})
     code, err = run(capsys, "upcycle", recipe, "--output", tmp_path / "run")
-    assert code == 2 and "and this model has 400 tokens and 3 experts" in err
+    assert code == 2 and "but this model has 400 tokens and 3 experts" in err
     assert not (tmp_path / "run").exists()
 
 
