@@ -74,7 +74,9 @@ def test_a_wrong_fact_is_named(fact, declared, says):
 def test_a_wrong_fact_of_a_composite_is_named():
     wrong = replace(FAMILIES["qwen3_vl_moe"], renormalize=lambda config: False)
     (problem,) = prove(tiny_families.config("qwen3_vl_moe"), wrong).problems
-    assert problem.startswith("renormalize is declared False, and the model's weights are softmax")
+    assert problem.startswith(
+        "renormalize is declared as False, but the model's weights are softmax"
+    )
 
 
 @pytest.mark.parametrize(
