@@ -93,7 +93,7 @@ def test_a_wrong_fact_of_a_composite_is_named():
 def test_a_wrong_name_on_disk_is_named(part, declared, says):
     wrong = replace(GLM, disk=replace(GLM.disk, **{part: declared}))
     (problem,) = prove(tiny_families.config("glm4_moe"), wrong).problems
-    assert problem.startswith(f"disk.{part} is declared {declared!r}") and says in problem
+    assert problem.startswith(f"disk.{part} is declared as {declared!r}") and says in problem
 
 
 def test_shared_experts_beside_the_block_are_missed():
@@ -150,7 +150,7 @@ def test_the_command_with_a_declaration(tmp_path, capsys):
         code, said = command(capsys, *write())
         assert code == 0, said
         code, said = command(capsys, *write(scaling=1.0))
-        assert code == 1 and "WRONG  scaling: scaling is declared 1.0" in said.out
+        assert code == 1 and "WRONG  scaling: scaling is declared as 1.0" in said.out
         code, said = command(capsys, *write(scaling="scale"))
         assert code == 2 and "has no 'scale'" in said.err
     finally:
