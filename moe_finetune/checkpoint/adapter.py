@@ -1,4 +1,4 @@
-"""A PEFT LoRA adapter folder: its config and header; tensors are read on demand."""
+"""An adapter folder in PEFT's LoRA format: config and header; tensors are read on demand."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Adapter:
     Attributes:
         config: ``adapter_config.json`` as a mapping.
         tensors: stored tensors by key, without PEFT's ``base_model.model.`` prefix.
-        metadata: contents of ``moe_finetune.json``.
-        tables: tensors of whole numbers, which a saved module holds and no training changes.
+        metadata: content of ``moe_finetune.json``.
+        tables: integer tensors of a saved module, which training does not change.
     """
 
     folder: Path
@@ -49,12 +49,12 @@ class Adapter:
         return sum(info.size for info in self.tensors.values())
 
     def targets_parameter(self, key: str) -> bool:
-        """Whether ``target_parameters`` names the parameter ``key`` (PEFT's suffix rule)."""
+        """Return whether ``target_parameters`` names the parameter ``key`` (PEFT's suffix rule)."""
         names = self.config.get("target_parameters") or ()
         return any(key == name or key.endswith(f".{name}") for name in names)
 
     def rank(self, key: str) -> int:
-        """Rank that the config gives to ``key`` (module, or module.parameter)."""
+        """Rank that the config sets for ``key`` (``module`` or ``module.parameter``)."""
         return int(_by_pattern(self.config.get("rank_pattern"), key, self.config["r"]))
 
     def scaling(self, key: str) -> float:
@@ -67,11 +67,11 @@ class Adapter:
 def open_adapter(path: str | Path | Adapter) -> Adapter:
     """Open an adapter folder written by PEFT (or by this toolkit), reading headers only.
 
-    One that is open already is returned.
+    An adapter that is already open is returned unchanged.
 
     Raises:
-        AdapterError: the folder or a file is missing or damaged, or the adapter is of a kind that
-            cannot be merged as LoRA.
+        AdapterError: the folder or a file is missing or damaged, or the adapter's type cannot be
+            merged as LoRA.
     """
     if isinstance(path, Adapter):
         return path
@@ -100,7 +100,7 @@ def open_adapter(path: str | Path | Adapter) -> Adapter:
 
 
 def check_finite(adapter: Adapter) -> None:
-    """Read every tensor once; raise AdapterError naming the first with a NaN or infinity."""
+    """Read every tensor once; raise AdapterError for the first one with a NaN or infinity."""
     from moe_finetune.checkpoint.values import check_values
 
     remedy = "the training diverged; use an earlier checkpoint"
@@ -111,7 +111,8 @@ def read_bias(folder: Path) -> dict[int, list[float]] | None:
     """The loss-free routing bias in an adapter's folder, by decoder layer; None without one.
 
     Raises:
-        AdapterError: the file is damaged, or holds something else than finite vectors by layer.
+        AdapterError: the file is damaged, or contains anything but one finite vector for each
+            layer.
     """
     file = folder / BIAS_FILE
     if not file.is_file():

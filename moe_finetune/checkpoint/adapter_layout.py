@@ -1,13 +1,13 @@
-"""How an adapter packs the factors of a stack of experts, which depends on what made it.
+"""How an adapter packs the LoRA factors of an expert stack; this depends on the tool that wrote it.
 
-PEFT packs them with the expert slowest in ``lora_A`` and fastest in ``lora_B``; its own layout, and
-that of axolotl, LLaMA-Factory and TRL, which save through it. Two others have the same shapes or
-names:
+In PEFT's packing the expert index varies slowest in ``lora_A`` and fastest in ``lora_B``. axolotl,
+LLaMA-Factory and TRL save through PEFT and have the same packing. Two other packings have the same
+shapes or names:
 
 - before PEFT 0.19, ``lora_A`` has the outputs and ``lora_B`` the inputs of each matrix;
-- Unsloth, until September 2026, read ``lora_B`` expert by expert. Later releases write which of the
-  two they use into ``adapter_config.json``: ``lora_B_layout``, and by parameter in
-  ``unsloth_fused_expert_lora``. Older files only show that Unsloth made them.
+- Unsloth, until September 2026, packed ``lora_B`` expert by expert. Later releases record their
+  packing in ``adapter_config.json``, as ``lora_B_layout`` and by parameter in
+  ``unsloth_fused_expert_lora``. Older files only show that Unsloth wrote them.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ SWAPPED_UNTIL = (0, 19)
 
 
 def grouped_by_expert(config: Mapping[str, Any], parameter: str, location: Path) -> bool:
-    """Whether ``lora_B`` of a stack has each expert's columns side by side.
+    """Return whether ``lora_B`` of a stack has each expert's columns side by side.
 
     Args:
         config: ``adapter_config.json``.
-        parameter: of the experts' module, as ``gate_up_proj``.
-        location: begins the message.
+        parameter: name in the experts module, such as ``gate_up_proj``.
+        location: the path at the start of an error message.
 
     Raises:
-        AdapterError: the marker has another value, or Unsloth made the adapter and no marker says
-            which of its two packings it has.
+        AdapterError: the marker has an unknown value, or Unsloth made the adapter and no marker
+            gives its packing.
     """
     layout = config.get(MARKER)
     detail = config.get(DETAIL)
@@ -61,7 +61,7 @@ def grouped_by_expert(config: Mapping[str, Any], parameter: str, location: Path)
 
 
 def made_by_unsloth(config: Mapping[str, Any]) -> bool:
-    """Whether the config has keys that only Unsloth writes."""
+    """Return whether the config has keys that only Unsloth writes."""
     mapping = config.get("auto_mapping")
     return DETAIL in config or (isinstance(mapping, dict) and "unsloth_fixed" in mapping)
 
@@ -74,12 +74,12 @@ def outputs_first(
     in_size: int,
     location: Path,
 ) -> bool:
-    """Whether ``lora_A`` of a stack (E, O, I) has the outputs, as before PEFT 0.19.
+    """Return whether ``lora_A`` of a stack (E, O, I) has the outputs, as before PEFT 0.19.
 
-    The shapes decide where a matrix is not square; else the version of PEFT that wrote the file.
+    The shapes decide unless the matrix is square; then the PEFT version that wrote the file does.
 
     Raises:
-        AdapterError: the shapes fit both and the version is missing.
+        AdapterError: the shapes fit both layouts and the version is missing.
     """
     if out_size != in_size:
         return (a_shape[-1], b_shape[0]) == (out_size, in_size)

@@ -1,8 +1,8 @@
 """``moe_finetune.json`` in an adapter's folder: what PEFT's own config has no field for.
 
 ``{"experts": {"<layer>": [ids]}, "experts_dropout": p}``. ``experts`` is present when only selected
-experts have LoRA (expert-selective fine-tuning, ESFT): the factors of a layer are then packed as
-PEFT packs a whole stack, for the n listed experts in the listed order: ``lora_A`` (n·r, in) with
+experts have LoRA (expert-selective fine-tuning, ESFT). A layer's factors are then packed like
+PEFT's for a whole stack, for the n listed experts in the listed order: ``lora_A`` (n·r, in) with
 the expert slowest, ``lora_B`` (out, r·n) with the expert fastest. A layer that is not listed has no
 expert LoRA. Without ``experts`` the adapter is an ordinary PEFT adapter.
 """
@@ -29,7 +29,7 @@ class AdapterMetadata:
     Attributes:
         experts: decoder layer -> chosen experts in packing order, or None for all experts.
         experts_dropout: LoRA dropout on the routed experts, which PEFT's config cannot hold.
-        extra: every other key of the file, kept as it is.
+        extra: every other key of the file, unchanged.
     """
 
     experts: dict[int, tuple[int, ...]] | None = None
@@ -53,10 +53,10 @@ def write_metadata(
 
 
 def read_metadata(folder: str | Path) -> AdapterMetadata:
-    """Read ``moe_finetune.json``; an adapter without one has the defaults.
+    """Read ``moe_finetune.json``; an adapter without the file gets the defaults.
 
     Raises:
-        AdapterError: the file is not what the module's docstring describes.
+        AdapterError: the file does not have the format that the module's docstring describes.
     """
     file = Path(folder) / METADATA
     if not file.is_file():

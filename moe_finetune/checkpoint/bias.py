@@ -1,9 +1,9 @@
 """Where a loss-free routing bias goes in an exported checkpoint.
 
 DeepSeek-V3's class has its own ``e_score_correction_bias``. DeepSeek-V2's checkpoint can name
-``topk_method: noaux_tc``, for which vLLM's class creates the same tensor (transformers' class knows
-no such method, so that export is for serving). Other families have no such tensor and refuse a
-bias.
+``topk_method: noaux_tc``, for which vLLM's class creates the same tensor (transformers' class does
+not implement the method, so that export is for serving only). Other families have no such tensor; a
+bias for them is refused.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def bias_name(family: Family, layer: int) -> str:
 
 
 def bias_config(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of ``config.json`` that a checkpoint with a bias needs and ``config`` does not have.
+    """Fields of ``config.json`` that a checkpoint with a bias needs and ``config`` lacks.
 
     Raises:
-        UnsupportedModelError: a checkpoint of this family, or of this config, has no place for it.
+        UnsupportedModelError: this family or config cannot store a routing bias.
     """
     if family.bias_export == "none":
         raise UnsupportedModelError(
@@ -59,10 +59,10 @@ def bias_config(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_bias(base: Checkpoint, bias: Mapping[int, Sequence[float]]) -> None:
-    """Whether ``bias`` has a finite number for each expert of its layers.
+    """Check that ``bias`` has one finite number for each expert of its layers.
 
     Raises:
-        CheckpointError: a layer without experts, or a bias of the wrong length or not finite.
+        CheckpointError: a layer has no experts, or its bias has the wrong length or is not finite.
     """
     for layer, values in bias.items():
         experts = base.experts.get(layer)
@@ -83,7 +83,7 @@ def plan_bias(
 
     Raises:
         CheckpointError: see :func:`check_bias`.
-        UnsupportedModelError: a checkpoint of this family has no place for it.
+        UnsupportedModelError: this family cannot store a routing bias.
     """
     family = base.family
     if not bias:

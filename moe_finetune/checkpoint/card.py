@@ -18,7 +18,8 @@ CARD_FILE = "README.md"
 def write_card(folder: str | Path, base: str | Path, title: str = "", **facts: Any) -> Path:
     """Write :func:`model_card` into an exported checkpoint and return its path.
 
-    ``title`` defaults to the folder's name; ``facts`` are the other arguments.
+    ``title`` defaults to the folder's name; ``facts`` are the other arguments of
+    :func:`model_card`.
     """
     file = Path(folder) / CARD_FILE
     file.write_text(model_card(base, title or Path(folder).name, **facts), encoding="utf-8")
@@ -37,7 +38,7 @@ def model_card(
 ) -> str:
     """The text of an export's ``README.md``.
 
-    Folders of this machine are named by their last part only.
+    Of a local path only the last part is written.
 
     Args:
         base: folder or hub id of the base.
@@ -45,10 +46,10 @@ def model_card(
         method: preset or short description of the training objective.
         data: files, folders or hub ids trained on.
         options: further settings worth stating (rank, steps, learning rate).
-        folder: where the base lies, when ``base`` is a hub id; its card or license file gives the
-            license.
+        folder: local folder of the base when ``base`` is a hub id; the license is read from its
+            card or license file.
         origin: how the export came from the base, whose name replaces ``{}``.
-        library: what loads the folder, by the hub's name of it.
+        library: the ``library_name`` that the hub shows.
     """
     name, license = public_name(base), license_of(base if folder is None else folder)
     front: dict[str, Any] = {"library_name": library, "tags": ["moe", "moe-finetune"]}
@@ -94,7 +95,7 @@ def is_hub_id(value: str | Path) -> bool:
 
 
 def public_name(value: str | Path) -> str:
-    """A hub id unchanged; of a path the last part."""
+    """A hub id unchanged, or the last part of a path."""
     return str(value) if is_hub_id(value) else Path(value).name
 
 

@@ -16,7 +16,7 @@ from moe_finetune.io.json_file import read_object
 _SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".spm", ".vocab")
 _LEGAL = ("LICENSE", "LICENCE", "NOTICE", "COPYING", "USE_POLICY")
 _LEFT = (INDEX, "adapter_config.json", "moe_finetune.json", "trainer_state.json")
-# Points to Python files of the checkpoint's authors, which an export neither carries nor needs.
+# Points to Python files from the checkpoint's authors; an export neither copies nor needs them.
 _CODE = "auto_map"
 
 
@@ -25,10 +25,10 @@ def carried_files(
 ) -> dict[str, bytes]:
     """Configs, tokenizer, chat templates and license texts of ``folder`` as path -> bytes.
 
-    Bytes are the base's own; a link to outside the folder raises CheckpointError. Only
-    ``config.json`` changes, by ``config_changes`` (None removes a key), any JSON file that names
-    remote code loses that entry, and a tokenizer that loaders would read differently without its
-    code is written so that all of them read the same.
+    Files are copied byte for byte, with three exceptions: ``config_changes`` are applied to
+    ``config.json`` (None removes a key), JSON files lose entries that name remote code, and a
+    tokenizer that loaders would read differently without its code is rewritten so that they agree.
+    A link that leaves the folder raises CheckpointError.
     """
     refuse_foreign_links(folder)
     files = {
@@ -46,10 +46,10 @@ def carried_files(
 
 
 def refuse_foreign_links(folder: Path) -> None:
-    """Raise CheckpointError for a small file that is a link to somewhere else on this machine.
+    """Raise CheckpointError for a small file that links to a place outside the checkpoint.
 
-    A copy would hold that file's content, and carry it away when it is published. Links inside the
-    folder, and those of the hub's cache to the blobs of the same repository, are the checkpoint's.
+    The export would contain, and publish, that file's content. Links inside the folder, and links
+    of the hub's cache to blobs of the same repository, are allowed.
     """
     root = folder.resolve()
     allowed = [root, *([root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [])]
@@ -74,7 +74,7 @@ def small_files(folder: Path) -> list[Path]:
 
 
 def _loaders_disagree(folder: Path) -> bool:
-    """Whether some loader reads this tokenizer differently from the way training read it."""
+    """Return whether any loader reads this tokenizer differently than training did."""
     if not (folder / "tokenizer.json").is_file():
         return (folder / "tiktoken.model").is_file()
     file = folder / "tokenizer_config.json"
@@ -90,7 +90,7 @@ def _plain_tokenizer(folder: Path) -> dict[str, bytes]:
 
 
 def _changed(name: str, folder: Path, content: bytes, changes: Mapping[str, Any]) -> bytes:
-    # A config's values are checked where it is opened; one of them may be infinite.
+    # Opening the config checks its values; some may be infinite.
     checked = name == "config.json"
     mapping = read_object(folder / name, CheckpointError, COPY_AGAIN, finite=not checked)
     updated = mapping | dict(changes)

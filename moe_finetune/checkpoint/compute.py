@@ -1,6 +1,6 @@
-"""The arithmetic of a merge: one tensor, in float32, in pieces of a few megabytes.
+"""The arithmetic of a merge: one tensor at a time, in float32, in pieces of a few megabytes.
 
-Shape legend: O rows and I columns of the tensor, R the ranks of all its updates together.
+Shape legend: O rows and I columns of the tensor, R the sum of its updates' ranks.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from moe_finetune.checkpoint.writer import Output
 from moe_finetune.errors import CheckpointError, MoeFinetuneError, NumericsError
 from moe_finetune.io.safetensors_header import FLOATS, ITEM_BYTES, TensorInfo
 
-# Elements read and written at a time by one thread: the whole of one expert's matrix, a part of
-# lm_head. Elements worked on at a time: few enough to stay in a core's own cache.
+# Elements that a thread reads and writes at a time: one expert's whole matrix, or a part of
+# lm_head. Elements computed at a time: few enough to stay in a core's own cache.
 _CHUNK = 4 << 20
 _BLOCK = 1 << 18
 _MAX_FLOAT16 = 65504.0
-_HELD = 8  # tensors of factors
+_HELD = 8  # factor tensors
 
 
 class Factors:
     """Factors of the adapters in float32, unpacked to one contiguous pair per expert.
 
-    Only the few most recently used tensors are held: a layer's experts follow one another.
+    Only the few most recently used tensors are cached: a layer's experts follow one another.
     """
 
     def __init__(self, adapters: tuple[tuple[Adapter, float], ...]):
@@ -61,7 +61,7 @@ class Factors:
         return left_Or * (update.scale * self.adapters[update.adapter][1]), right_rI
 
     def matrices(self, update: LowRank) -> tuple[Tensor, Tensor]:
-        """``left_Or`` and ``right_rI`` whose product is the change of the model's own matrix."""
+        """``left_Or`` and ``right_rI``, whose product is the change of the model's matrix."""
         unpack = _unpack_grouped if update.grouped else _unpack_b
         b_nOr = self._get(update.adapter, update.b, lambda t: unpack(t, update.slots))
         a_nrI = self._get(update.adapter, update.a, lambda t: t.view(update.slots, -1, t.shape[1]))
@@ -69,7 +69,7 @@ class Factors:
         return (right.T, left.T) if update.outputs_first else (left, right)
 
     def norms(self, update: Magnitude) -> Tensor:
-        """Norm of each row (O,) that DoRA gives the tensor."""
+        """DoRA's norm for each row of the tensor, (O,)."""
         norms_O = self._get(update.adapter, update.key, lambda t: t)
         return norms_O[slice(*update.rows)] if update.rows else norms_O
 
@@ -92,12 +92,12 @@ class Factors:
 
 
 def _unpack_b(packed_ORn: Tensor, slots: int) -> Tensor:
-    """``lora_B`` (O, r·n), the expert fastest, to (n, O, r)."""
+    """Unpack ``lora_B`` (O, r·n), the expert index fastest, to (n, O, r)."""
     return packed_ORn.view(packed_ORn.shape[0], -1, slots).permute(2, 0, 1)
 
 
 def _unpack_grouped(packed_OnR: Tensor, slots: int) -> Tensor:
-    """``lora_B`` (O, n·r), the expert slowest, to (n, O, r)."""
+    """Unpack ``lora_B`` (O, n·r), the expert index slowest, to (n, O, r)."""
     return packed_OnR.view(packed_OnR.shape[0], slots, -1).transpose(0, 1)
 
 
@@ -105,8 +105,8 @@ def _unpack_grouped(packed_OnR: Tensor, slots: int) -> Tensor:
 class Merged:
     """Content of a changed or converted tensor: ``source + sum of updates``, cast and written.
 
-    ``norms`` receives the Frobenius norm of the float32 change under the tensor's name, and where
-    it holds a stack of experts of each expert's change under ``name[expert]``.
+    ``norms`` receives the Frobenius norm of the float32 change under the tensor's name, and for an
+    expert stack also each expert's under ``name[expert]``.
     """
 
     plan: TensorPlan
@@ -143,10 +143,10 @@ class Merged:
         rows: int,
         columns: int,
     ) -> float:
-        """Write one matrix of the tensor (its only one, or an expert's); square of its change."""
+        """Write the tensor's only matrix, or one expert's; return its change's squared norm."""
         left_OR, right_RI = self.low_rank(expert)
         squares = 0.0
-        # Chunks are read and written; blocks of a chunk are added to while they fit into a cache.
+        # A chunk is the unit of reads and writes; a block is the part of it that fits into a cache.
         start_row, step, block = expert * rows, max(1, _CHUNK // columns), max(1, _BLOCK // columns)
         for first in range(0, rows, step):
             last = min(first + step, rows)
@@ -184,15 +184,15 @@ class Merged:
         left_OR: Tensor | None,
         right_RI: Tensor | None,
     ) -> float:
-        """Carry out the updates on ``rows`` of one matrix, in place.
+        """Apply the updates to ``rows`` of one matrix, in place.
 
         Args:
             work_OI: the base's float32 values of those rows.
-            first: the number that their first element has in the whole tensor.
-            left_OR, right_RI: of :meth:`low_rank`.
+            first: index of their first element in the flattened tensor.
+            left_OR, right_RI: the pair from :meth:`low_rank`.
 
         Returns:
-            the square of the change, without that of low-rank updates where no DoRA follows them.
+            the squared norm of the change; low-rank updates count only if a DoRA update follows.
         """
         squares = 0.0
         for update in self.plan.updates:
@@ -216,7 +216,7 @@ class Merged:
         return next((u for u in self.plan.updates if isinstance(u, Magnitude)), None)
 
     def not_finite(self) -> MoeFinetuneError:
-        """The error of a result that is not finite; it names the base's tensor or the adapters."""
+        """The error for a result that is not finite; it names the base's tensor or the adapters."""
         source = self.plan.source
         assert source is not None
         if source.dtype in FLOATS and not all_finite(source):
@@ -240,7 +240,7 @@ class Merged:
         return torch.cat([left for left, _ in pairs], 1), torch.cat([right for _, right in pairs])
 
     def _replace(self, work_OI: Tensor, update: Replace, first: int) -> float:
-        """Move ``work_OI`` towards the saved tensor by the adapter's weight; square of the move."""
+        """Move ``work_OI`` toward the saved tensor by the adapter's weight; square of the move."""
         adapter, weight = self.factors.adapters[update.adapter]
         info, count = adapter.tensors[update.key], work_OI.numel()
         size = ITEM_BYTES[info.dtype]
@@ -255,9 +255,9 @@ class Merged:
 
 
 def _buffer(name: str, rows: int, columns: int, dtype: str, offset: int = 0) -> Tensor:
-    """A thread's buffer as (rows, columns) of a stored dtype, to be written at ``offset``."""
+    """This thread's buffer as (rows, columns) of a stored dtype, to be written at ``offset``."""
     item = ITEM_BYTES[dtype]
-    # An offset that is not a multiple of the item cannot be met; the bytes are written buffered.
+    # Rounded down to whole items; other offsets are written buffered anyway.
     raw = thread_buffer(name, rows * columns * item, offset - offset % item)
     return typed(raw, dtype).view(rows, columns)
 

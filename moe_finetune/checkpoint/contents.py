@@ -24,11 +24,13 @@ class Checkpoint:
 
     Attributes:
         config: ``config.json`` as a mapping.
-        model_config: transformers' config of the same; a copy of it goes into each model.
-        files: header of every weight file, by file name, in the order of the names.
-        tensors: every tensor by name, as an unquantized checkpoint has it.
-        quantized: reads them where they are stored quantized.
-        untrained: tensors that no loader reads, such as an MTP head's, and what each is a part of.
+        model_config: the same as transformers' config class; each model gets a copy.
+        files: header of every weight file, by file name, sorted.
+        tensors: every tensor by name; a quantized one appears with its name and shape as a float
+            tensor.
+        quantized: reads the tensors of a quantized checkpoint; None for a float one.
+        untrained: tensors that no loader reads, such as an MTP head's, and the part that each
+            belongs to.
     """
 
     folder: Path
@@ -47,7 +49,7 @@ class Checkpoint:
         return dict.fromkeys(layers, self.family.num_experts(self.model_config))
 
     def name_in_files(self, name: str) -> str:
-        """Name in the files of the loaded model's tensor ``name``, or of one that is named so."""
+        """Name in the files for ``name``, which is a name in the files or in the loaded model."""
         if name in self.tensors:
             return name
         return name_on_disk(self.config, name, self.family.disk.spelling)

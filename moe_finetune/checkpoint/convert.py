@@ -1,4 +1,4 @@
-"""A published checkpoint folder -> one that transformers and vLLM load without its code."""
+"""Convert a published checkpoint to one that transformers and vLLM load without remote code."""
 
 from __future__ import annotations
 
@@ -23,18 +23,17 @@ _COPY_BYTES = 16 << 20
 
 @one_writer
 def convert_checkpoint(source: str | Path, output: str | Path) -> Path:
-    """Write ``output``, a folder with the weights of ``source`` and no code, and return it.
+    """Write the weights of ``source`` without its code to the folder ``output``, and return it.
 
-    The names and bytes of the safetensors files stay; where the file system can, the copies share
-    their blocks until one of them is changed. ``config.json`` stays but for ``auto_map``. The
-    tokenizer becomes ``tokenizer.json``. An index is written where shards have none. The folder
-    appears complete or not at all.
+    The safetensors files keep their names and bytes; where the file system supports it, the copies
+    share disk blocks. ``config.json`` loses only ``auto_map``. The tokenizer becomes
+    ``tokenizer.json``. Shards without an index get one. The folder appears complete or not at all.
 
     Raises:
-        CheckpointError: ``source`` is missing, incomplete or damaged, or a file of it is a link
+        CheckpointError: ``source`` is missing, incomplete or damaged, or one of its files is a link
             that leaves it.
-        UnsupportedModelError: no family has its model type.
-        OutputExistsError, OutputBusyError, DiskSpaceError: ``output`` holds something, is being
+        UnsupportedModelError: no family supports its model type.
+        OutputExistsError, OutputBusyError, DiskSpaceError: ``output`` is not empty, is being
             written, or does not fit on the disk.
     """
     from moe_finetune.checkpoint.values import check_values  # needs torch
@@ -80,4 +79,4 @@ def _copy(source: Path, target: Path) -> None:
         except OSError as error:
             if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
-            shutil.copyfileobj(old, new, _COPY_BYTES)  # from where the kernel has stopped
+            shutil.copyfileobj(old, new, _COPY_BYTES)  # continue where the kernel stopped

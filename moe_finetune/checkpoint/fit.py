@@ -1,7 +1,7 @@
-"""Whether a checkpoint's tensors are those that its ``config.json`` describes; headers only.
+"""Check a checkpoint's tensors against its ``config.json``, from headers only.
 
-The needed tensors are those of the model itself, built on the meta device, under the names that the
-family has on disk.
+The expected tensors are those of the model, built on the meta device, under the family's names on
+disk.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _known: dict[str, Shapes] = {}
 def check_fit(checkpoint: Checkpoint) -> dict[str, str]:
     """Compare the number of layers with the config, then every tensor.
 
-    transformers drops tensors of layers that the config does not count, without an error.
+    transformers silently drops the tensors of layers beyond the config's count.
 
     Returns:
-        the tensors that loaders leave out; see :func:`moe_finetune.checkpoint.untrained.untrained`.
+        the tensors that loaders ignore; see :func:`moe_finetune.checkpoint.untrained.untrained`.
 
     Raises:
-        CheckpointError: names config.json, the key, and what the tensors say; or the tensor.
+        CheckpointError: names config.json, the key and the tensors' value, or the tensor.
     """
     config_file = checkpoint.folder / "config.json"
     config, family = checkpoint.model_config, checkpoint.family
@@ -70,10 +70,10 @@ def check_fit(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def as_stored(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with the orientation of its stacks, which loaders recognize by the shape.
+    """The checkpoint with the orientation of its expert stacks, which the shapes tell.
 
     Raises:
-        CheckpointError: some stacks are stored one way and some the other.
+        CheckpointError: the stacks have different orientations.
     """
     disk = checkpoint.family.disk
     if not disk.either:
@@ -100,7 +100,7 @@ def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def check_unpacked(folder: Path, tensors: Mapping[str, TensorInfo]) -> None:
-    """Refuse a quantized checkpoint whose config does not say so, by the names of its tensors.
+    """Refuse, by tensor names, a quantized checkpoint whose config does not declare it.
 
     Raises:
         UnsupportedModelError: names the format.
@@ -124,14 +124,15 @@ def check_tensors(
 ) -> dict[str, str]:
     """Check that ``tensors`` are exactly those that the model of ``config`` needs.
 
-    Tensors that transformers or the family declares as left out may be there, and are returned.
+    Tensors that transformers or the family declares as ignored are allowed, and returned.
 
     Args:
-        tensors: those of the files by name.
-        family: names on disk are this family's; None for a dense model, whose names are the same.
+        tensors: the files' tensors by name.
+        family: gives the names on disk; None for a dense model, whose names do not change.
 
     Raises:
-        CheckpointError: names the tensor that is missing, too many, of another shape, or no float.
+        CheckpointError: names the tensor that is missing, unexpected, of the wrong shape, or not a
+            float.
     """
     needed = needed_tensors(config, family)
     if family is not None and family.disk.either and family.disk.transposed:
@@ -179,7 +180,7 @@ def _stacks(family: Family) -> Callable[[str], bool]:
 
 
 def needed_tensors(config: Any, family: Family | None) -> Shapes:
-    """Name on disk and shape of every tensor that the model of ``config`` is made of."""
+    """Name on disk and shape of every tensor of the model of ``config``."""
     spelling = None if family is None else family.disk.spelling
     key = f"{config.to_json_string(use_diff=False)} {spelling}"
     if key not in _known:
@@ -198,14 +199,14 @@ _BIAS = "e_score_correction_bias"
 
 
 def _biased(config: Any) -> bool:
-    """Whether vLLM's class of this config has a bias that transformers' class lacks."""
+    """Return whether vLLM's class for this config has a bias that transformers' class lacks."""
     return getattr(config, "topk_method", None) == "noaux_tc"
 
 
 def places_on_disk(
     state: Shapes, family: Family, config: Any
 ) -> Iterator[tuple[str, list[tuple[str, tuple[int, ...]]]]]:
-    """Each tensor of a loaded model with the tensors of the files that are stacked in it."""
+    """Each tensor of a loaded model with the tensors in the files that it stacks."""
     layers = re.escape(f"{family.backbone}.layers.")
     stack = re.compile(rf"{layers}(\d+)\.{re.escape(family.experts_path)}\.(\w+)")
     disk, mapping = family.disk, config.to_dict()

@@ -39,17 +39,17 @@ BASE_KEY = "base_sha256"
 """Key of ``moe_finetune.json``: the fingerprint of the base's tensors."""
 STORED_KEY = "stored_base_sha256"
 """The same of a base that is stored quantized; it may be merged into the unquantized one too."""
-# PEFT also saves these where the vocabulary has grown, and a router's own buffer only
+# PEFT also saves these where the vocabulary has grown, and a router's buffer only
 # where the router trains.
 _OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "e_score_correction_bias")
 
 
 def check_adapter(path: str | Path, base: Checkpoint) -> Adapter:
-    """Open an adapter that is used unmerged over ``base``, with all the checks of a merge.
+    """Open an adapter to use unmerged with ``base``, with all checks of a merge.
 
     Raises:
         AdapterError: see :func:`check_belongs` and :func:`moe_finetune.checkpoint.resolve.resolve`.
-        CheckpointError: a bias of a layer without experts, or of another length.
+        CheckpointError: a bias is for a layer without experts, or has the wrong length.
     """
     adapter = open_adapter(path)
     resolve(adapter, base)
@@ -59,7 +59,7 @@ def check_adapter(path: str | Path, base: Checkpoint) -> Adapter:
 
 
 def check_belongs(adapter: Adapter, base: Checkpoint) -> None:
-    """Check that ``adapter``, whose tensors fit ``base``, is complete, finite, and of this base.
+    """Check that ``adapter``, whose tensors fit ``base``, is complete, finite, and made for it.
 
     Raises:
         AdapterError: names the tensor that is missing or not finite, or both bases' fingerprints.
@@ -74,7 +74,9 @@ def _check_base(adapter: Adapter, base: Checkpoint) -> None:
     key, tensors = named_tensors(base)
     recorded = adapter.metadata.extra.get(key)
     if recorded is None:
-        folder = adapter.folder.absolute()  # the same name may be another folder elsewhere
+        folder = (
+            adapter.folder.absolute()
+        )  # another machine may have a different folder by this name
         if folder in _warned:
             return
         _warned.add(folder)
@@ -88,7 +90,7 @@ def _check_base(adapter: Adapter, base: Checkpoint) -> None:
         return
     actual = fingerprint(tensors)
     if recorded != actual:
-        # A base that was damaged since is another base too; then its tensor is what to name.
+        # A base damaged since training also differs; its damaged tensor is then the better message.
         check_values(tensors, CheckpointError, "copy the checkpoint again")
         raise AdapterError(
             f"{adapter.folder}: was trained on another base: the tensors of {base.folder} have "
@@ -98,14 +100,14 @@ def _check_base(adapter: Adapter, base: Checkpoint) -> None:
 
 
 def named_tensors(base: Checkpoint) -> tuple[str, list[TensorInfo]]:
-    """The key of a base's fingerprint in ``moe_finetune.json``, and the tensors that it covers."""
+    """The key of the base's fingerprint in ``moe_finetune.json``, and the tensors it covers."""
     if base.quantized is None:
         return BASE_KEY, list(base.tensors.values())
     return STORED_KEY, list(tensors_of(base.files).values())
 
 
 def _check_tables(adapter: Adapter, base: Checkpoint) -> None:
-    """Integer tensors of a saved module must equal the base's, which a merge keeps."""
+    """Check that integer tensors of a saved module equal the base's, which a merge keeps."""
     for key, info in adapter.tables.items():
         name = base.name_in_files(key)
         table = base.tensors.get(name)
@@ -121,9 +123,9 @@ def _check_tables(adapter: Adapter, base: Checkpoint) -> None:
 
 
 def _check_complete(adapter: Adapter, base: Checkpoint) -> None:
-    """Compare with the keys that PEFT would save for this config and model.
+    """Check for all keys that PEFT would save for this config and model.
 
-    PEFT loads an adapter that lacks some without an error.
+    PEFT itself loads an incomplete adapter without an error.
     """
     old = any(map(OLD_EXPERT.fullmatch, adapter.tensors))
     family, selection = base.family, adapter.metadata.experts
@@ -147,9 +149,9 @@ def _check_complete(adapter: Adapter, base: Checkpoint) -> None:
 
 
 def _old_keys(adapter: Adapter, base: Checkpoint) -> set[str]:
-    """All keys of an adapter from before experts were fused, when modules were as in the files.
+    """All keys of an adapter for unfused experts, with one module per matrix as in the files.
 
-    PEFT wrapped the matrices of each targeted expert then: of all, or of those that it names.
+    PEFT then wrapped the matrices of every targeted expert: all, or those named in the config.
     """
     config, stack = adapter.config, base.family.disk.stack
     layers = config.get("layers_to_transform")
@@ -177,7 +179,7 @@ def _old_keys(adapter: Adapter, base: Checkpoint) -> set[str]:
 
 
 def _matches(targets: list[str] | str | None, module: str) -> bool:
-    """PEFT's rule for ``target_modules`` and its like: the ends of names, or an expression."""
+    """PEFT's rule for ``target_modules`` and similar keys: suffixes, or a regular expression."""
     if targets == "all-linear":
         return not module.endswith(("lm_head", "embed_tokens"))
     if isinstance(targets, str):
@@ -186,7 +188,7 @@ def _matches(targets: list[str] | str | None, module: str) -> bool:
 
 
 def _peft_keys(adapter: Adapter, base: Checkpoint) -> set[str]:
-    """Keys of the file that PEFT would write for the adapter's config on the base's model."""
+    """Keys that PEFT would save for the adapter's config and the base's model."""
     import torch
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
@@ -194,7 +196,7 @@ def _peft_keys(adapter: Adapter, base: Checkpoint) -> set[str]:
 
     names = {field.name for field in fields(LoraConfig)} - {"peft_type", "auto_mapping"}
     options = {key: value for key, value in adapter.config.items() if key in names}
-    options["init_lora_weights"] = True  # the keys are the same for each
+    options["init_lora_weights"] = True  # the keys are the same for every value
     model = meta_model(copy.deepcopy(base.model_config))
     try:
         with warnings.catch_warnings(), torch.device("meta"):

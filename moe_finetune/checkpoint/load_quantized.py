@@ -1,8 +1,8 @@
 """Load a checkpoint tensor by tensor into a model whose large weights are quantized.
 
 The model is built without weights; each tensor is then read, quantized where
-:mod:`moe_finetune.moe.quantized_model` says so, and put into its place. Of an expert stack one
-expert's matrix is in memory at a time, so that loading needs little more than the quantized model.
+:mod:`moe_finetune.moe.quantized_model` says so, and put into its place. Expert stacks are read one
+expert's matrix at a time, so that loading needs little more memory than the quantized model.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def load_quantized(
     attn_implementation: str | None = None,
     **unknown: Any,
 ) -> PreTrainedModel:
-    """The model of a checked checkpoint, its large weights in ``kind``; see ``load_model``.
+    """Load the model of a checked checkpoint with large weights in ``kind``; see ``load_model``.
 
-    A checkpoint that is stored quantized is dequantized tensor by tensor, also for ``kind`` None.
-    Of experts spread over ranks each rank reads and quantizes only its own.
+    A quantized checkpoint is dequantized tensor by tensor, also when ``kind`` is None. With experts
+    spread over ranks, each rank reads and quantizes only its part.
 
     Raises:
-        RecipeError: an option of ``from_pretrained`` that quantized loading does not have.
+        RecipeError: quantized loading does not support an option of ``from_pretrained``.
     """
     if unknown:
         raise RecipeError(
@@ -122,18 +122,18 @@ def load_streaming(
     family: Family | None = None,
     expert_ranks: int = 1,
 ) -> PreTrainedModel:
-    """The causal language model of ``config`` in eval mode, its large weights in ``kind``.
+    """Load the causal language model of ``config``, its large weights in ``kind``, in eval mode.
 
     Args:
-        folder: where the checkpoint lies; the model's name.
+        folder: the checkpoint's folder, which becomes the model's name.
         kind: number format; None keeps every weight in ``dtype``.
-        dtype: of what is not quantized, and of what is when it is dequantized.
+        dtype: of unquantized weights, and of quantized ones after dequantization.
         attn_implementation: as in ``from_pretrained``.
-        family: the config's, with the layout of these files.
+        family: the family of ``config``, with the layout of these files.
         expert_ranks: how many ranks share the routed experts.
 
     Raises:
-        UnsupportedModelError: a parameter of the model that no tensor of the files is.
+        UnsupportedModelError: no tensor of the files gives a parameter of the model.
     """
     family = family or family_of(config)
     model = skeleton(config, dtype, attn_implementation)
@@ -145,7 +145,7 @@ def load_streaming(
     state = model.state_dict()
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     tied = set(model.all_tied_weights_keys or ())
-    # The model's tensors are filled one by one, so that only one is in memory twice.
+    # Tensors are filled one by one, so that only one is in memory twice.
     for name, places in places_on_disk(shapes, family, config):
         if name in tied:
             continue
@@ -158,7 +158,9 @@ def load_streaming(
                 "stored as a separate tensor; load it without quantization"
             )
         target, experts = state[name], None
-        if hasattr(target, "device_mesh"):  # a stack that transformers' plan spreads over ranks
+        if hasattr(
+            target, "device_mesh"
+        ):  # a stack that transformers' parallel plan spreads over ranks
             rank, ranks = target.device_mesh.get_local_rank(), target.device_mesh.size()
             count = shapes[name][0]
             experts = range(count * rank // ranks, count * (rank + 1) // ranks)
@@ -191,9 +193,9 @@ def load_streaming(
 def skeleton(
     config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str | None = None
 ) -> Any:
-    """The model of ``config``, its parameters on the meta device in the dtypes of a loaded one.
+    """The model of ``config`` with parameters on the meta device, in a loaded model's dtypes.
 
-    Buffers are real: some are computed by the constructors and stored in no file.
+    Buffers are real, because constructors compute some that no file contains.
     """
     from accelerate import init_empty_weights
     from transformers.initialization import no_init_weights
@@ -219,7 +221,7 @@ def _quantized(
     device: Any,
     experts: range | None,
 ) -> QuantizedWeight:
-    """A quantized weight, or only these experts of a stack, read one matrix at a time."""
+    """Quantize a weight, or only ``experts`` of a stack, reading one matrix at a time."""
     if len(shape) == 2:
         weight = QuantizedWeight.empty(shape, kind, dtype, device)
         (name,) = places
@@ -245,7 +247,7 @@ def _plain(
     device: Any,
     experts: range | None,
 ) -> Tensor:
-    """A weight that is not quantized, its pieces one below the other; or only these experts."""
+    """Read an unquantized weight, its pieces stacked by rows, or only ``experts`` of a stack."""
     if len(places) == 1:
         tensor = stored.read(places[0]).view(shape)
         if experts is not None:
@@ -264,7 +266,7 @@ def _plain(
 
 
 def _places_of(expert: int, places: list[str], shape: tuple[int, ...]) -> list[str]:
-    """The tensors of the files that one expert of a stack is."""
+    """The tensors in the files that make up one expert of a stack."""
     parts = len(places) // shape[0]
     return places[expert * parts : (expert + 1) * parts]
 
@@ -272,14 +274,14 @@ def _places_of(expert: int, places: list[str], shape: tuple[int, ...]) -> list[s
 def _pieces(
     config: PreTrainedConfig, name: str, shape: tuple[int, ...], family: Family
 ) -> list[str]:
-    """The tensors of the files that are stacked in ``name``; by default only itself."""
+    """The tensors in the files that are stacked in ``name``; itself if there are none."""
     pieces = pieces_on_disk(config.to_dict(), name, family.disk.spelling)
     same = {piece[1:] for piece in pieces.values()} == {shape[1:]}
     return list(pieces) if same and sum(p[0] for p in pieces.values()) == shape[0] else [name]
 
 
 def _placed(name: str, tensor: Tensor, dtype: torch.dtype, device: Any) -> Tensor:
-    """A finite tensor of the files in ``dtype``, which must not make it infinite."""
+    """Cast a finite tensor of the files to ``dtype``, in which it must stay finite."""
     placed = tensor.to(device=device, dtype=dtype)
     narrower = tensor.is_floating_point() and torch.finfo(dtype).max < torch.finfo(tensor.dtype).max
     if narrower and not finite(placed):
@@ -292,7 +294,7 @@ def _placed(name: str, tensor: Tensor, dtype: torch.dtype, device: Any) -> Tenso
 
 
 def _set(model: nn.Module, name: str, value: Tensor) -> None:
-    """Put ``value`` where the parameter or buffer ``name`` was, or this rank's part of it."""
+    """Replace the parameter or buffer ``name``, or this rank's part of it, by ``value``."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     if leaf in module._buffers:
@@ -315,7 +317,7 @@ def _read_generation_config(model: Any, folder: Path) -> None:
 
 
 def stored_dtype(tensors: Mapping[str, TensorInfo]) -> torch.dtype:
-    """The float dtype that most of the stored numbers have."""
+    """The float dtype of most stored numbers."""
     sizes: dict[str, int] = {}
     for info in tensors.values():
         if info.dtype in DTYPES:

@@ -1,4 +1,4 @@
-"""The model of a checkpoint, with all of its tensors and without remote code."""
+"""Load the model of a checkpoint, with all of its tensors and without remote code."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ def load_model(
     """Return the causal language model of a checkpoint, in eval mode.
 
     Args:
-        source: folder or hub id; or a checkpoint that was opened with its values.
-        dtype: of the weights; "auto" is the checkpoint's own.
-        device_map: as in ``from_pretrained``; with ``quantization`` one device, by default the
-            GPU of this process where there is one.
-        quantization: "nf4" or "int8" holds experts and linear layers so, read one expert at a time;
-            they are frozen, and train through an adapter. See
+        source: folder or hub id, or a checkpoint that was opened with ``values``.
+        dtype: of the weights; "auto" keeps the checkpoint's.
+        device_map: as in ``from_pretrained``; with ``quantization`` one device, by default this
+            process's GPU if it has one.
+        quantization: "nf4" or "int8" quantizes experts and linear layers while they are read, one
+            expert at a time. They are frozen and train through an adapter. See
             :mod:`moe_finetune.checkpoint.load_quantized`.
-        expert_ranks: how many ranks share the routed experts; each reads only its part, and all
-            ranks of the run call this function.
-        options: more arguments of ``from_pretrained``, such as ``attn_implementation``.
+        expert_ranks: number of ranks that share the routed experts. Each reads only its part, and
+            all ranks must call this function.
+        options: further arguments of ``from_pretrained``, such as ``attn_implementation``.
 
     Raises:
-        DependencyError: ``quantization`` without bitsandbytes.
+        DependencyError: ``quantization`` is set and bitsandbytes is not installed.
         RecipeError: an unknown ``quantization``, or an option that it cannot be combined with.
-        CheckpointError: files are missing, damaged or do not fit the config; nothing is ever left
+        CheckpointError: files are missing, damaged or do not fit the config; no weight is ever left
             at random values.
         UnsupportedModelError: see :func:`load_config`.
     """
@@ -89,7 +89,7 @@ def forget_generation_defaults(model: Any, pad_token_id: int | None) -> None:
 def read_weights(
     folder: Path, config: PreTrainedConfig, expert_ranks: int = 1, **options: Any
 ) -> Any:
-    """The causal language model of ``config`` with a checked folder's tensors; none stays random.
+    """Load the causal language model of ``config`` from a checked folder; no weight stays random.
 
     Raises:
         CheckpointError: tensors are missing or do not fit the config.
@@ -124,8 +124,8 @@ def check_attention(name: str | None) -> None:
     """Refuse an attention kernel that transformers would fetch from the hub.
 
     Raises:
-        RecipeError: an unknown name.
-        DependencyError: flash attention, whose package is not installed.
+        RecipeError: the name is unknown.
+        DependencyError: the name is a flash attention kernel whose package is not installed.
     """
     check_kernel(name, "attn_implementation", RecipeError)
     package = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}

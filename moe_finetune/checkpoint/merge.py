@@ -1,4 +1,4 @@
-"""Merge adapters into a base checkpoint: plan, check, apply, without ever building the model."""
+"""Merge adapters into a base checkpoint: plan, check, apply, without building the model."""
 
 from __future__ import annotations
 
@@ -33,12 +33,14 @@ class MergeReport:
     """What a merge did (or, with ``dry_run``, would do).
 
     Attributes:
-        changed, copied: number of tensors changed by an adapter or bias, and copied as they are.
-        bytes_written: size of the output.
+        changed, copied: number of tensors that an adapter or bias changes, and that are copied
+            unchanged.
+        bytes_written: size of the output in bytes.
         seconds: wall time of planning and writing.
         delta_norms: Frobenius norm of the float32 change of each changed tensor.
         expert_norms: the same for each routed expert (gate, up and down together), by layer.
-        requantized: what storing the result in the base's quantized format cost; None for floats.
+        requantized: the error of storing the result in the base's quantized format; None for
+            floats.
     """
 
     output: Path
@@ -68,20 +70,20 @@ def merge_adapter(
 ) -> MergeReport:
     """Write ``base + adapter`` as an ordinary checkpoint with the base's names, files and config.
 
-    Memory stays at a few tens of megabytes a thread plus one layer's factors, whatever the size of
-    the checkpoint; in a quantized format at a few copies of one matrix a thread. The output appears
+    Memory does not grow with the checkpoint: a few tens of megabytes per thread plus one layer's
+    factors, or in a quantized format a few copies of one matrix per thread. The output appears
     complete or not at all.
 
     Args:
         adapter: adapter folder, or (folder, weight) pairs whose changes are summed.
         dtype: "float32", "float16", "bfloat16", or None to keep each tensor's stored dtype.
         dry_run: only plan and check; ``report.plan.table()`` shows what would be done.
-        bias: loss-free routing bias by decoder layer, written where the family keeps one; without
-            it the output keeps the base's own.
-        progress: called with (bytes done, bytes in all).
-        workers: threads, by default one a core, at most 8, and two that wait for the disk.
-        format: "base" also takes a base that is stored quantized, and writes its format again:
-            changed tensors are requantized, all others keep their bytes.
+        bias: loss-free routing bias by decoder layer, a number per expert, written where the family
+            stores it. Without it the output keeps the base's.
+        progress: called with (bytes done, total bytes).
+        workers: threads; by default one per core, at most 8, plus two that wait for the disk.
+        format: "float", or "base" to also accept a quantized base and keep its format: changed
+            tensors are requantized, all others keep their bytes.
 
     Raises:
         CheckpointError, AdapterError, UnsupportedModelError: see :func:`plan_merge`.
@@ -149,10 +151,10 @@ def apply_plan(
     workers: int | None = None,
     sums: dict[str, Sums] | None = None,
 ) -> dict[str, float]:
-    """Carry out ``plan`` and return the norm of the change of each changed tensor.
+    """Carry out ``plan`` and return the Frobenius norm of each changed tensor's change.
 
-    And of each expert, under ``name[expert]``, where a tensor holds a stack of them. ``sums``
-    receives those of each tensor that is requantized.
+    For an expert stack each expert's norm is also returned, under ``name[expert]``. ``sums``
+    receives the error sums of each requantized tensor, by name.
     """
     from moe_finetune.checkpoint.compute import Factors, Merged
     from moe_finetune.checkpoint.requantized import Requantized
@@ -185,7 +187,7 @@ def apply_plan(
 
 @contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """Give torch one thread a worker, and its threads back afterwards."""
+    """Limit torch to one thread per worker, and restore its threads afterwards."""
     import torch
 
     threads = torch.get_num_threads()

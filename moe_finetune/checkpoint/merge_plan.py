@@ -1,6 +1,6 @@
-"""The merge as data: every output tensor with where it comes from and what changes it.
+"""The merge as data: every output tensor with its source and its updates.
 
-Nothing is computed or written here; a merge that cannot be done raises while it is planned.
+Nothing is computed or written here; an impossible merge raises while it is planned.
 ``MergePlan.table`` is what ``--dry-run`` prints.
 """
 
@@ -40,10 +40,11 @@ class TensorPlan:
 
     Attributes:
         target: name, dtype, shape and place in the output (``file`` is the output's file name).
-        source: the base tensor, or None for one that the base does not have.
-        updates: what is added to or put in place of the source, in order.
-        value: raw bytes that replace the source altogether.
-        float_name: the float tensor that the updates change, where this is a packed part of it.
+        source: the base tensor; None if the base has none.
+        updates: what is added to the source or replaces it, in order.
+        value: raw bytes that replace the source.
+        float_name: the float tensor that the updates change, where this tensor is a packed part of
+            it.
     """
 
     target: TensorInfo
@@ -54,7 +55,7 @@ class TensorPlan:
 
     @property
     def stacked(self) -> int:
-        """How many experts the tensor's changes are on, one below the other; 1 for a matrix."""
+        """Number of stacked expert matrices in the tensor; 1 for a single matrix."""
         if any(
             u.stacked if isinstance(u, Replace) else isinstance(u, LowRank) and u.expert is not None
             for u in self.updates
@@ -74,13 +75,13 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class MergePlan:
-    """Everything a merge will do.
+    """Everything that a merge will do.
 
     Attributes:
         files: header of every output weight file by name.
         tensors: every output tensor by name, in file and data order.
         small_files: the other files of the output, name -> content.
-        notes: what the reader should know (changed config fields, dropped bias).
+        notes: notes for the user (changed config fields, dropped bias).
     """
 
     base: Checkpoint
@@ -100,7 +101,7 @@ class MergePlan:
         return [t for t in self.tensors.values() if t.updates or t.value is not None]
 
     def kinds(self) -> list[str]:
-        """A line for each kind of changed tensor: its name without numbers, how, and how many."""
+        """A line for each kind of changed tensor: name without numbers, update and count."""
         counts: Counter[tuple[str, str]] = Counter()
         for plan in self.changed:
             name = ".".join("*" if part.isdigit() else part for part in plan.target.name.split("."))
@@ -142,13 +143,13 @@ def plan_merge(
 
     Args:
         dtype: "float32", "float16", "bfloat16", or None to keep each tensor's stored dtype.
-        bias: loss-free routing bias by decoder layer, each as long as the layer has experts.
+        bias: loss-free routing bias by decoder layer, one number per expert.
 
     Raises:
         AdapterError: see :func:`moe_finetune.checkpoint.resolve.resolve`.
-        CheckpointError: a tensor to change is stored in a dtype that cannot be added to, or
-            ``dtype`` is asked of a base that is stored quantized.
-        UnsupportedModelError: a bias that the family cannot store.
+        CheckpointError: a tensor to change has a dtype that cannot be added to, or ``dtype`` is set
+            and the base is stored quantized.
+        UnsupportedModelError: the family cannot store a bias.
     """
     if dtype is not None and dtype not in STORED:
         raise CheckpointError(f"dtype '{dtype}' must be one of {', '.join(STORED)}")
@@ -206,7 +207,7 @@ def plan_merge(
 
 
 def index_file(base: Checkpoint, files: Mapping[str, Header]) -> dict[str, bytes]:
-    """The index for ``files``: the base's own bytes if they still fit; none for one file."""
+    """The index for ``files``: the base's own bytes if they still fit; empty for a single file."""
     infos = [info for header in files.values() for info in header.tensors.values()]
     weight_map, total = {info.name: info.file.name for info in infos}, sum(i.size for i in infos)
     old = base.folder / INDEX
@@ -220,9 +221,7 @@ def index_file(base: Checkpoint, files: Mapping[str, Header]) -> dict[str, bytes
 
 
 def _in_order(updates: Sequence[Update]) -> list[Update]:
-    """Replacements first: factors are added to what is put in place, as PEFT loads them; then
-    DoRA's norms.
-    """
+    """Sort updates as PEFT applies them: replacements, then low-rank sums, then DoRA's norms."""
     return sorted(updates, key=lambda update: (Replace, LowRank, Magnitude).index(type(update)))
 
 
@@ -250,7 +249,7 @@ def _target_header(
 
 def _row(plan: TensorPlan) -> tuple[str, ...]:
     target, source = plan.target, plan.source
-    # A stack's experts change alike; one of them stands for all.
+    # All experts of a stack have the same kind of update; one stands for all.
     one_each = {(u.adapter, u.a if isinstance(u, LowRank) else u.key): u for u in plan.updates}
     change = [_describe(update) for update in one_each.values()]
     if plan.value is not None:

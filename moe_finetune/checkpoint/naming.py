@@ -1,8 +1,8 @@
-"""The layout of files whose tensor names differ from those that the family's class saves.
+"""Layouts of files whose tensor names differ from those that the family's class saves.
 
-Loaders accept several: stacks instead of a matrix for each expert, the names of a model with vision
-under a text config, names without the base model's prefix. transformers' own conversions recognize
-them; exports keep the names of the files.
+Loaders accept several layouts: stacks instead of a matrix for each expert, a vision model's names
+under a text config, names without the base model's prefix. transformers' conversions recognize
+them; exports keep the files' names.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from moe_finetune.models.structure import (
 
 
 def named_as_in(family: Family, config: Any, names: Iterable[str]) -> Family:
-    """``family``, its layout that of files with the tensors ``names``.
+    """``family`` with the layout of files whose tensors are ``names``.
 
     Args:
-        config: transformers' config of these files.
+        config: transformers' config of the checkpoint.
     """
     spelling = spelling_of(config, names)
     if spelling is None:
@@ -68,7 +68,7 @@ def named_as_in(family: Family, config: Any, names: Iterable[str]) -> Family:
 def _patterns(
     family: Family, config: Any, spelling: Spelling
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Names of a MoE layer's tensors as saved -> in the files, and of parameters stored whole."""
+    """Names of a MoE layer's tensors, and of parameters stored whole: as saved -> in the files."""
     mapping, layers = config.to_dict(), family.moe_layers(config)
     patterns: dict[str, str] = {}
     stacks: dict[str, str] = {}
@@ -87,7 +87,7 @@ def _patterns(
 
 
 def _common(names: list[str]) -> str:
-    """The longest path that all of ``names`` begin with."""
+    """The longest dotted path with which all ``names`` begin."""
     paths = [name.split(".")[:-1] for name in names]
     same = zip(*paths, strict=False)
     shared = []

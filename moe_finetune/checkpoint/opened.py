@@ -1,4 +1,4 @@
-"""Open and check a checkpoint folder by its headers: which tensor lies where."""
+"""Open and check a checkpoint folder by its headers."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _LAYERS = re.compile(r"(.*?\blayers\.)\d+\.")
 def open_checkpoint(
     path: str | Path | Checkpoint, values: bool = False, stored: bool = False
 ) -> Checkpoint:
-    """Open a folder of safetensors with its ``config.json``, and check it, as every command does.
+    """Open and check a folder of safetensors with its ``config.json``, as every command does.
 
-    Its tensors are all that the model needs, with the shapes that the config gives and of float
-    dtypes, and no other but those that transformers or the family declares as left out.
+    All tensors that the model needs must be there, in the config's shapes and in float dtypes. The
+    only others allowed are those that transformers or the family declares as ignored.
 
     Args:
-        path: the folder; or a checkpoint that is open already, which is returned.
+        path: the folder, or an open checkpoint, which is returned.
         values: also read every tensor, at the speed of the disk, and refuse NaN and infinity;
-            otherwise only headers are read, whatever the checkpoint's size.
-        stored: also take a checkpoint that is stored quantized, for readers of ``quantized``.
+            otherwise only headers are read.
+        stored: also accept a quantized checkpoint; read its tensors through ``quantized``.
 
     Raises:
-        CheckpointError: the folder is missing, half-copied, damaged, or holds no safetensors, or
-            it does not fit its config; the message names the file or tensor.
-        UnsupportedModelError: no family has its ``model_type`` with these options.
+        CheckpointError: the folder is missing, incomplete or damaged, has no safetensors, or does
+            not fit its config; the message names the file or tensor.
+        UnsupportedModelError: no family supports its ``model_type`` with these options.
     """
     from moe_finetune.checkpoint.fit import as_stored, check_fit, check_unpacked
     from moe_finetune.checkpoint.naming import named_as_in
@@ -44,7 +44,7 @@ def open_checkpoint(
 
     if isinstance(path, Checkpoint):
         if path.quantized is not None and not stored:
-            read_config(path.folder)  # refuses it
+            read_config(path.folder)  # which refuses it
         return path
     folder = Path(path)
     config = read_config(folder, quantized=stored)
@@ -66,7 +66,7 @@ def open_checkpoint(
         quantized = QuantizedTensors(in_files, form)
     tensors = in_files if quantized is None else quantized.tensors
     parsed = parse_config(folder)
-    # A bias exported for vLLM's class is a checkpoint, though one that transformers cannot run.
+    # A bias exported for vLLM's class is valid, although transformers cannot run it.
     if not (family.bias_export == "noaux_tc" and config.get("topk_method") == "noaux_tc"):
         family_of(parsed)
     family = named_as_in(family, parsed, tensors)
@@ -80,7 +80,7 @@ def open_checkpoint(
 
 
 def check_folder(folder: Path, config: Any) -> None:
-    """The gate before weights are loaded, for dense models too: tensors and their values.
+    """Check tensors and their values before weights are loaded, also of dense models.
 
     Raises:
         CheckpointError, UnsupportedModelError: see :func:`open_checkpoint`.

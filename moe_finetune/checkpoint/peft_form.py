@@ -1,7 +1,7 @@
-"""Rewrite an adapter of any maker as the current PEFT reads it.
+"""Rewrite an adapter of any origin in the form that the current PEFT reads.
 
-Other experts get zero factors, factors of each expert's own matrices become those of a
-stack, and other packings become PEFT's. The sums are the same; ranks and scalings may differ.
+Experts without LoRA get zero factors, factors of single matrices become those of a stack, and other
+packings become PEFT's. The weight changes stay the same; ranks and scalings may differ.
 
 Shape legend: E experts, R their rank in the stack, r a matrix's rank, I inputs, O outputs.
 """
@@ -27,7 +27,7 @@ from moe_finetune.checkpoint.updates import LowRank
 from moe_finetune.errors import AdapterError
 from moe_finetune.models.structure import renamed_as_loaded
 
-# PEFT 0.21 takes modules of these names for parts of the experts' stacks.
+# PEFT 0.21 treats modules with these names as parts of the expert stacks.
 _TAKEN = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 _OF_OTHERS = (
     "layers_to_transform", "layers_pattern", "exclude_modules", "lora_B_layout", "peft_version",
@@ -38,10 +38,10 @@ _OF_OTHERS = (
 def peft_folder(adapter: Adapter, base: Checkpoint, output: Path, rewrite: bool = False) -> Path:
     """``adapter``'s own folder if PEFT reads it correctly; else ``output`` with a rewritten one.
 
-    With ``rewrite`` it is written in any case, and stacks have a scaling of 1.
+    With ``rewrite`` it is always written, and stacks have a scaling of 1.
 
     Raises:
-        AdapterError, CheckpointError: as for a merge; or an adapter that PEFT has no form for.
+        AdapterError, CheckpointError: as for a merge, or PEFT has no form for the adapter.
     """
     updates = resolve(adapter, base)
     if not rewrite and ordinary(
@@ -93,7 +93,7 @@ def peft_folder(adapter: Adapter, base: Checkpoint, output: Path, rewrite: bool 
 
 
 def ordinary(adapter: Adapter, updates: list[LowRank]) -> bool:
-    """Whether PEFT reads the adapter correctly as it is."""
+    """Return whether PEFT reads the adapter correctly without a rewrite."""
     return adapter.metadata.experts is None and not any(
         update.grouped or update.outputs_first or OLD_EXPERT.fullmatch(update.a)
         for update in updates
@@ -109,13 +109,13 @@ def _stacks(
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     used: set[str] = set()
-    # An expert may have several pairs, its own matrices' and those of stacks. They lie side by side
+    # An expert may have several pairs, of single matrices and of stacks. They lie side by side
     # in the stack's one pair, each over the rows of B that belong to its part.
     for layer, experts in base.experts.items():
         path = f"{family.backbone}.layers.{layer}.{family.experts_path}"
         packed: dict[str, tuple[Tensor, Tensor]] = {}
         for parameter in family.expert_parameters:
-            # By expert: rows where B begins and its factors; both halves of a pair come once.
+            # By expert: the first row of B, and the factors; both halves of a pair appear once.
             pairs: dict[int, dict[tuple[str, int], tuple[int, Tensor, Tensor]]] = {}
             rows = 0
             for part in disk.parts(parameter):

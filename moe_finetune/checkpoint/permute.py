@@ -1,8 +1,8 @@
 """Reorder the routed experts of a checkpoint: router rows, routing bias and expert tensors.
 
-The model computes the same function; what changes is which expert has which number, and so, under
-linear placement, which rank serves it. Every tensor keeps its place in its file, so that applying
-the inverse gives back the same bytes.
+The model computes the same function. Only the experts' numbers change, and with linear placement
+the ranks that serve them. Every tensor keeps its place in its file, so that the inverse permutation
+restores the same bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Permutation = Mapping[int, Sequence[int]]
 
 @dataclass(frozen=True)
 class PermuteReport:
-    """What a permutation wrote: the folder, its layers, moved tensors, bytes and wall seconds."""
+    """What a permutation wrote: folder, reordered layers, moved tensors, bytes and wall seconds."""
 
     output: Path
     layers: tuple[int, ...]
@@ -60,7 +60,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Renumbered:
-    """Content that names the same experts as a stored tensor of their numbers."""
+    """A stored tensor of expert numbers, with each number replaced by the expert's new one."""
 
     source: TensorInfo
     order: tuple[int, ...]
@@ -82,15 +82,15 @@ def permute_experts(
     permutation: Permutation,
     output: str | Path,
 ) -> PermuteReport:
-    """Write ``base`` with the experts of some layers reordered, as a streaming rewrite.
+    """Write ``base`` with the experts of some layers reordered, streaming tensor by tensor.
 
     Args:
         permutation: decoder layer -> list; new expert i is old expert ``permutation[layer][i]``.
-            Layers that are not listed stay as they are.
+            Layers that are not listed do not change.
 
     Raises:
-        CheckpointError: a layer without experts, a list that is not a permutation, or one that
-            splits the groups of a family with grouped routing.
+        CheckpointError: a layer has no experts, a list is not a permutation, or it splits the
+            groups of a family with grouped routing.
         OutputExistsError, OutputBusyError, DiskSpaceError: before anything is written.
     """
     from moe_finetune.checkpoint.writer import Copy, write_checkpoint
@@ -142,7 +142,7 @@ def read_permutation(file: str | Path) -> dict[int, list[int]]:
 
 
 def read_mapping(file: Path) -> dict[str, Any]:
-    """The content of a plan's or a permutation's file."""
+    """The JSON object in a plan's or a permutation's file."""
     return read_object(file, CheckpointError, "write one with 'moe-finetune place'")
 
 
@@ -173,7 +173,7 @@ def check_permutation(base: Checkpoint, permutation: Permutation) -> None:
 
 
 def _layer(base: Checkpoint, layer: int, order: tuple[int, ...]) -> dict[str, Content]:
-    """Contents of everything in ``layer`` that is numbered by expert."""
+    """New contents of every tensor in ``layer`` that is indexed by expert."""
     from moe_finetune.checkpoint.writer import Copy
 
     disk = base.family.disk
@@ -183,7 +183,7 @@ def _layer(base: Checkpoint, layer: int, order: tuple[int, ...]) -> dict[str, Co
     for part in (disk.router, disk.router_bias, *stacks, *disk.per_expert):
         name = f"{block}.{part}"
         if name in base.tensors:
-            # Rows beyond the experts' are of shared ones, and stay.
+            # Rows after the routed experts' belong to shared experts, and stay.
             rows = (*order, *range(len(order), base.tensors[name].shape[0]))
             contents[name] = Rows(base.tensors[name], rows)
     ids = f"{block}.{disk.expert_ids}"
@@ -191,7 +191,7 @@ def _layer(base: Checkpoint, layer: int, order: tuple[int, ...]) -> dict[str, Co
         contents[ids] = Renumbered(base.tensors[ids], order)
     if disk.fused:
         return contents
-    # Whatever else an expert has on disk (scales of a quantized one) moves with it.
+    # An expert's other tensors on disk (quantization scales) move with it.
     head = f"{block}.{disk.down.partition('{expert}')[0]}"
     for name, target in base.tensors.items():
         expert, dot, leaf = name.removeprefix(head).partition(".")

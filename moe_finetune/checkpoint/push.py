@@ -1,4 +1,4 @@
-"""Upload an exported checkpoint to a hub repository, by the user's own token."""
+"""Upload an exported checkpoint to a hub repository with the user's token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moe_finetune.errors import CheckpointError
 
 
 def check_push(repository: str) -> None:
-    """Find what would stop :func:`push_checkpoint`, before any work is done.
+    """Check what :func:`push_checkpoint` needs, before any work is done.
 
     Raises:
         CheckpointError: ``repository`` is not ``owner/name``, or there is no token.
@@ -31,10 +31,11 @@ def check_push(repository: str) -> None:
 
 
 def push_checkpoint(folder: str | Path, repository: str, private: bool = False) -> str:
-    """Upload all files of ``folder`` to ``repository``, made when it is missing; return its URL.
+    """Upload all files of ``folder`` to ``repository``, created if missing; return its URL.
 
     Raises:
-        CheckpointError: see :func:`check_push`; or the hub refused, and why. ``folder`` stays.
+        CheckpointError: see :func:`check_push`, or the hub refused for the reason given. ``folder``
+            stays.
     """
     from huggingface_hub import HfApi
 
@@ -43,7 +44,7 @@ def push_checkpoint(folder: str | Path, repository: str, private: bool = False) 
     try:
         url = api.create_repo(repository, private=private, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=str(folder))
-    except Exception as error:  # the hub's client raises types of four libraries here
+    except Exception as error:  # the hub's client raises exceptions of four libraries here
         raise CheckpointError(
             f"--push {repository}: the upload failed ({error}); {folder} is complete, upload it "
             f"later with 'hf upload {repository} {folder}'"

@@ -1,4 +1,4 @@
-"""Logits of base + adapters in stock transformers and PEFT, against a merged checkpoint's."""
+"""Compare a merged checkpoint's logits with base + adapters in stock transformers and PEFT."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def compare_logits(
     ids: list[Tensor],
     bias: Mapping[int, Sequence[float]] | None = None,
 ) -> tuple[float, float]:
-    """Largest absolute difference, and norm of the difference over the norm.
+    """Return the largest absolute difference, and the difference's norm over the logits' norm.
 
-    Where all logits are 0, the second is 0 if the merged ones are too, and else infinite.
+    If all logits are 0, the second is 0 if the merged ones are too, and otherwise infinite.
     """
     with tempfile.TemporaryDirectory() as scratch:
         model = apply_adapters(load(base), base, adapters, Path(scratch))
@@ -46,9 +46,9 @@ def compare_logits(
 
 
 def load(checkpoint: Checkpoint) -> Any:
-    """The checkpoint in transformers, in eval mode."""
+    """Load the checkpoint in transformers, in float32 and eval mode."""
     config = copy.deepcopy(checkpoint.model_config)
-    # Float32 for both: what is compared is the weights, not the rounding of activations.
+    # Float32 for both, so that the weights are compared and not the rounding of activations.
     kind = class_of(config)
     return kind.from_pretrained(checkpoint.folder, config=config, dtype=torch.float32).eval()
 
@@ -56,7 +56,7 @@ def load(checkpoint: Checkpoint) -> Any:
 def apply_adapters(
     model: Any, base: Checkpoint, adapters: list[tuple[Adapter, float]], scratch: Path
 ) -> Any:
-    """``model`` of the base with adapters in stock PEFT, each scaled by its weight."""
+    """Wrap the base's ``model`` with the adapters in stock PEFT, each scaled by its weight."""
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer
 
@@ -84,7 +84,7 @@ def logits_of(
     base: Checkpoint | None = None,
     bias: Mapping[int, Sequence[float]] | None = None,
 ) -> list[Tensor]:
-    """Float64 logits of each row of token ids, with the routing ``bias`` set in the model."""
+    """Float64 logits for each row of token ids, with the routing ``bias`` set in the model."""
     if base is not None and bias and base.family.bias_export == "tensor":
         _set_bias(model, bias)
     return [model(input_ids=row).logits.double() for row in ids]

@@ -1,4 +1,4 @@
-"""Content of a packed part of a changed tensor, where the merge keeps the base's stored format."""
+"""Packed parts of changed tensors, for a merge that keeps the base's quantized format."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Sums:
     """Sums over the elements of changed tensors, of float32 values before requantizing.
 
     Attributes:
-        error: squared distance of the written values from base + adapter.
-        change: squared change by the adapter.
-        weight: squared values of base + adapter.
-        along: the written change times the adapter's change.
+        error: squared distance between the written values and base + adapter.
+        change: squared norm of the adapter's change.
+        weight: squared norm of base + adapter.
+        along: inner product of the written change and the adapter's change.
     """
 
     error: float = 0.0
@@ -41,15 +41,15 @@ class Sums:
 
 @dataclass(frozen=True)
 class Requantization:
-    """What storing the merged weights in the base's format costs.
+    """The error of storing the merged weights in the base's format.
 
     Attributes:
-        format: its name.
+        format: name of the format.
         tensors: number of float tensors that were packed again.
         error: norm of (written - (base + adapter)) over the norm of (base + adapter).
-        error_of_change: the same distance over the norm of the adapter's change; 1 is as far as
-            the base itself is.
-        retained: part of the adapter's change that the written weights have, as a projection.
+        error_of_change: the same distance over the norm of the adapter's change; at 1 the written
+            weights are as far off as the unchanged base.
+        retained: share of the adapter's change in the written weights, as a projection.
     """
 
     format: str
@@ -85,8 +85,8 @@ class Requantization:
 class Requantized:
     """The bytes of one part (packed values, or scales) of ``base + sum of updates``.
 
-    Each part is computed by itself, one matrix at a time, so that no part waits in memory until
-    another one is written; the sums are those of the first part.
+    Each part is computed separately, one matrix at a time, so that no part waits in memory for
+    another. Only the first part adds to the sums.
 
     Attributes:
         merged: the float tensor's updates, and where its norms go.
@@ -119,7 +119,7 @@ class Requantized:
     def _matrix(
         self, name: str, expert: int, matrices: int, part: int
     ) -> tuple[torch.Tensor, Sums]:
-        """A part of one matrix (the tensor's only one, or an expert's), and its sums."""
+        """One part of the tensor's only matrix or of an expert's, and the matrix's sums."""
         merged = self.merged
         parts = self.stored.read_parts(name, expert if matrices > 1 else None)
         before_OI = self.stored.values(name, parts)

@@ -1,9 +1,10 @@
 """From an adapter's keys to the updates of the base's tensors.
 
-PEFT's keys carry no parameter name for fused experts. Wrappers are nested in the order in which the
-module declares its parameters: of the two on one experts module the inner (one more ``base_layer``)
-is ``gate_up_proj``, the outer ``down_proj``; a single one has the bare key, and the config's
-``target_parameters`` say which it is. The shapes are checked against the base afterwards.
+PEFT's keys have no parameter name for fused experts. Wrappers are nested in the order in which the
+module declares its parameters: of two wrappers on one experts module the inner (one more
+``base_layer``) is ``gate_up_proj``, the outer ``down_proj``. A single wrapper has the bare key, and
+the config's ``target_parameters`` names its parameter. The shapes are checked against the base
+afterwards.
 
 Shape legend: E routed experts, n experts with LoRA, r rank, H hidden, D expert width.
 """
@@ -30,14 +31,14 @@ def resolve(adapter: Adapter, base: Checkpoint, index: int = 0) -> list[tuple[st
     """All updates of ``adapter`` as (base tensor name, update); ``index`` is the adapter's index.
 
     Raises:
-        AdapterError: a key has no place in the base, a shape or rank does not fit, a factor has no
-            partner, or a tensor is left over.
+        AdapterError: a key matches no tensor of the base, a shape or rank does not fit, a factor
+            lacks its partner, or a tensor is unused.
     """
     return list(_Resolver(adapter, base, index).run())
 
 
 def _shares(names: list[str], sizes: list[int]) -> Iterator[tuple[str, tuple[int, int] | None]]:
-    """Each tensor with its range of rows, or None where there is one tensor."""
+    """Each tensor with its range of rows; None instead of a range for a single tensor."""
     for index, name in enumerate(names):
         first = sum(sizes[:index])
         yield name, (first, first + sizes[index]) if len(names) > 1 else None
@@ -59,7 +60,7 @@ class _Resolver:
         embeddings: dict[str, dict[str, str]] = {}
         plain: list[str] = []
         magnitudes: list[str] = []
-        # Keys by what they are: pairs of factors by module and nesting, embeddings' pairs, DoRA's
+        # Keys by kind: pairs of factors by module and nesting, embeddings' pairs, DoRA's
         # norms, and tensors that trained in full.
         for key in self.adapter.tensors:
             if match := _LORA.fullmatch(key):
@@ -96,7 +97,7 @@ class _Resolver:
         return int(match[1]) if match else None
 
     def _target(self, name: str, key: str) -> str:
-        """The base tensor that ``key`` changes, which must exist and not be tied to another."""
+        """The base tensor that ``key`` changes; it must exist and not be tied to another."""
         disk = self.base.name_in_files(name)
         tied = self.base.config.get("tie_word_embeddings") or self.head not in self.base.tensors
         if tied and disk in (self.head, self.embedding):
@@ -128,10 +129,10 @@ class _Resolver:
             yield name, replace(update, rows=rows)
 
     def _linear_names(self, parameter: str, key: str) -> list[str]:
-        """Tensors in the files that make up a linear layer's weight, one below the other."""
+        """Tensors in the files that make up a linear layer's weight, stacked by rows."""
         pieces = [self.base.name_in_files(parameter)]
         if pieces == [parameter] and parameter not in self.base.tensors:
-            # Such as the two halves of a gate_up_proj, one below the other.
+            # Such as the two halves of a gate_up_proj, stacked by rows.
             spelling = self.base.family.disk.spelling
             pieces = list(pieces_on_disk(self.base.config, parameter, spelling)) or pieces
         return [self._target(piece, key) for piece in pieces]
@@ -155,7 +156,7 @@ class _Resolver:
         return name, LowRank(self.number, a, b, rank, scale, transposed=True)
 
     def _parameter(self, path: str, depth: int, depths: list[int]) -> str:
-        """Which of the fused parameters the wrapper at ``depth`` holds."""
+        """Name of the fused parameter that the wrapper at ``depth`` adapts."""
         named = [p for p in self.parameters if self.adapter.targets_parameter(f"{path}.{p}")]
         if depths != list(range(len(named))):
             raise AdapterError(
@@ -175,7 +176,7 @@ class _Resolver:
         rank = self._rank(rule, a, len(chosen))
         scale = self.adapter.scaling(rule)
         parts = disk.parts(parameter)
-        # (O, I) of one part of an expert; the model's own matrix has its parts one below the other.
+        # (O, I) of one part of an expert; the model's matrix stacks the parts by rows.
         if disk.fused:
             name = disk.name(parts[0], layer)
             sizes = self.base.tensors[name].shape[1:]
@@ -186,7 +187,7 @@ class _Resolver:
         ends = len(parts) * out_size, in_size
         grouped, swapped = self._packing(parameter, a, b, ends)
         ends = ends[::-1] if swapped else ends
-        # A (n·r, I) has the n experts one below the other, B (O, r·n) has them in turn.
+        # A (n·r, I) has the n experts in blocks of rows, B (O, r·n) has their columns interleaved.
         self._shape(a, (len(chosen) * rank, ends[1]), name)
         self._shape(b, (ends[0], rank * len(chosen)), name)
         stack_update = LowRank(
@@ -208,13 +209,13 @@ class _Resolver:
                 yield disk.name(part, layer, expert), replace(update, rows=rows)
 
     def _packing(self, parameter: str, a: str, b: str, sizes: tuple[int, int]) -> tuple[bool, bool]:
-        """``grouped`` and ``outputs_first`` of LowRank for a stack of matrices (O, I)."""
+        """LowRank's ``grouped`` and ``outputs_first`` for a stack of matrices (O, I)."""
         disk, config = self.base.family.disk, self.adapter.config
         if self.adapter.metadata.experts is not None:
-            return False, False  # this toolkit's own
+            return False, False  # written by this toolkit
         config_file = self.adapter.folder / CONFIG
         a_shape, b_shape = (self.adapter.tensors[key].shape for key in (a, b))
-        # Where the class holds (E, I, O), every version of PEFT has the inputs in A.
+        # Where the class has (E, I, O), every version of PEFT has the inputs in A.
         class_transposed = disk.transposed and not disk.either
         return (
             grouped_by_expert(config, parameter, config_file),

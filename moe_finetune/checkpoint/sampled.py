@@ -1,7 +1,7 @@
-"""Merged tensors of sampled layers against base + PEFT's own delta, for models too large to load.
+"""Compare sampled merged tensors with base + PEFT's delta, for models too large to load.
 
-PEFT's modules are built without weights; the factors of one module at a time are put into them, so
-the mapping from keys to parameters and the unpacking are PEFT's and not the merge's.
+PEFT's modules are built without weights; the factors are put into one module at a time. PEFT, not
+the merge, thus maps keys to parameters and unpacks the factors.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def compare_tensors(
     samples: int,
     seed: int,
 ) -> dict[str, tuple[float, float]]:
-    """Base tensor name -> (largest difference, the same over the largest element).
+    """Return for each base tensor (largest difference, that difference over its largest element).
 
-    Of a tensor that ``merged`` stores quantized the second is the norm of the difference over the
+    For a tensor that ``merged`` stores quantized, the second is the norm of the difference over the
     norm of the change.
     """
     deltas: dict[str, Tensor] = {}
@@ -80,7 +80,7 @@ def _read(checkpoint: Checkpoint, name: str) -> Tensor:
 def _peft_modules(base: Checkpoint, adapter: Adapter) -> dict[str, tuple[str, Any]]:
     """PEFT's LoRA modules on the meta device: adapted parameter -> (path in the keys, module).
 
-    A saved module appears with None for the module.
+    For a saved module the module is None.
     """
     from peft import LoraConfig, get_peft_model
     from peft.tuners.lora import LoraLayer
@@ -104,7 +104,7 @@ def _peft_modules(base: Checkpoint, adapter: Adapter) -> dict[str, tuple[str, An
 
 
 def _spread_sample(names: list[str], count: int, chooser: random.Random) -> list[str]:
-    """``count`` names, one of each kind of module first."""
+    """Choose ``count`` names, first one for each kind of module."""
     kinds: dict[str, list[str]] = {}
     for name in names:
         kind = ".".join(part for part in name.split(".") if not part.isdigit())
@@ -120,7 +120,7 @@ def _spread_sample(names: list[str], count: int, chooser: random.Random) -> list
 def _deltas(
     base: Checkpoint, adapter: Adapter, path: str, module: Any, seed: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """(base tensor name, PEFT's delta) of one module; two experts of a fused stack."""
+    """(base tensor name, PEFT's delta) of one module; for a fused stack, of two experts."""
     family, clean = base.family, path.replace(".base_layer", "")
     if module is None:
         name = base.name_in_files(path)
@@ -145,7 +145,7 @@ def _deltas(
         return
     layer, parameter = int(head.rpartition(".")[2]), module.parameter_name
     lhs, rhs, scaling = module.get_delta_factors("default")
-    # The same two for every adapter and parameter, so that their changes can be summed.
+    # The same two experts for every adapter and parameter, so that their changes can be summed.
     for expert in random.Random(f"{seed} {layer}").sample(range(len(lhs)), 2):
         delta = scaling * (lhs[expert] @ rhs[expert])
         if family.disk.fused:

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint's files as floats, also of a quantized one.
+"""The tensors of a checkpoint's files as floats, dequantized if necessary.
 
 A tensor, or one expert of a stack, is dequantized when it is read; the formats are in
 :mod:`moe_finetune.quantization.formats`.
@@ -40,7 +40,7 @@ class Stored(Protocol):
         """One matrix of a stored stack."""
 
     def __contains__(self, name: object) -> bool:
-        """Whether the files have it."""
+        """Return whether the files contain the tensor."""
 
 
 class PlainTensors:
@@ -60,7 +60,7 @@ class PlainTensors:
 
 
 class Transposed:
-    """Tensors of files whose stacks of experts are transposed against the model's."""
+    """Tensors of files whose expert stacks are transposed relative to the model's."""
 
     def __init__(self, stored: Stored, family: Family):
         disk = family.disk
@@ -82,14 +82,14 @@ class Transposed:
 
 
 class QuantizedTensors:
-    """A quantized checkpoint's tensors as floats; see the head of this file.
+    """A quantized checkpoint's tensors, dequantized when they are read.
 
     Attributes:
-        tensors: name, shape and a float dtype of every tensor, as an unquantized checkpoint has
-            them; their offsets mean nothing.
+        tensors: name, shape and float dtype of every tensor, as in an unquantized checkpoint;
+            ignore their offsets.
 
     Raises:
-        CheckpointError: a part is missing, or its dtype or shape does not fit the others'.
+        CheckpointError: a part is missing, or its dtype or shape does not fit the other parts.
     """
 
     def __init__(self, stored: Mapping[str, TensorInfo], form: Format):
@@ -105,7 +105,7 @@ class QuantizedTensors:
             stem = name.removesuffix(suffix)
             lonely = not any(f"{stem}{s}" in stored for s in others)
             if suffix == form.of and lonely and stored[name].dtype not in form.dtypes[0]:
-                continue  # a float that the format leaves as it is
+                continue  # a tensor that the format leaves unquantized
             float_name = f"{stem}{form.of}"
             infos = form.parts(float_name, stored)
             parts.update(part.name for part in infos)
@@ -128,7 +128,7 @@ class QuantizedTensors:
         return self._form.name
 
     def stored(self, name: str) -> list[TensorInfo]:
-        """The tensors of the files that ``name`` is made of."""
+        """The tensors in the files that make up ``name``."""
         return self._parts[name]
 
     def packed(self) -> dict[str, str]:
@@ -142,7 +142,7 @@ class QuantizedTensors:
         return name in self.tensors
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor, float32 where it is stored quantized."""
+        """The whole tensor, in float32 if it is stored quantized."""
         return self.values(name, self.read_parts(name))
 
     def read_expert(self, name: str, expert: int) -> Tensor:
@@ -153,7 +153,7 @@ class QuantizedTensors:
         return [_read(part, expert) for part in self._parts[name]]
 
     def pack(self, values: Tensor, parts: list[Tensor]) -> list[Tensor]:
-        """The parts for new float32 values of a tensor whose stored ones are ``parts``."""
+        """Quantize new float32 values of a tensor whose stored parts are ``parts``."""
         return self._form.pack(values, parts)
 
     def values(self, name: str, parts: list[Tensor]) -> Tensor:

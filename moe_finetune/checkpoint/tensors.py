@@ -1,7 +1,8 @@
-"""Stored bytes to torch tensors, with plain reads into buffers that each thread keeps.
+"""Read stored bytes into torch tensors, with plain reads into buffers that each thread keeps.
 
 Files are read with ``preadv``, because pages of a memory map count as this process's memory until
-the kernel drops them. Buffers are kept because new memory costs more than the arithmetic in it.
+the kernel drops them. Buffers are reused because allocating memory takes longer than the arithmetic
+on it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ DTYPES = {
     "I32": torch.int32,
 }
 
-# Direct input and output wants offsets, lengths and addresses that are multiples of this.
+# Direct I/O needs offsets, lengths and addresses that are multiples of this.
 PAGE = 4096
 _CHUNK_BYTES = 8 << 20
 _held = threading.local()
@@ -34,8 +35,8 @@ _held = threading.local()
 def thread_buffer(name: str, size: int, offset: int = 0) -> Tensor:
     """``size`` uninitialized bytes that this thread keeps under ``name``.
 
-    Their address and the file offset ``offset`` differ by a multiple of a page, so that they can be
-    written there directly. The next call with the same name may hand out the same bytes.
+    Their address and the file offset ``offset`` differ by a multiple of a page, so that direct I/O
+    can write them there. The next call with the same name may return the same bytes.
     """
     buffer: Tensor | None = getattr(_held, name, None)
     if buffer is None or len(buffer) < size + PAGE:
@@ -46,12 +47,12 @@ def thread_buffer(name: str, size: int, offset: int = 0) -> Tensor:
 
 
 def typed(raw: Tensor, dtype: str) -> Tensor:
-    """Bytes as a flat tensor of a stored dtype; raw must begin at a multiple of its item."""
+    """Bytes as a flat tensor of a stored dtype; ``raw`` must be aligned to its item size."""
     return raw.view(DTYPES[dtype])
 
 
 def read_into(fd: int, buffer: memoryview, offset: int) -> None:
-    """Fill ``buffer`` from ``offset`` of ``fd``; a short file is an OSError."""
+    """Fill ``buffer`` from ``offset`` of ``fd``; raise OSError if the file is too short."""
     done = 0
     while done < len(buffer):
         count = os.preadv(fd, [buffer[done:]], offset + done)
@@ -79,12 +80,12 @@ def read_bytes(file: Path, offset: int, size: int) -> Tensor:
 def stored_parts(
     info: TensorInfo, name: str, starts: Iterable[int] | None = None, size: int = _CHUNK_BYTES
 ) -> Iterator[Tensor]:
-    """The bytes of a stored tensor, a part at a time, in the buffer ``name`` of this thread.
+    """Yield the bytes of a stored tensor part by part, in this thread's buffer ``name``.
 
     Args:
         name: see :func:`thread_buffer`; a part is overwritten by the next one.
-        starts: first byte of each part; parts that follow one another unless given.
-        size: bytes of a part, fewer at the tensor's end.
+        starts: first byte of each part; by default parts are consecutive.
+        size: bytes in a part; the last may be shorter.
     """
     fd = os.open(info.file, os.O_RDONLY)
     try:

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer, written so that every loader reads what training read."""
+"""Write a checkpoint's tokenizer so that every loader reads what training read."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 def write_tokenizer(source: Path, output: Path) -> None:
     """Write ``source``'s tokenizer into the folder ``output`` so that every loader reads the same.
 
-    ``tokenizer.json`` holds what :func:`load_tokenizer` returns: its splitting, merges, added
-    tokens and a begin-of-sequence token where the settings ask for one. ``tokenizer_config.json``
-    keeps its settings, but names a class that takes ``tokenizer.json`` as it is, and no code.
+    ``tokenizer.json`` gets what :func:`load_tokenizer` returns: splitting, merges, added tokens,
+    and a beginning-of-sequence token if the settings ask for one. ``tokenizer_config.json`` keeps
+    its settings but names a class that reads ``tokenizer.json`` unchanged, and no code.
 
     Raises:
-        CheckpointError: ``source`` has no tokenizer that can be read without its code.
+        CheckpointError: ``source`` has no tokenizer that loads without remote code.
     """
     load_tokenizer(source).backend_tokenizer.save(str(output / "tokenizer.json"))
     for name in ("special_tokens_map.json", "added_tokens.json"):

@@ -1,10 +1,10 @@
-"""Tensors in published files that are not the model's own: MTP heads, and what classes ignore.
+"""Tensors in published files that are not part of the model: MTP heads and ignored tensors.
 
-transformers declares what its class ignores (``_keys_to_ignore_on_load_unexpected``). Where it
-names a layer by its number, that is the published model's first layer after the decoder's, and a
-smaller one of the family has its head after its own last layer. A config that counts predicting
-layers declares them too (MiniMax-M2, whose class declares nothing). Such tensors are
-neither loaded nor trained, and every export carries their bytes.
+A transformers class declares what it ignores (``_keys_to_ignore_on_load_unexpected``). If it names
+a layer by number, that is the layer after the published model's decoder; a smaller model of the
+family has its head after its own last layer. A config that counts MTP layers declares them too
+(MiniMax-M2, whose class declares nothing). Such tensors are neither loaded nor trained, and every
+export copies their bytes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ TIED = "a tied language-model head"
 OTHER = "parts that transformers ignores"
 
 _HEAD = "lm_head.weight"
-# A buffer that old exports stored and every loader computes anew.
+# A buffer that old exports stored and every loader recomputes.
 _INVERSE_FREQUENCIES = ".rotary_emb.inv_freq"
-# Joins the embedding and the hidden state: no decoder layer has it, every MTP layer has.
+# Joins embedding and hidden state; every MTP layer has it and no decoder layer does.
 _JOINT = ".eh_proj.weight"
-# What configs call the number of layers that predict further tokens.
+# Config keys for the number of MTP layers.
 _COUNTS = (
     "num_nextn_predict_layers",
     "num_mtp_modules",
@@ -38,12 +38,12 @@ _NUMBERED = re.compile(r"layers\\\.(\d+)")
 
 
 def untrained(names: Iterable[str], config: Any, family: Family | None) -> dict[str, str]:
-    """Those of the files' ``names`` that loaders ignore, each with the part it belongs to.
+    """The tensors among ``names`` that loaders ignore, each with the part it belongs to.
 
     Args:
-        names: tensors of a checkpoint's files, those that the model needs among them.
+        names: all tensors of a checkpoint's files, including those that the model needs.
         config: transformers' config.
-        family: whose names the files have; None for a dense model.
+        family: the family that names the tensors; None for a dense model.
     """
     file_names = list(names)
     patterns = list(_patterns(config))
@@ -97,7 +97,7 @@ def _patterns(config: Any) -> Iterator[re.Pattern[str]]:
 
 
 def _predicting_layers(names: list[str], config: Any, family: Family | None) -> set[int]:
-    """Layers after the decoder's last that predict further tokens, as DeepSeek-V3 has them."""
+    """MTP layers: those after the decoder's last, as in DeepSeek-V3."""
     text = config.get_text_config()
     first = text.num_hidden_layers
     in_class = any(_NUMBERED.search(pattern) for pattern in ignored_names(config))

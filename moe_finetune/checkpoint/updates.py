@@ -1,4 +1,4 @@
-"""What an adapter does to a tensor of the base, as data."""
+"""The updates that an adapter makes to tensors of the base, as data."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ class LowRank:
     """Adds ``scale * B @ A`` to a tensor.
 
     ``a`` and ``b`` are keys of the adapter. ``slot`` of ``slots`` is the expert's place in the
-    packing; ``rows`` the range of B's rows that belong to this tensor (gate or up half), all when
-    None. ``transposed``: the sum is ``(B @ A)^T``, as PEFT has it for embeddings. ``expert`` is the
-    one matrix of a stack that it is added to, None for a tensor that is a matrix. ``interleaved``:
-    rows of the tensor are those of B's two halves in turn. ``grouped``: B has the columns of an
-    expert side by side. ``outputs_first``: A has the outputs and B the inputs, and the sum is the
-    product's transposed; ``rows`` are then columns of A.
+    packing; ``rows`` is the range of B's rows that belong to this tensor (gate or up half), None
+    for all. ``transposed``: ``(B @ A)^T`` is added, as in PEFT for embeddings. ``expert`` is the
+    index of the changed matrix in a stack, None for a tensor that is a matrix. ``interleaved``: the
+    tensor's rows alternate between B's two halves. ``grouped``: B has an expert's columns side by
+    side. ``outputs_first``: A has the outputs and B the inputs, and the product's transpose is
+    added; ``rows`` are then columns of A.
     """
 
     adapter: int
@@ -35,9 +35,9 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Replace:
-    """Puts a saved tensor in place of the base's; ``first`` is its first element in the key.
+    """Replaces the base's tensor by a saved one, which begins at element ``first`` of the key.
 
-    ``stacked``: the tensor holds a matrix of each expert.
+    ``stacked``: the tensor has a matrix for each expert.
     """
 
     adapter: int
@@ -48,9 +48,9 @@ class Replace:
 
 @dataclass(frozen=True)
 class Magnitude:
-    """DoRA: scales each row of the tensor, after the low-rank sums, to the norm that ``key`` gives.
+    """DoRA: scales each row of the tensor to the norm in ``key``, after the low-rank sums.
 
-    ``rows`` is the range of the vector that belongs to this tensor, all when None.
+    ``rows`` is the range of the vector that belongs to this tensor, None for all.
     """
 
     adapter: int

@@ -1,4 +1,4 @@
-"""Read stored numbers as a stream: are all finite, and which checkpoint are they of?"""
+"""Read stored numbers as a stream, to check that they are finite and to fingerprint checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_finetune.errors import MoeFinetuneError
 from moe_finetune.io.safetensors_header import FLOATS, TensorInfo
 
 DAMAGED = "copy or download the checkpoint again"
-# Fingerprints: a checkpoint up to this size is read whole, of a larger one parts of every tensor.
+# Fingerprints: a checkpoint up to this size is read whole; of larger ones, parts of every tensor.
 _WHOLE_BYTES = 256 << 20
 _PARTS, _PART_BYTES = 4, 16 << 10
 # Files (path, size, time of change) whose values this process has found finite.
@@ -25,7 +25,7 @@ _known_prints: dict[frozenset[tuple[str, int, int]], str] = {}
 
 
 def finite(values: Tensor) -> bool:
-    """Whether all values of a float tensor are finite; NaN counts as neither least nor largest."""
+    """Return whether all values of a float tensor are finite."""
     if values.numel() == 0:
         return True
     least, largest = values.aminmax()
@@ -33,7 +33,7 @@ def finite(values: Tensor) -> bool:
 
 
 def not_finite(file: Path, name: str, remedy: str = DAMAGED) -> str:
-    """The message about a tensor that is not finite."""
+    """The error message for a tensor that is not finite."""
     return f"{file}: '{name}' contains NaN or infinity; {remedy}"
 
 
@@ -42,7 +42,7 @@ def check_values(
 ) -> None:
     """Read every float tensor once, at the speed of the disk.
 
-    Files that this process has checked before, and that have not changed, are left out.
+    Files that this process has already checked, and that have not changed, are skipped.
 
     Raises:
         error: names the file and the first tensor that contains NaN or infinity.
@@ -60,15 +60,16 @@ def check_values(
 
 
 def all_finite(info: TensorInfo) -> bool:
-    """Whether a stored float tensor holds neither NaN nor infinity."""
+    """Return whether a stored float tensor contains neither NaN nor infinity."""
     return all(finite(typed(part, info.dtype)) for part in stored_parts(info, "values"))
 
 
 def fingerprint(tensors: Iterable[TensorInfo]) -> str:
     """SHA-256 over names, dtypes, shapes and contents of a checkpoint's tensors.
 
-    Equal for copies however they are split into files. Above 256 MiB four parts of 16 KiB of each
-    tensor are hashed, which takes a second and distinguishes any two trained checkpoints.
+    Copies have the same fingerprint however they are split into files. Above 256 MiB only four
+    parts of 16 KiB of each tensor are hashed, which takes a second and still distinguishes trained
+    checkpoints.
     """
     infos = sorted(tensors, key=lambda info: info.name)
     files = frozenset(map(_stamp, {info.file for info in infos}))

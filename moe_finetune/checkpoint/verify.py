@@ -1,7 +1,7 @@
-"""Check a merged checkpoint against base + adapter as stock transformers and PEFT compute them.
+"""Check a merged checkpoint against base + adapter in stock transformers and PEFT.
 
-Small models are compared by their logits, models that do not fit by sampled tensors. In both cases
-every tensor that no adapter touches must have the base's bytes.
+Models that fit into memory are compared by their logits, larger ones by sampled tensors. In both
+cases every tensor that no adapter touches must have the base's bytes.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from moe_finetune.errors import CheckpointError, NumericsError
 from moe_finetune.io.checkpoint_files import tensors_of
 from moe_finetune.io.safetensors_header import FLOATS
 
-# Largest relative error of the logits (norm of the difference over the norm) by the coarsest stored
+# Bound on the logits' relative error (norm of the difference over the norm) by the coarsest stored
 # dtype; rounding the weights moves logits by a few of its steps.
 LOGIT_TOLERANCE = {"F64": 1e-4, "F32": 1e-4, "F16": 2e-2, "BF16": 5e-2}
-# Largest error of one tensor's element over the tensor's largest element: one rounding.
+# Bound on one element's error over the tensor's largest element: one rounding.
 TENSOR_TOLERANCE = {"F64": 1e-6, "F32": 1e-6, "F16": 1e-3, "BF16": 8e-3}
-# Largest norm of a requantized tensor's error over the norm of its change: it is no further from
-# base + adapter than the base itself, but for rounding in float32.
+# Bound on a requantized tensor's error norm over its change's norm: it must be no further from
+# base + adapter than the base itself, except for rounding in float32.
 REQUANTIZED_TOLERANCE = 1.0 + 1e-3
 
 
@@ -43,12 +43,12 @@ class VerifyReport:
     Attributes:
         mode: "logits" (whole models) or "tensors" (sampled layers).
         max_abs: largest absolute difference of a logit or of a merged tensor's element.
-        max_rel: the measured relative error that ``tolerance`` bounds: of the logits' norm, of a
-            tensor's largest element, or, where the merge is stored quantized, of the norm of a
-            tensor's change.
+        max_rel: the measured relative error that ``tolerance`` bounds: relative to the logits'
+            norm, to a tensor's largest element, or, if the merge is stored quantized, to the norm
+            of a tensor's change.
         tolerance: the bound on ``max_rel``.
         compared: number of prompts, or names of the compared tensors.
-        checksums: sha256 of every tensor that the merge left untouched, equal in base and merged.
+        checksums: SHA-256 of every tensor that the merge did not change, equal in base and merged.
     """
 
     mode: Literal["logits", "tensors"]
@@ -73,18 +73,19 @@ def verify_merge(
     """Compare ``merged`` with ``base`` + ``adapter``.
 
     Args:
-        adapter: adapter, its folder, or (folder, weight) pairs as they were merged.
-        prompts: texts for the logits; fixed random token ids without them.
-        bias: the routing bias that was merged; None where there is none or it was dropped.
-        mode: "auto" takes logits when a float32 model fits into 60 % of the free memory, and where
+        adapter: open adapter, its folder, or the (folder, weight) pairs that were merged.
+        prompts: texts for the logits; by default random token ids, fixed by ``seed``.
+        bias: the merged routing bias by decoder layer; None if there is none or it was dropped.
+        mode: "auto" compares logits if a float32 model fits into 60 % of the free memory and
             transformers can run both sides (not with several saved modules or ``noaux_tc``).
         tolerance: bound on the relative error; by default that of the merged dtype.
         samples: modules to compare in mode "tensors", spread over layers and kinds.
         seed: chooses the samples and the random token ids.
 
     Raises:
-        NumericsError: the difference is over the tolerance; names the worst tensor where known.
-        CheckpointError: an untouched tensor has other bytes than the base's, or is missing.
+        NumericsError: the difference exceeds the tolerance; names the worst tensor if known.
+        CheckpointError: a tensor that no adapter changes is missing or differs from the base's
+            bytes.
     """
     single = isinstance(adapter, str | Path | Adapter)
     pairs: Any = [(adapter, 1.0)] if single else adapter
@@ -93,7 +94,7 @@ def verify_merge(
     plans = plan_merge(opened, adapters, bias=bias).changed
     sums = _checksums(opened, result, {plan.target.name for plan in plans})
     if result.quantized is not None:
-        mode = "tensors"  # of logits nothing says how far requantizing may move them
+        mode = "tensors"  # no bound is known for how far requantizing moves logits
     kinds = {info.dtype for info in result.tensors.values() if info.dtype in FLOATS}
     coarsest = next(kind for kind in ("BF16", "F16", "F32", "F64") if kind in kinds)
     if mode == "auto":
@@ -146,7 +147,7 @@ def _checksums(base: Checkpoint, merged: Checkpoint, changed: set[str]) -> dict[
 
 
 def fits(base: Checkpoint) -> bool:
-    """Whether a float32 model takes less than 60 % of the free memory."""
+    """Return whether a float32 model takes less than 60 % of the free memory."""
     import psutil
 
     elements = sum(torch.Size(info.shape).numel() for info in base.tensors.values())
@@ -163,7 +164,7 @@ def _token_ids(base: Checkpoint, prompts: Sequence[str] | None, seed: int) -> li
 
 
 def random_tokens(base: Checkpoint, seed: int) -> list[Tensor]:
-    """Three rows of token ids of the base's vocabulary."""
+    """Three rows of random token ids from the base's vocabulary."""
     generator = torch.Generator().manual_seed(seed)
     size = base.model_config.get_text_config().vocab_size
     return [torch.randint(size, (1, length), generator=generator) for length in (7, 16, 33)]

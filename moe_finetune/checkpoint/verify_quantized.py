@@ -1,8 +1,8 @@
-"""A merged checkpoint against the quantized model that its adapter was trained on.
+"""Compare a merged checkpoint with the quantized model that its adapter was trained on.
 
 The adapter was trained on quantized weights and is merged into unquantized ones, so the logits
-differ by the quantization error. That error is measured on the base without an adapter and the same
-tokens; the merge may differ by ``FACTOR`` times as much, which a wrong merge exceeds.
+differ by the quantization error. That error is measured on the base without an adapter, on the same
+tokens. The merge may differ by ``FACTOR`` times as much; a wrong merge differs by more.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class QuantizedReport:
 
     Attributes:
         kind: the number format that the adapter was trained with.
-        base: of the quantized base to the base: what quantization itself costs.
+        base: of the quantized base to the base: the quantization error.
         merged: of the merged checkpoint to the quantized base + adapter.
         tolerance: the bound on ``merged``, ``FACTOR`` x ``base``.
     """
@@ -53,7 +53,7 @@ class QuantizedReport:
 
 
 def trained_with(adapter: Adapter) -> Kind | None:
-    """The number format of the base while the adapter trained."""
+    """The number format of the base during the adapter's training; None if unquantized."""
     return check_kind(adapter.metadata.extra.get("quantization"), f"{adapter.folder}: quantization")
 
 
@@ -65,11 +65,11 @@ def verify_quantized(
 ) -> QuantizedReport | None:
     """Compare ``merged`` with the quantized base + ``adapter`` in float32, one model at a time.
 
-    None where the adapter was trained on an unquantized base, or where a float32 model does not fit
-    into 60 % of the free memory.
+    Returns None if the adapter was trained on an unquantized base, or if a float32 model does not
+    fit into 60 % of the free memory.
 
     Raises:
-        NumericsError: they differ by more than the tolerance.
+        NumericsError: the two differ by more than the tolerance.
     """
     opened, trained = open_checkpoint(base), open_adapter(adapter)
     kind = trained_with(trained)

@@ -1,10 +1,9 @@
 """Write weight files from a plan with a few threads and bounded memory.
 
-Every output tensor has a content: a copy of stored bytes, or something that fills its bytes.
-Offsets are known from the headers, so threads write anywhere in any order, and adjacent copies
-are joined. Whole pages go to the disk directly where the file system allows it: this takes a tenth
-of the processor time and evicts no other files from the page cache. A file is synced when its last
-piece is written.
+Every output tensor has a content: a copy of stored bytes, or an object that computes them. The
+headers fix all offsets, so threads write in any order, and adjacent copies are joined. Where the
+file system allows it, whole pages are written with direct I/O, which takes a tenth of the processor
+time and evicts no other files from the page cache. A file is synced when its last piece is written.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Content(Protocol):
 
 @dataclass(frozen=True)
 class Copy:
-    """The stored bytes of ``source``, as they are."""
+    """The stored bytes of ``source``, unchanged."""
 
     source: TensorInfo
 
@@ -63,7 +62,7 @@ class Literal:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Adjacent tensors of one file that are written by one thread, in one go."""
+    """Adjacent tensors of one file that one thread writes together."""
 
     file: str
     targets: tuple[TensorInfo, ...]
@@ -89,7 +88,7 @@ class _Piece:
                 continue
             raw = part[start:end]
             if (raw.data_ptr() - part.data_ptr() + part.storage_offset()) % 8:
-                raw = raw.clone()  # a view of items needs a start at a multiple of them
+                raw = raw.clone()  # a typed view must start at a multiple of the item size
             if not finite(typed(raw, target.dtype)):
                 assert isinstance(self.content, Copy)
                 raise CheckpointError(not_finite(self.content.source.file, target.name))
@@ -104,10 +103,10 @@ def write_checkpoint(
     progress: Progress | None = None,
     workers: int | None = None,
 ) -> int:
-    """Write a checkpoint's folder, which appears whole or not at all, and return its bytes.
+    """Write a checkpoint folder, which appears whole or not at all, and return its size in bytes.
 
     Args:
-        small: the other files, name -> content.
+        small: the other files, by name.
     """
     size = sum(header.file_bytes for header in files.values()) + sum(map(len, small.values()))
     with output_folder(output, size, overwrite) as folder:
@@ -118,7 +117,7 @@ def write_checkpoint(
 
 
 def default_workers() -> int:
-    """One thread a core this process may use, at most 8, and two that wait for the disk."""
+    """One thread for each core this process may use, at most 8, plus two that wait for the disk."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return min(8, cores or 1) + 2
 
@@ -130,13 +129,13 @@ def write_files(
     workers: int,
     progress: Progress | None = None,
 ) -> None:
-    """Write every file of ``files`` into ``folder``, its tensors from ``contents`` by name.
+    """Write ``files`` into ``folder``, with the tensors' bytes from ``contents``.
 
     Args:
-        files: file name -> header; the headers' offsets say where each tensor goes.
+        files: file name -> header, whose offsets place each tensor.
         contents: tensor name -> content.
         workers: threads; at most twice as many pieces are in flight.
-        progress: called with (bytes done, bytes in all) after each piece, in the calling thread.
+        progress: called with (bytes done, total bytes) after each piece, in the calling thread.
     """
     total = sum(header.data_bytes for header in files.values())
     done = 0
@@ -170,7 +169,7 @@ def copy_range(
 ) -> None:
     """Copy ``size`` bytes of ``file`` from ``start`` to ``at`` of ``out``, a few MB at a time.
 
-    ``check`` is shown each part, with its first byte's number, before it is written.
+    ``check`` gets each part and the index of its first byte before it is written.
     """
     source = os.open(file, os.O_RDONLY)
     try:
@@ -213,12 +212,12 @@ class Output:
         except OSError as problem:
             if problem.errno != errno.EINVAL:
                 raise
-            # This device wants larger multiples than a page.
+            # This device needs multiples larger than a page.
             _write(self._fd, raw[head : head + body], offset + head)
         _write(self._fd, raw[head + body :], offset + head + body)
 
     def write_piece(self, piece: _Piece) -> None:
-        """Write one piece, and sync and close the file when it was the last."""
+        """Write one piece; after the last one, sync and close the file."""
         piece.write(self)
         with self._lock:
             self._left -= piece.size
@@ -256,7 +255,7 @@ def _pieces(
 
 
 def _joined(name: str, header: Header, contents: Mapping[str, Content]) -> Iterator[_Piece]:
-    """One piece a tensor, adjacent copies of adjacent bytes joined up to a limit."""
+    """One piece per tensor; adjacent copies of adjacent bytes are joined up to a limit."""
     run: _Piece | None = None
     for target in header.tensors.values():
         content = contents[target.name]
@@ -280,13 +279,13 @@ def _continues(run: _Piece, target: TensorInfo, content: Content) -> bool:
         content.source.file == source.file
         and content.source.offset == source.offset + run.size
         and run.size + target.size <= _COPY_BYTES
-        # every tensor's items begin at a multiple of their size, in each part that is read
+        # so that in each part read, every tensor's items begin at a multiple of their size
         and run.size % ITEM_BYTES[target.dtype] == 0
     )
 
 
 def _collect(running: dict[Future[None], int]) -> int:
-    """Wait for a piece, raise its error, and return the bytes of all that are done."""
+    """Wait for a piece, raise its error if any, and return the bytes of all finished pieces."""
     finished, _ = wait(running, return_when=FIRST_COMPLETED)
     size = 0
     for future in finished:
