@@ -1,4 +1,4 @@
-"""How many micro-batches make the coming optimizer step: injected losses are divided by it."""
+"""Number of micro-batches in the next optimizer step; injected losses are divided by it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class AccumulationWindow:
-    """Reads the window from the trainer when one is attached, else works it out from the data.
+    """Reads the window from an attached trainer, or else computes it from the data.
 
     The last window of an epoch can be shorter (11 batches with accumulation 4: 4, 4, 3).
     """
@@ -24,11 +24,11 @@ class AccumulationWindow:
         self._current = 1
 
     def begin(self, args: Any, dataloader: Any, state: Any) -> None:
-        """Note the plan at the start of training; a trainer attached for another is let go.
+        """Record the window at the start of training; detach a trainer of an earlier training.
 
         Raises:
-            ObjectiveError: accumulation without an attached trainer where the windows cannot be
-                known: data of unknown length.
+            ObjectiveError: gradient accumulation over data of unknown length without an attached
+                trainer.
         """
         self._steps = self._current = args.gradient_accumulation_steps
         self._batches = None
@@ -59,7 +59,7 @@ class AccumulationWindow:
         self._current = remainder if last and remainder else self._steps
 
     def scale(self) -> float:
-        """1 / (micro-batches of the step under way)."""
+        """1 / (micro-batches of the current step)."""
         if self.trainer is not None:
             return 1.0 / self.trainer.current_gradient_accumulation_steps
         return 1.0 / self._current

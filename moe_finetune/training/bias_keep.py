@@ -1,8 +1,8 @@
-"""A learned routing bias stays with the weights that were trained with it.
+"""Keep a learned routing bias with the weights that were trained with it.
 
-Between trainings the recorder is off. The bias then acts only through hooks on the routers, and
-whatever ``save_pretrained`` writes has it: with an adapter in ``router_bias.safetensors``, inside
-a whole model where the family keeps one.
+Between trainings the recorder is off. The bias then acts through hooks on the routers, and
+``save_pretrained`` writes it: next to an adapter as ``router_bias.safetensors``, or inside a whole
+model where the family's checkpoints have a tensor for it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ log = logging.getLogger(__name__)
 
 
 class KeptBias:
-    """Puts a balancer's bias into a model's forwards and saves, and takes it off again.
+    """Adds a balancer's bias to a model's forwards and saves, and removes it again.
 
     Args:
-        model: whose ``save_pretrained`` is extended; under PEFT the adapted model.
-        balancer: the bias, as it is at each call.
-        owner: kept alive as long as the model has the bias.
-        in_checkpoints: whether a whole model is saved with it; an adapter always is.
+        model: the model whose ``save_pretrained`` is extended; under PEFT the adapted model.
+        balancer: read at each call.
+        owner: object kept alive as long as the model has the bias.
+        in_checkpoints: whether a whole model is saved with the bias; an adapter always is.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class KeptBias:
         self._unhook: list[Callable[[], None]] = []
 
     def in_saves(self) -> None:
-        """Write the bias with everything that the model saves from now on."""
+        """From now on, write the bias with everything that the model saves."""
         done = "save_pretrained" in self.model.__dict__
         if done or not (self._wanted and hasattr(self.model, "save_pretrained")):
             return
@@ -62,7 +62,7 @@ class KeptBias:
         self.model.__dict__["save_pretrained"] = wraps(original)(partial(self._save, original))
 
     def in_forwards(self) -> None:
-        """Select with the bias in every forward from now on, as the recorder did."""
+        """From now on, add the bias to the selection in every forward, as the recorder did."""
         if self._unhook:
             return
         self.balancer.install(self.model)
@@ -81,7 +81,7 @@ class KeptBias:
             self._unhook += [hook.remove for hook in hooks]
 
     def remove(self) -> None:
-        """Leave the model without the bias."""
+        """Remove the bias from the model's forwards and saves."""
         while self._unhook:
             self._unhook.pop()()
         self.model.__dict__.pop("save_pretrained", None)
@@ -114,9 +114,9 @@ class KeptBias:
 
 
 def save_beside(balancer: BiasBalancer, layers: Sequence[MoeLayer], adapter: Path) -> None:
-    """Write the bias into an adapter's folder; the merge puts it where the family keeps one.
+    """Write the bias into an adapter's folder; a merge moves it into the checkpoint.
 
-    The metadata note it, so that an adapter that lost the file is refused.
+    The adapter's metadata record that the file exists, so an adapter without it is refused.
     """
     save_state(adapter / BIAS_FILE, balancer.effective(layers))
     metadata = read_metadata(adapter)
@@ -127,10 +127,10 @@ def save_beside(balancer: BiasBalancer, layers: Sequence[MoeLayer], adapter: Pat
 def add_bias(
     balancer: BiasBalancer, layers: Sequence[MoeLayer], state: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """A whole model's ``state`` with the bias where its family keeps one.
+    """Return a whole model's ``state`` with the bias in its family's tensor.
 
     Raises:
-        UnsupportedModelError: the family has no place for it.
+        UnsupportedModelError: the family's checkpoints have no tensor for the bias.
     """
     family = layers[0].family
     bias_config(family, layers[0].experts.config.to_dict())
@@ -140,12 +140,12 @@ def add_bias(
 
 
 def name_bias(layers: Sequence[MoeLayer], folder: Path) -> None:
-    """Let the ``config.json`` of a checkpoint with :func:`add_bias` say that it has a bias."""
+    """Declare the bias from :func:`add_bias` in the checkpoint's ``config.json``."""
     change_config(folder, lambda config: bias_config(layers[0].family, config))
 
 
 def change_config(folder: Path, changes: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
-    """Lay ``changes``, made from the ``config.json`` in ``folder``, over it."""
+    """Update ``config.json`` in ``folder`` with what ``changes`` returns for its content."""
     file = folder / "config.json"
     config = read_object(file, CheckpointError, "train again")
     if changed := changes(config):

@@ -2,17 +2,18 @@
 
     trainer = SFTTrainer(..., callbacks=[SpecializationCallback("orthogonal_variance")])
 
-With ``output="runs/mine"`` it writes a run's folder there, which ``report``, ``compare``, ``watch``
+With ``output="runs/mine"`` it also writes a run folder, which ``report``, ``compare``, ``watch``
 and ``merge`` read.
 
-The callback puts the method on the trainer's model when training begins and takes it off when it
-ends. ``attach(trainer)`` is optional: it lets the callback read the accumulation window from the
-trainer (exact with unsized data and on a resume inside an epoch) and puts its values into what
-every other logger sees.
+The callback installs the method on the trainer's model when training begins and removes it when
+training ends. ``attach(trainer)`` is optional: with it, the callback reads the accumulation window
+from the trainer (exact with unsized data and on a resume inside an epoch), and every other logger
+sees its values.
 
-Tables and a loss-free bias follow the weights: into every checkpoint (``trainer_state.json``, so
-that a resume reads them from the path it is given), back with the best model, and on into a second
-``train()``. After training a bias stays on the model, for evaluation and saving, until ``close()``.
+Running tables and a loss-free bias follow the weights. They are saved in every checkpoint (in
+``trainer_state.json``, where a resume finds them), restored with the best model, and kept for a
+second ``train()``. After training the bias stays on the model, for evaluation and saving, until
+``close()``.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ OPTIONS = ("output", "dropout", "kernel")
 
 
 def _check_equal_steps(dataloader: Any) -> None:
-    """Refuse ranks with different numbers of batches: the one that continues would wait forever."""
+    """Refuse ranks with different numbers of batches: the longest would wait forever."""
     try:
         batches = len(dataloader)
     except TypeError:
@@ -68,24 +69,24 @@ class SpecializationCallback(TrainerCallback, ExportableState):
     """Adds a method's losses and routing metrics to a trainer.
 
     Args:
-        method: a preset's name, or the same mapping as ``method:`` in a recipe.
-        output: a new or empty folder for the run: its log, its routing before and after training
-            and at evaluations, its method, and the adapter. Call ``attach(trainer)`` to measure
-            the routing on the trainer's evaluation data instead of its training data.
+        method: the name of a preset, or a mapping as under ``method:`` in a recipe.
+        output: a new or empty folder for the run's log, its routing (before training, after it and
+            at evaluations), its method and the adapter. Call ``attach(trainer)`` to measure routing
+            on the trainer's evaluation data instead of its training data.
         dropout: LoRA dropout inside the routed and shared experts (PEFT has none there).
-        kernel: the experts' products: "auto", "grouped" or "loop".
-        **overrides: keys of ``method:`` laid over the preset.
+        kernel: how the experts' matrix products run: "auto", "grouped" or "loop".
+        **overrides: keys of ``method:`` that override the preset's.
 
     Attributes:
-        specialization: the method at work, from the beginning of training on.
-        run_metadata: facts of the run that adapters in checkpoints get, with those of the method.
-        routing_file: gets a line of JSON at every evaluation: who routed where, by step.
+        specialization: the installed method; set when training begins.
+        run_metadata: facts about the run, written with the method into checkpoints' adapters.
+        routing_file: receives one line of JSON, the routing at that step, at every evaluation.
 
     Raises:
         RecipeError: an unknown preset, term or option.
-        OutputExistsError: when training begins: ``output`` is not empty.
-        ObjectiveError: when training begins: a term that reaches nothing trainable, fp16, or a
-            trainer that adds a balance loss of its own.
+        OutputExistsError: ``output`` is not empty (raised when training begins).
+        ObjectiveError: a term that reaches nothing trainable, fp16, or a trainer that adds its own
+            balance loss (raised when training begins).
     """
 
     def __init__(
@@ -109,16 +110,16 @@ class SpecializationCallback(TrainerCallback, ExportableState):
 
     @classmethod
     def from_section(cls, section: str | Mapping[str, Any]) -> SpecializationCallback:
-        """The callback of a section in another program's config; see :meth:`split_section`."""
+        """Build the callback from another program's config section; see :meth:`split_section`."""
         method, options = cls.split_section(section)
         return cls(method, **options)
 
     @staticmethod
     def split_section(section: Any) -> tuple[str | dict[str, Any], dict[str, Any]]:
-        """A method and this callback's options out of one mapping, or a preset's name.
+        """Split one mapping, or a preset's name, into a method and this callback's options.
 
         Raises:
-            RecipeError: it is neither.
+            RecipeError: ``section`` is neither.
         """
         if isinstance(section, str):
             return section, {}
@@ -141,13 +142,13 @@ class SpecializationCallback(TrainerCallback, ExportableState):
         return {key: value for key, value in section.items() if key not in OPTIONS}, options
 
     def attach(self, trainer: Trainer) -> SpecializationCallback:
-        """Read the accumulation window from ``trainer`` and log before its other callbacks."""
+        """Read the accumulation window from ``trainer``, and log before its other callbacks."""
         self.read_from(trainer)
         add_callbacks(trainer, self)
         return self
 
     def read_from(self, trainer: Trainer) -> None:
-        """Read window and evaluation data from ``trainer``, whose callbacks stay in their order."""
+        """Read window and evaluation data from ``trainer`` without reordering its callbacks."""
         if getattr(trainer, "aux_loss_enabled", False):
             raise ObjectiveError(OWN_BALANCE_LOSS)
         model: Any = trainer.model
@@ -190,7 +191,7 @@ class SpecializationCallback(TrainerCallback, ExportableState):
                 self._run.discard()
             raise
         specialization.run = state
-        # The stock Trainer asks for this at every save, and a checkpoint may have come without.
+        # The stock Trainer calls this at every save, and a checkpoint may lack its state.
         state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         self._say_where_the_bias_goes(specialization)
         self._say_what_is_balanced(args.gradient_accumulation_steps)
@@ -256,14 +257,14 @@ class SpecializationCallback(TrainerCallback, ExportableState):
         return self._at_work().recorder
 
     def close(self) -> None:
-        """Take the method off the model; also right after an exception in the trainer."""
+        """Remove the method from the model; safe to call right after the trainer raised."""
         if self.specialization is not None:
             self.specialization.restore()
 
     # -- what checkpoints hold ----------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What transformers puts into a checkpoint's ``trainer_state.json``."""
+        """Return what transformers stores in a checkpoint's ``trainer_state.json``."""
         tables = self.table_state() if self.specialization is not None else {}
         return {
             "args": {
@@ -275,18 +276,18 @@ class SpecializationCallback(TrainerCallback, ExportableState):
         }
 
     def table_state(self) -> dict[str, torch.Tensor]:
-        """Tables and biases, equal on all ranks."""
+        """Return running tables and biases, which are equal on all ranks."""
         return self._at_work().state_dict()
 
     def describe_adapter(self, folder: Path) -> None:
-        """Write into a checkpoint's adapter what belongs to it; a ResumableTrainer calls this."""
+        """Add bias and metadata to a checkpoint's adapter; called by ResumableTrainer."""
         specialization = self._at_work()
         describe_adapter(
             specialization.model, folder, self.dropout, specialization.balancer, self.run_metadata
         )
 
     def rank_state(self) -> dict[str, Any]:
-        """What this rank has counted since the last log; a ResumableTrainer saves it."""
+        """Return this rank's counts since the last log; saved by ResumableTrainer."""
         return self._at_work().statistics.state_dict()
 
     def load_rank_state(self, state: dict[str, Any]) -> None:
@@ -294,7 +295,7 @@ class SpecializationCallback(TrainerCallback, ExportableState):
 
     @staticmethod
     def share_rank_states(states: list[dict[str, Any]], rank: int) -> dict[str, Any]:
-        """What ``rank`` loads of the states of another number of ranks."""
+        """Return what ``rank`` loads when a different number of ranks saved ``states``."""
         return TrainingStatistics.share(states, rank)
 
     def _begin_run(
@@ -312,7 +313,7 @@ class SpecializationCallback(TrainerCallback, ExportableState):
         return self.specialization
 
     def _tables(self, saved: dict[str, Any], where: str) -> dict[str, torch.Tensor]:
-        """Tables among the callbacks' states of a checkpoint; none in one made without this."""
+        """Return the tables in a checkpoint's callback states; empty without this callback's."""
         states = saved.get(type(self).__name__)
         states = states[0] if isinstance(states, list) else states
         return from_text(states["attributes"]["saved_tables"], where) if states else {}

@@ -10,7 +10,7 @@ FIRST = (
     "SpecializationCallback",  # puts the method's values into the log entry that all others read
     "RoutingDrift",  # adds to the same entry
     "RunLog",  # writes the entry
-    "NumericsGuard",  # has its say before anything is saved or shown
+    "NumericsGuard",  # acts before anything is saved or shown
     "CollapseWatch",
     "FoundWeights",
     "LiveTable",  # shows what was written
@@ -18,12 +18,12 @@ FIRST = (
 """Before the trainer's own callbacks and reporters."""
 LAST = (
     "KeepSteps",  # keeps the model that the step's other callbacks left
-    "StopOnSignal",  # may end the run, so that nothing may come after it
+    "StopOnSignal",  # may end the run, so it comes last
 )
 
 
 def add_callbacks(trainer: Any, *callbacks: TrainerCallback) -> None:
-    """Add ``callbacks`` to ``trainer``, all in the order above, others between in theirs."""
+    """Add ``callbacks`` to ``trainer`` in the order above; other callbacks keep their order."""
     listed = trainer.callback_handler.callbacks
     listed += [callback for callback in callbacks if callback not in listed]
     listed.sort(key=_position)

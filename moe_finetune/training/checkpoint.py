@@ -1,7 +1,7 @@
-"""A training checkpoint on disk: appears whole or not at all, and says whether it still is.
+"""A training checkpoint on disk: written whole or not at all, and verifiable afterwards.
 
-``manifest.json``, with the size and SHA-256 of each file, is written last. A folder is used only
-when its manifest verifies, so that what a faulty disk left is passed over.
+``manifest.json``, with the size and SHA-256 of each file, is written last. A folder is used only if
+its manifest verifies, so a checkpoint damaged by a faulty disk is skipped.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Entry = dict[str, int | str]
 def write_checkpoint(
     target: Path, parts: Iterable[Writer], hashed: Mapping[str, Entry] | None = None
 ) -> None:
-    """Make ``target`` out of ``parts``, each a function that writes files into the folder it gets.
+    """Write ``target``; each of ``parts`` writes its files into the folder it is called with.
 
-    ``hashed`` are entries of files that other ranks have written, synced and read.
+    ``hashed``: manifest entries of files that other ranks have written, synced and hashed.
 
     Raises:
-        OSError, DiskSpaceError: the disk is full or fails; ``target`` is what it was.
+        OSError, DiskSpaceError: the disk is full or fails; ``target`` is unchanged.
     """
     entries = dict(hashed or {})
     with output_folder(target, 0, overwrite=True) as staged:  # it may replace a damaged one
@@ -52,10 +52,10 @@ def verify_checkpoint(folder: Path, hashes: bool = True, share: tuple[int, int] 
 
     Args:
         hashes: read every byte; otherwise only names and sizes.
-        share: (rank, ranks) of which each reads its share of the bytes.
+        share: (rank, ranks); each rank reads its share of the bytes.
 
     Raises:
-        CheckpointError: what is missing or damaged.
+        CheckpointError: a file is missing or damaged.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -83,7 +83,7 @@ def verify_checkpoint(folder: Path, hashes: bool = True, share: tuple[int, int] 
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """Checkpoint folders under ``root``, newest first, whole or not."""
+    """Checkpoint folders under ``root``, newest first, complete or not."""
     if not root.is_dir():
         return []
     folders = [p for p in root.iterdir() if p.is_dir() and step_of(p) is not None]
@@ -91,7 +91,7 @@ def checkpoints(root: Path) -> list[Path]:
 
 
 def newest_checkpoint(root: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that verifies, and why each newer one was passed over."""
+    """The newest checkpoint that verifies, and why each newer one was skipped."""
     problems = []
     for folder in checkpoints(root):
         try:
@@ -106,10 +106,10 @@ def newest_checkpoint(root: Path) -> tuple[Path | None, list[str]]:
 
 
 def rotate(root: Path, keep: int | None, best: Path | None = None) -> list[Path]:
-    """Remove all but the ``keep`` newest whole checkpoints and ``best``; return what was removed.
+    """Remove all but the ``keep`` newest complete checkpoints and ``best``; return those removed.
 
-    Nothing is removed unless the newest one verifies, byte for byte. Damaged folders count for
-    nothing and go with the others.
+    Nothing is removed unless the newest one verifies, byte for byte. Damaged folders do not count
+    toward ``keep`` and are removed too.
     """
     if keep is None or keep <= 0:
         return []
@@ -142,7 +142,7 @@ def step_of(folder: Path) -> int | None:
 
 
 def entry_of(path: Path) -> Entry:
-    """What the manifest says of a file."""
+    """The manifest's entry for a file: its size and SHA-256."""
     return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
 
 

@@ -1,7 +1,7 @@
-"""What a trainer's checkpoint contains, and which rank writes which part of it.
+"""The contents of a trainer's checkpoint, and which rank writes each part.
 
-Rank 0 writes an adapter, a whole model and small state. The tensors of a sharded model without an
-adapter, and the moments of any sharded optimizer, are written by the rank that has them.
+Rank 0 writes an adapter, a whole model and small state. Each rank writes its shards of a model
+without an adapter and of an optimizer's moments.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ WEIGHTS, OPTIMIZER = "weights", "optimizer"
 def checkpoint_parts(
     trainer: Any, target: Path, callbacks: Sequence[Any]
 ) -> tuple[list[Writer], dict[str, Entry]]:
-    """Functions that write the checkpoint's files, and entries of its shards.
+    """Return functions that write the checkpoint's files, and manifest entries of its shards.
 
-    All ranks call it: it gathers, and writes shards next to ``target``.
+    Every rank must call this: it gathers tensors and writes shards next to ``target``.
 
     Raises:
-        OSError: on all ranks, where one could not write its shard.
+        OSError: on all ranks, when one of them could not write its shard.
     """
     model = trainer.model
     adapted = getattr(model, "peft_config", None) is not None
@@ -96,12 +96,12 @@ def rows_of(args: Any) -> int:
 
 
 def accumulation(checkpoint: Path, args: Any) -> int:
-    """The accumulation with which steps take as many rows as those of ``checkpoint``.
+    """The accumulation that gives steps as many rows as those of ``checkpoint``.
 
-    It is that of ``args`` where the number of processes is the checkpoint's.
+    With as many processes as the checkpoint's run had, this is the accumulation in ``args``.
 
     Raises:
-        CheckpointError: no accumulation does.
+        CheckpointError: no accumulation gives that many rows.
     """
     world, rows = written_by(checkpoint)
     if world == args.world_size:
@@ -117,10 +117,10 @@ def accumulation(checkpoint: Path, args: Any) -> int:
 
 
 def check_rows(checkpoint: Path, args: Any) -> None:
-    """Refuse another number of processes whose steps have another size.
+    """Refuse a different number of processes if it changes the number of rows per step.
 
     Raises:
-        CheckpointError: says which accumulation keeps the size.
+        CheckpointError: the size differs; the message names the accumulation that keeps it.
     """
     steps = accumulation(checkpoint, args)
     if steps != args.gradient_accumulation_steps:
@@ -131,16 +131,14 @@ def check_rows(checkpoint: Path, args: Any) -> None:
 
 
 def _writes_shards(trainer: Any) -> bool:
-    """A sharded model's ranks write their own parts, unless accelerate's config says
-    FULL_STATE_DICT.
-    """
+    """Whether ranks write their own shards: FSDP2, unless accelerate uses FULL_STATE_DICT."""
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     gathers = plugin is not None and "FULL" in str(plugin.state_dict_type)
     return is_sharded(trainer.model) and not gathers
 
 
 def _rank_blob(trainer: Any, callbacks: Sequence[Any]) -> bytes:
-    """What differs between ranks: random numbers, sums since the last log, rollouts in use."""
+    """State that differs between ranks: random state, sums since the last log, rollouts in use."""
     return pack_rank(
         {
             "world_size": trainer.args.world_size,
@@ -158,7 +156,7 @@ def _rank_blob(trainer: Any, callbacks: Sequence[Any]) -> bytes:
 
 
 def _export_callbacks(trainer: Any) -> None:
-    """Note what stateful callbacks hold (tables, biases), as the stock Trainer does."""
+    """Export the state of stateful callbacks (tables, biases), as the stock Trainer does."""
     for callback in [*trainer.callback_handler.callbacks, trainer.control]:
         if isinstance(callback, ExportableState):
             trainer.state.stateful_callbacks[type(callback).__name__] = callback.state()

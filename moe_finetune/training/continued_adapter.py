@@ -1,4 +1,4 @@
-"""Training that continues an existing adapter, from any program.
+"""Continue training an existing adapter, written by any program.
 
 Shape legend: E experts (1 for a matrix), R the recipe's rank, r the adapter's, I inputs, O outputs.
 """
@@ -18,18 +18,17 @@ from moe_finetune.errors import AdapterError
 
 @torch.no_grad()
 def continue_adapter(model: Any, path: Path, checkpoint: Checkpoint) -> None:
-    """Copy what an adapter has learned into ``model``'s new factors, as ``add_lora`` makes them.
+    """Copy an adapter's weights into the new factors that ``add_lora`` gave ``model``.
 
-    The model then computes what base and adapter compute. An adapter of a lower rank than the
-    recipe's leaves directions free, which begin as new ones do; parts that it does not adapt are
-    new.
+    The model then computes the same as base and adapter. If the adapter's rank is lower than the
+    recipe's, the remaining directions start fresh; so do factors on parts that it does not adapt.
 
     Args:
         path: the adapter's folder.
-        checkpoint: the base that it was trained on.
+        checkpoint: the base model that the adapter was trained on.
 
     Raises:
-        AdapterError: it adapts or replaces what the recipe does not, or has a higher rank.
+        AdapterError: it adapts or replaces parts that the recipe does not, or has a higher rank.
     """
     from peft.tuners.lora.layer import LoraLayer
 
@@ -77,7 +76,7 @@ def continue_adapter(model: Any, path: Path, checkpoint: Checkpoint) -> None:
 def _fill(
     target: Tensor, values: Tensor, experts: int, rank: int, target_rank: int, *, in_a: bool
 ) -> None:
-    """Copy factors of ``rank`` into the first directions of PEFT's packed ``target_rank`` ones."""
+    """Copy factors of ``rank`` into the first directions of PEFT's packed ``target_rank``."""
     if in_a:
         target.view(experts, target_rank, -1)[:, :rank] = values.view(experts, rank, -1).to(target)
         return

@@ -1,4 +1,4 @@
-"""How far the policy's routing has moved from the reference's, for stages that have a policy.
+"""How far the policy's routing has moved from the reference's, for preference and RL stages.
 
 Both route the same sample of the training rows: the model with its adapter, and with the adapter
 switched off. Shape legend: T tokens, L MoE layers, E experts, K selected.
@@ -31,8 +31,8 @@ class RoutingDrift(TrainerCallback):
     """Adds ``routing/kl_from_reference`` and ``routing/changed_from_reference`` to each log.
 
     Args:
-        callback: whose recorder is on the model.
-        examples: rows with ``input_ids``; the first 1,024 tokens of them are routed.
+        callback: its recorder is on the model.
+        examples: rows with ``input_ids``; their first 1,024 tokens are routed.
     """
 
     def __init__(self, callback: SpecializationCallback, examples: Iterable[Example]):
@@ -52,7 +52,7 @@ class RoutingDrift(TrainerCallback):
 def watch_drift(
     trainer: Any, callback: SpecializationCallback, examples: Iterable[Example]
 ) -> None:
-    """Log the drift of ``trainer``'s policy; say so where there is no reference to compare."""
+    """Log the drift of ``trainer``'s policy, or that there is no reference to compare with."""
     if not hasattr(trainer.model, "disable_adapter"):
         log.warning(
             "routing/kl_from_reference is not logged: without an adapter to disable, there is "
@@ -66,13 +66,13 @@ def routing_drift(recorder: Recorder, rows: Sequence[Sequence[int]]) -> dict[str
     """Compare the routing of an adapted model with that of its base, on the same tokens.
 
     Args:
-        recorder: installed on a PEFT model; every rank must call where the model is sharded.
-        rows: token ids, each a sequence of its own.
+        recorder: installed on a PEFT model; with a sharded model every rank must call this.
+        rows: token ids, one sequence per row.
 
     Returns:
         ``routing/kl_from_reference``: mean over tokens and layers of ``KL(policy || reference)``
-        of the router's distributions over all experts, nats. ``routing/changed_from_reference``:
-        share of tokens and layers whose selected experts are not the same set.
+        of the routers' distributions over all experts, in nats. ``routing/changed_from_reference``:
+            share of (token, layer) pairs whose sets of selected experts differ.
     """
     model: Any = recorder.model
     policy = _routing(recorder, rows)

@@ -1,7 +1,7 @@
 """Whole tensors of a model whose parameters may be sharded over ranks (FSDP2), only on rank 0.
 
-All ranks call these functions, because gathering is collective; one tensor at a time passes through
-the others' memory, and only rank 0, which writes files, keeps what was gathered.
+Every rank must call these functions, because gathering is collective. The other ranks hold one
+gathered tensor at a time; only rank 0, which writes the files, keeps them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from moe_finetune.training import ranks
 
 
 def fill(target: Tensor, value: Tensor) -> None:
-    """Copy the whole ``value`` into ``target``, which may be one rank's part of a sharded one."""
+    """Copy the whole ``value`` into ``target``, which may be sharded."""
     with torch.no_grad():
         target.copy_(like(target, value))
 
 
 def like(target: Any, value: Tensor) -> Tensor:
-    """``value`` on ``target``'s device, sharded as it is; the type stays ``value``'s."""
+    """``value`` on ``target``'s device and sharded like it; the dtype is unchanged."""
     if not hasattr(target, "device_mesh"):
         return value.to(target.device)
     from torch.distributed.tensor import distribute_tensor
@@ -34,17 +34,17 @@ def like(target: Any, value: Tensor) -> Tensor:
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what compiling, checkpointing and wrapping put into it."""
+    """A parameter's name without the prefixes of compiling, checkpointing and wrapping."""
     for part in ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."):
         name = name.replace(part, "")
     return name.removeprefix("module.")
 
 
 def trained_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors that training changes, under the names a checkpoint has; empty past rank 0.
+    """The tensors that training changes, by their names in a checkpoint; empty except on rank 0.
 
-    An adapted model gives PEFT's names of its active adapter, any other its trainable parameters.
-    What lies whole on the CPU already is not copied: write it before the next step.
+    For an adapted model, the active adapter under PEFT's names; for any other, its trainable
+    parameters. Unsharded tensors on the CPU are not copied: write them before the next step.
     """
     model = getattr(model, "module", model)
     gathered = _gathered(model, ignore_frozen_params=True)
@@ -52,9 +52,9 @@ def trained_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def whole_model(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Every parameter, as ``dtype`` (or its own), and every buffer, as it is; empty past rank 0.
+    """Every parameter, in ``dtype`` if given, and every buffer; empty except on rank 0.
 
-    A buffer is a router's correction bias, which decides between close scores in float32.
+    Buffers keep their dtype: a router's correction bias must stay float32 to separate close scores.
     """
     buffers = {plain_name(name) for name, _ in model.named_buffers()}
     gathered = _gathered(getattr(model, "module", model))
@@ -72,7 +72,7 @@ def _gathered(model: nn.Module, **options: Any) -> dict[str, Any]:
 
 
 def _trained(model: nn.Module, state: dict[str, Any]) -> dict[str, Tensor]:
-    """The part of a model's ``state`` that trains, under the names a checkpoint has."""
+    """The part of a model's ``state`` that trains, by its names in a checkpoint."""
     from peft import PeftModel
 
     if isinstance(model, PeftModel):
@@ -89,7 +89,7 @@ def _trained(model: nn.Module, state: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def live_weights(model: nn.Module) -> dict[str, Tensor]:
-    """As :func:`trained_weights`, but this rank's own tensors, sharded as they are."""
+    """Like :func:`trained_weights`, but with this rank's tensors, still sharded."""
     model = getattr(model, "module", model)
     state = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
     return _trained(model, state)
@@ -99,7 +99,7 @@ def set_weights(model: nn.Module, weights: Mapping[str, Tensor], where: str) -> 
     """Put ``weights`` back into the model.
 
     Raises:
-        CheckpointError: names or shapes are not the model's; ``where`` is named.
+        CheckpointError: names or shapes are not the model's; the message names ``where``.
     """
     live = live_weights(model)
     _same_names(live, weights, where)

@@ -1,8 +1,8 @@
 """Checkpoints inside a generation batch: the completions in use are saved and trained on.
 
 TRL samples completions for several micro-batches at once, and GRPO may train on them several times.
-A checkpoint can lie in between, and a resumed run must not sample others. Its prompts must be those
-of its epoch, too: TRL's sampler draws their order from a generator that no checkpoint has.
+A checkpoint can fall in between, and a resumed run must not sample new completions. It also needs
+its epoch's order of prompts, which TRL's sampler draws from a generator that no checkpoint stores.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class ResumesRollouts(_Trainer):
-    """Saves and restores TRL's buffer of completions, on each rank its own; a mixin."""
+    """Mixin that saves and restores TRL's buffer of completions, one per rank."""
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         sampler = super()._get_train_sampler(*args, **kwargs)
@@ -37,11 +37,11 @@ class ResumesRollouts(_Trainer):
         return {"step": self._step, "batches": batches}
 
     def load_rollout_state(self, state: dict[str, Any] | None) -> None:
-        """Go on with the completions of a checkpoint.
+        """Continue with the completions of a checkpoint.
 
         Args:
-            state: None where another number of ranks wrote the checkpoint: each rank samples
-                completions of its own prompts again.
+            state: None when a different number of ranks wrote the checkpoint; each rank then
+                samples completions of its prompts again.
         """
         if state is None:
             self._step = self.state.global_step * self.args.gradient_accumulation_steps
@@ -68,7 +68,7 @@ class ResumesRollouts(_Trainer):
 
 
 def _order_of_epoch(sampler: Any, epoch: int) -> None:
-    """Let a ``RepeatSampler`` draw the order that a run from the start would have in ``epoch``."""
+    """Give a ``RepeatSampler`` the order that an uninterrupted run would have in ``epoch``."""
     if sampler.shuffle:
         sampler.generator.manual_seed(sampler.seed)
         for _ in range(epoch):

@@ -1,7 +1,7 @@
-"""The folder of a run whose trainer is not ours: what :mod:`moe_finetune.run` writes of its own.
+"""The run folder for another program's trainer, as :mod:`moe_finetune.run` writes it.
 
-``recipe.yaml`` has what can be read from the trainer: model, method, the adapter's size and the
-trainer's arguments. It has no data, so the verbs that read runs take it, and ``train`` does not.
+``recipe.yaml`` contains what the trainer reveals: model, method, the adapter's size and the
+trainer's arguments. It names no data, so commands that read runs accept it but ``train`` does not.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ ARGUMENTS = (
 
 
 class HostRun:
-    """Writes a run's folder while somebody else's trainer trains.
+    """Writes a run folder while another program's trainer trains.
 
     Args:
-        output: the folder; new or empty, unless the trainer resumes.
-        dropout: of the adapter inside the experts.
+        output: a new or empty folder, unless the trainer resumes.
+        dropout: LoRA dropout inside the experts.
 
     Raises:
-        OutputExistsError: ``output`` contains something else, or a run that is not resumed.
+        OutputExistsError: ``output`` contains other files, or a run that is not resumed.
     """
 
     def __init__(self, output: Path, method: Method, dropout: float):
@@ -84,13 +84,13 @@ class HostRun:
         events: Mapping[str, Any],
         trainer: Any,
     ) -> None:
-        """Check the folder, take the routing before training, and write what is known.
+        """Check the folder, record the routing before training, and write the run's files.
 
-        All ranks call this before the method is on the model.
+        Every rank must call this before the method is installed on the model.
 
         Args:
-            events: what the trainer passes to callbacks when training begins.
-            trainer: the trainer itself where it is known: then its evaluation data are measured.
+            events: keyword arguments that the trainer passes to callbacks when training begins.
+            trainer: the trainer if known; routing is then measured on its evaluation data.
         """
         resumed = enter_folder(self.output, self._run.recipe, "a run", bool(state.global_step))
         recipe = self._recipe = self._read_recipe(specialization.model, args)
@@ -125,12 +125,12 @@ class HostRun:
         self._log.on_train_begin(args, state, None)
 
     def discard(self) -> None:
-        """Remove what :meth:`begin` wrote of a training that cannot begin."""
+        """Remove what :meth:`begin` wrote when training cannot begin."""
         if ranks.rank() == 0:
             discard(self._run, self._new_folder)
 
     def step(self, args: Any, state: Any, control: Any) -> None:
-        """After an optimizer step: note the weights that were found for shares."""
+        """After an optimizer step, record the weights that were found for shares."""
         assert self._weights is not None
         self._weights.on_step_end(args, state, control)
 
@@ -139,9 +139,10 @@ class HostRun:
         self._log.on_log(args, state, control, logs=logs)
 
     def end(self, specialization: Specialization) -> None:
-        """The routing after training, and the adapter; all ranks, the losses off the model.
+        """Write the routing after training and the adapter.
 
-        The trainer has yet to save what it trained, so a failure to write is a warning.
+        Every rank must call this after the losses are removed. A failure to write is only a
+        warning, because the trainer still has to save its model.
         """
         assert self._recipe is not None
         try:
@@ -177,7 +178,7 @@ class HostRun:
             )
 
     def _read_recipe(self, model: Any, args: Any) -> Recipe:
-        """What a recipe says of this training, as far as the model shows it."""
+        """A recipe that describes this training, as far as the model reveals it."""
         inner = causal_lm(model)
         name = getattr(inner.config, "_name_or_path", "") or getattr(
             backbone_of(model).config, "_name_or_path", ""
@@ -204,7 +205,7 @@ class HostRun:
 
 
 def _text(recipe: Recipe, arguments: Mapping[str, Any]) -> str:
-    """``recipe.yaml``: what the trainer's arguments and the model say, and nothing assumed."""
+    """The text of ``recipe.yaml``: only what the trainer's arguments and the model state."""
     sections = recipe.to_mapping()
     lora = sections["lora"] and {name: sections["lora"][name] for name in ("rank", "alpha")}
     known_sections = {
@@ -226,7 +227,7 @@ def _lora_config(model: Any) -> Any:
 
 
 def _unsaved(model: Any) -> str | None:
-    """Why what was trained is not written here."""
+    """Why the trained weights cannot be written here, or None."""
     if hasattr(model, "peft_config") and _lora_config(model) is None:
         return "the adapter is not LoRA; merge the adapter that the trainer saves"
     return None
@@ -239,7 +240,7 @@ def _tokenizer_of(recipe: Recipe) -> Any:
 
 
 def _sample(trainer: Trainer | None, loader: Any) -> tuple[list[Example], bool]:
-    """Rows to take snapshots of, and whether training does not see them."""
+    """Rows for routing snapshots, and whether they are held out from training."""
     collate = getattr(loader, "collate_fn", None)
     held_out = getattr(trainer, "eval_dataset", None)
     sets = (held_out if isinstance(held_out, Mapping) else {"evaluation": held_out}).items()
@@ -267,7 +268,7 @@ def _dataset(loader: Any) -> Any:
 
 
 def _no_rows(dataset: Any) -> str:
-    """Why rows of a data set cannot be read during training; empty where they can."""
+    """Why a dataset's rows cannot be read during training; empty if they can."""
     if dataset is None:
         return "the trainer has no dataset to read"
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
@@ -280,7 +281,7 @@ def _no_rows(dataset: Any) -> str:
 
 
 def _token_rows(dataset: Any, collate: Any, name: str) -> Iterator[Example]:
-    """Rows as tokens, one at a time; the random numbers of training stay what they are."""
+    """Rows as tokens, one at a time, without drawing from training's random state."""
     for index in range(len(dataset)):
         state = random_state()
         try:
@@ -293,7 +294,7 @@ def _token_rows(dataset: Any, collate: Any, name: str) -> Iterator[Example]:
 
 
 def _tokens(row: Any, collate: Any) -> Iterable[list[int]]:
-    """The tokens of a row, or those that the trainer's collator makes of it."""
+    """The tokens of a row, or those that the trainer's collator makes from it."""
     if isinstance(row, Mapping) and row.get("input_ids") is not None:
         yield torch.as_tensor(row["input_ids"]).flatten().tolist()
         return

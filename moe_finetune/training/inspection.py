@@ -1,7 +1,7 @@
-"""What a checkpoint is, what a recipe would train in it, and the memory that takes.
+"""Facts about a checkpoint, what a recipe would train in it, and the memory needed.
 
-Everything is computed from file headers and, where a recipe or the family asks for it, on the meta
-device; no weight is read.
+Everything is computed from file headers and, where a recipe or the family needs it, on the meta
+device. No weights are read.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class Inspection:
-    """Facts of one checkpoint; ``coverage`` and ``memory`` are those of the recipe, if given.
+    """Facts about one checkpoint; ``coverage`` and ``memory`` are for the recipe, if given.
 
-    ``untrained`` are tensors and bytes of each part of the files that is not loaded.
+    ``untrained``: tensors and bytes of each part of the files that is not loaded.
     """
 
     path: str
@@ -103,15 +103,15 @@ class Inspection:
 def inspect_checkpoint(
     source: str | Checkpoint, recipe: Recipe | None = None, gpu: float | None = None, gpus: int = 1
 ) -> Inspection:
-    """Describe a checkpoint folder, hub id or opened checkpoint, and what ``recipe`` does with it.
+    """Describe a checkpoint folder, hub id or opened checkpoint, and what ``recipe`` would train.
 
     Args:
-        gpu: GiB of one, to say whether the recipe fits.
-        gpus: that share the weights by FSDP2.
+        gpu: memory of one GPU in GiB, to predict whether the recipe fits.
+        gpus: number of GPUs that share the weights by FSDP2.
 
     Raises:
-        CheckpointError: a folder that is incomplete or damaged, by its headers.
-        UnsupportedModelError: no family has its ``model_type``.
+        CheckpointError: the folder is incomplete, or a file header is damaged.
+        UnsupportedModelError: no family supports its ``model_type``.
         RecipeError: the recipe's LoRA targets match nothing.
     """
     from moe_finetune.models.loading import load_config
@@ -172,7 +172,7 @@ def inspect_checkpoint(
 
 
 def _opened(source: str | Checkpoint) -> Checkpoint | None:
-    """The checkpoint; None of a hub id, whose weights are not fetched."""
+    """The opened checkpoint; None for a hub id, whose weights are not downloaded."""
     from moe_finetune.checkpoint.opened import open_checkpoint
 
     if isinstance(source, str) and not Path(source).exists():

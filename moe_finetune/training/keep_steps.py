@@ -1,4 +1,4 @@
-"""Keeps the model every so many steps, to be scored once training has ended."""
+"""Save the model at regular steps, for evaluation after training."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ log = logging.getLogger(__name__)
 
 
 class KeepSteps(TrainerCallback):
-    """Writes what the run would leave if it ended here, every ``evaluation.every`` steps.
+    """Saves the trained model, as at the end of a run, every ``evaluation.every`` steps.
 
-    The last step is left out: the run itself saves that one. A checkpoint of training is no
-    substitute: sharded ones cannot be opened, and old ones are deleted.
+    The run itself saves the last step. Training checkpoints are no substitute: sharded ones cannot
+    be opened, and old ones are deleted.
 
     Args:
-        model: as :func:`~moe_finetune.training.save.save_trained` takes it.
-        method: knows the routing bias that is written with it.
+        model: see :func:`~moe_finetune.training.save.save_trained`.
+        method: provides the routing bias that is saved with the model.
     """
 
     def __init__(

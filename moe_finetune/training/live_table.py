@@ -1,4 +1,4 @@
-"""Training as it is shown: losses, routing, speed and time left, at every log of the trainer."""
+"""The live table of training: losses, routing, speed and time left, at every log."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_finetune.metrics.shown import name, number, ordered
 
 
 class LiveTable(TrainerCallback):
-    """Takes the place of transformers' bars and dictionaries on the main process."""
+    """Replaces transformers' progress bars and printed dictionaries on the main process."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[float]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Strength of a method's terms on one window, without training anything."""
+"""Measure the strength of a method's terms without training."""
 
 from __future__ import annotations
 
@@ -25,23 +25,25 @@ from moe_finetune.training.strength import PARTS
 def measure_strength(
     model: nn.Module, method: Any, batches: Iterable[Mapping[str, Tensor]]
 ) -> list[dict[str, Any]]:
-    """Strength of each of ``method``'s terms on one window, without training anything.
+    """Measure the strength of each of ``method``'s terms on one window, without training.
 
     Args:
-        model: a supported causal language model, with or without PEFT, with what shall train set to
-            ``requires_grad``.
-        method: a preset's name, a ``method:`` mapping, or a resolved method. A share is turned into
-            the weight that gives it.
+        model: a supported causal language model, with or without PEFT; parameters to train have
+            ``requires_grad`` set.
+        method: a preset's name, a ``method:`` mapping, or a resolved method. A share is converted
+            to the weight that gives it.
         batches: the window's micro-batches, each with ``labels``; the language loss is the mean
-            over all tokens that are learned.
+            over all tokens that have a label.
 
     Returns:
-        A row a term: ``term``, ``weight``, ``share_router``, ``share_experts``, ``cosine_router``,
-        ``cosine_experts`` (None where the part does not train) and ``weight_for_10_percent`` (None
-        for a term without a gradient, such as a hinge that is met).
+        One row per term: ``term``, ``weight``, ``share_router``, ``share_experts``,
+            ``cosine_router``, ``cosine_experts`` (None if the part does not train) and
+            ``weight_for_10_percent`` (None for a term without a gradient, such as a hinge that is
+            met).
 
     Raises:
-        ObjectiveError: there are no batches, or one has no labels; a share without a gradient.
+        ObjectiveError: there are no batches, a batch has no labels, or a term with a share has no
+            gradient.
     """
     window = [dict(batch) for batch in batches]
     if not window or any(batch.get("labels") is None for batch in window):
@@ -68,14 +70,14 @@ def measure_strength(
 
 
 def strength_of(checkpoint: str, recipe: Recipe) -> list[dict[str, Any]]:
-    """Strength of the recipe's losses on ``checkpoint`` and the window its training begins with.
+    """Measure the recipe's losses on ``checkpoint`` and the first window of its training.
 
-    Model, adapter, seed and the order of the data are the run's; nothing is trained or kept. With
+    Model, adapter, seed and the order of the data are the run's; nothing is trained or saved. With
     several processes the run's window is larger: this is one process's part of it.
 
     Raises:
         RecipeError: the recipe has no losses, or does not fit the checkpoint.
-        ObjectiveError: a term reaches nothing trainable; a share without a gradient.
+        ObjectiveError: a term reaches nothing trainable, or one with a share has no gradient.
     """
     from moe_finetune.lora.targets import add_lora
     from moe_finetune.training.preflight import check_inputs
@@ -110,7 +112,7 @@ def strength_of(checkpoint: str, recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def strength_table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Rows of :func:`measure_strength` for a reader."""
+    """The rows of :func:`measure_strength` as a text table."""
 
     def number(value: float | None, form: str, factor: float = 1.0) -> str:
         return "-" if value is None else format(factor * value, form)

@@ -1,7 +1,7 @@
-"""A model without an adapter in a checkpoint of training: an ordinary checkpoint, in float32.
+"""Training checkpoints of a model without an adapter: ordinary checkpoints, in float32.
 
-``config.json``, the tokenizer and the weights under the published names make it open wherever a
-checkpoint does; the weights are those that train, bit for bit, so that a resume reads them too.
+With ``config.json``, the tokenizer and the published tensor names, any program can open one. The
+weights are the trained ones, bit for bit, so a resume reads them too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from moe_finetune.training.full_weights import plain_name
 
 
 def write_model(model: Any, weights: dict[str, Tensor], tokenizer: Any, folder: Path) -> None:
-    """Write the checkpoint's files into ``folder``, where other safetensors files may lie, too."""
+    """Write the checkpoint's files into ``folder``, which may contain other safetensors files."""
     getattr(model, "module", model).save_pretrained(folder, state_dict=weights)
     if not (folder / INDEX).is_file():
         # Without an index vLLM takes every safetensors file for weights.
@@ -37,7 +37,7 @@ def write_model(model: Any, weights: dict[str, Tensor], tokenizer: Any, folder: 
 
 
 class StoredWeights(Mapping[str, Tensor]):
-    """The tensors of ``model`` that train, as stored in ``folder``; each is read on access.
+    """``model``'s trained tensors, as stored in ``folder``; each is read on access.
 
     Raises:
         CheckpointError: the folder's weight files are missing or damaged.
@@ -71,7 +71,7 @@ class StoredWeights(Mapping[str, Tensor]):
         return rows.view(shape) if rows.numel() == math.prod(shape) else rows
 
     def __iter__(self) -> Iterator[str]:
-        """Names of the model's tensors that the folder has."""
+        """Names of the model's tensors in the folder."""
         return iter(self._places)
 
     def __len__(self) -> int:

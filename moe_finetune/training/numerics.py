@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite, models that stop learning, routers that collapse."""
+"""Detect losses and gradients that are not finite, diverged models and routing collapse."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ STILL_NORM = 1e-5
 
 
 def make_deterministic() -> None:
-    """Refuse every operation that does not repeat bit for bit. Call it before the model is built.
+    """Refuse every operation that is not deterministic. Call it before the model is built.
 
-    The toolkit's own operations repeat without it; attention kernels and others may not. Slower.
+    The toolkit's own operations are deterministic anyway; attention kernels and others may not be.
+    Training is slower.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
@@ -50,20 +51,18 @@ def make_deterministic() -> None:
 
 
 class NumericsGuard(TrainerCallback):
-    """Checks loss and gradient of every step; stops the run or skips the step.
+    """Checks loss and gradient of every step, and stops the run or skips the step.
 
-    A model that has run away gives the same answer to everything: its gradient vanishes while the
-    loss stays high, or the loss goes back to that of guessing. Either, five steps in a row, stops
-    the run.
+    A diverged model gives the same answer to everything: its gradient vanishes while the loss stays
+    high, or the loss returns to that of random guessing. Either one, five steps in a row, stops the
+    run.
 
-    A step that is left out changes nothing: no weight, moment, running table or routing bias. What
-    was seen goes to ``bad_batches.jsonl``: token ids, loss, gradient norm, and each term's value
-    by layer.
+    A skipped step changes nothing: no weight, moment, running table or routing bias. Its token ids,
+    loss, gradient norm and each term's value by layer are written to ``bad_batches.jsonl``.
 
     Args:
         on_nan: "stop" or "skip".
-        learns: the loss says what is learned; that of a policy gradient does not, and is near 0
-            all the time.
+        learns: whether the loss measures learning; a policy gradient's does not and stays near 0.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class NumericsGuard(TrainerCallback):
         self._terms.append((record.layer, loss.values))
 
     def batch(self, inputs: Any, loss: Tensor) -> Tensor:
-        """Note one micro-batch; return the loss to log (0 for a bad one that is left out)."""
+        """Record one micro-batch; return the loss to log (0 for a bad one that is skipped)."""
         # A trainer that generates gets rows, and makes their ids itself.
         ids = inputs.get("input_ids") if isinstance(inputs, dict) else None
         self._batches.append({"input_ids": ids, "loss": loss.detach()})
@@ -110,11 +109,11 @@ class NumericsGuard(TrainerCallback):
         return torch.zeros_like(loss) if self.on_nan == "skip" else loss
 
     def leaves_out(self, model: torch.nn.Module, step: int, norm: float) -> bool:
-        """Judge the whole window before its update, given the gradients' norm on this rank.
+        """Whether to skip the window's update, given the gradients' norm on this rank.
 
         Raises:
-            NumericsError: something is not finite and ``on_nan`` is "stop"; or the model has run
-                away.
+            NumericsError: a value is not finite and ``on_nan`` is "stop", or the model has
+                diverged.
         """
         bad = ranks.any_rank(self._bad or not math.isfinite(norm))
         if bad:
@@ -127,7 +126,7 @@ class NumericsGuard(TrainerCallback):
                 self.run.bad_batches,
             )
             self.skipped += 1
-            # Without a gradient the optimizer passes a parameter over, its moments included.
+            # Without a gradient the optimizer skips a parameter and its moments.
             for parameter in model.parameters():
                 parameter.grad = None
             if self._watched is not None and self._held is not None:
@@ -139,7 +138,7 @@ class NumericsGuard(TrainerCallback):
         return bad
 
     def _runs_away(self, norm: float) -> bool:
-        """Whether nothing was learned in :data:`STILL_STEPS` steps, this one the last."""
+        """Whether nothing was learned in the last :data:`STILL_STEPS` steps."""
         loss = self._loss()
         if self._first is None:
             self._first = loss, norm
@@ -204,11 +203,11 @@ class CollapseWatch(TrainerCallback):
     """Warns when routing stays collapsed over several logs.
 
     Args:
-        callback: put it after this one, whose values it reads.
-        max_violation: limit of the worst layer's (max load / mean load) - 1; None takes three
-            quarters of the largest possible, E / K - 1.
-        dead_share: limit of the share of experts without any token.
-        patience: logs in a row.
+        callback: the callback whose values are read; add this one after it.
+        max_violation: limit of the worst layer's (max load / mean load) - 1; None means 3/4 of the
+            largest possible value, E / K - 1.
+        dead_share: limit for the share of experts that get no tokens.
+        patience: number of consecutive logs.
     """
 
     def __init__(

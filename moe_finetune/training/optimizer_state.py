@@ -1,4 +1,4 @@
-"""An optimizer's state by parameter name, whole, as plain values and tensors."""
+"""An optimizer's unsharded state by parameter name, as plain values and tensors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from moe_finetune.training.full_weights import like, plain_name
 
 
 def optimizer_state(optimizer: Any, model: nn.Module) -> dict[str, Any]:
-    """``{"groups": [...], "state": {parameter: {...}}}``; empty past rank 0.
+    """Return ``{"groups": [...], "state": {parameter: {...}}}``; empty except on rank 0.
 
-    All ranks call it (it gathers). What lies whole on the CPU already is not copied.
+    Every rank must call this, because it gathers. Unsharded CPU tensors are not copied.
     """
     inner = getattr(optimizer, "optimizer", optimizer)
     complete = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -28,12 +28,12 @@ def optimizer_state(optimizer: Any, model: nn.Module) -> dict[str, Any]:
 
 
 def sharded_state(optimizer: Any, model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """As :func:`optimizer_state`, without its sharded tensors; and these, as they lie on this rank.
+    """Like :func:`optimizer_state` without sharded tensors, and this rank's shards of those.
 
-    The second are named ``parameter/key``. All ranks call it, and the first is equal on all.
+    Shards are named ``parameter/key``. Every rank must call this; the first result is equal on all.
 
     Raises:
-        CheckpointError: the optimizer keeps state of a sharded parameter that is not sharded as it.
+        CheckpointError: the optimizer's state is not sharded like its parameter.
     """
     inner = getattr(optimizer, "optimizer", optimizer)
     state: Any = get_optimizer_state_dict(model, inner)
@@ -57,9 +57,9 @@ def sharded_state(optimizer: Any, model: nn.Module) -> tuple[dict[str, Any], dic
 def empty_moments(
     model: nn.Module, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]
 ) -> dict[str, Tensor]:
-    """Tensors of these names, as :func:`sharded_state` gives them, to be read into.
+    """Empty tensors with :func:`sharded_state`'s names and shards, to read a checkpoint into.
 
-    One with its parameter's shape is sharded as that is.
+    A tensor with its parameter's shape is sharded like it.
     """
     parameters = {name: p for p, name in _names(model).items()}
     moments = {}
@@ -78,7 +78,7 @@ def load_optimizer_state(
     """Restore what :func:`optimizer_state` returned.
 
     Raises:
-        CheckpointError: the saved groups hold other parameters than this optimizer's.
+        CheckpointError: the saved groups contain other parameters than this optimizer's.
     """
     inner = getattr(optimizer, "optimizer", optimizer)
     names = _names(model)
@@ -106,7 +106,7 @@ def load_optimizer_state(
 
 
 def _placed(parameter: Tensor, value: Tensor) -> Tensor:
-    """A moment is sharded as its parameter; a step counter is one number everywhere."""
+    """Shard a moment like its parameter; leave a step counter as one number."""
     is_whole = not hasattr(value, "device_mesh") and value.shape == parameter.shape
     return like(parameter, value) if is_whole else value
 
@@ -116,9 +116,9 @@ def _names(model: nn.Module) -> dict[Tensor, str]:
 
 
 def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``tensors``, each in memory of its own, as a file wants them.
+    """``tensors`` without shared memory, as safetensors files require.
 
-    8-bit optimizers have one table for all parameters.
+    8-bit optimizers share one table among all parameters.
     """
     seen: set[int] = set()
     copies: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""A run's folder before training: refused, begun or removed again; and the run's date."""
+"""A run folder before training: check, create or remove it; and the run's date."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def check_run_folder(recipe: Recipe, run: RunFolder, resume: bool) -> None:
-    """Refuse a folder that holds something else, or a run that another recipe trained."""
+    """Refuse a folder with other files, or with a run of another recipe."""
     saved, output = run.recipe, run.path
     if enter_folder(output, saved, "a run", resume):
         changed = check_resumable(load_recipe(saved), recipe, str(saved))
@@ -41,21 +41,21 @@ def check_run_folder(recipe: Recipe, run: RunFolder, resume: bool) -> None:
 
 
 def on_day_of(recipe: Recipe, run: RunFolder) -> Recipe:
-    """``recipe`` with the date of the run that is in the folder, which its chat template wrote."""
+    """``recipe`` with the date that the chat template wrote in the folder's run."""
     if recipe.data.date is not None or not run.recipe.is_file():
         return recipe
     return with_date(recipe, load_recipe(run.recipe).data.date)
 
 
 def with_date(recipe: Recipe, date: str | None) -> Recipe:
-    """``recipe`` with the day (ISO) that its chat template writes, if it writes one."""
+    """``recipe`` with the ISO date that its chat template writes, if any."""
     data = recipe.data.model_copy(update={"date": date or recipe.data.date})
     return recipe.model_copy(update={"data": data})
 
 
 def begin_run(recipe: Recipe, run: RunFolder) -> None:
-    """Make the run's folder, with the resolved recipe and the environment in it."""
-    # The recipe makes the folder a run that can be resumed, so it comes first, and whole.
+    """Create the run folder with the resolved recipe and the environment."""
+    # The recipe makes the folder a resumable run, so it is written first, in one step.
     if not run.recipe.exists():
         write_atomic(run.recipe, recipe.to_yaml())
     elif load_recipe(run.recipe).hash != recipe.hash:
@@ -64,7 +64,7 @@ def begin_run(recipe: Recipe, run: RunFolder) -> None:
 
 
 def write_environment(run: RunFolder) -> None:
-    """Write the versions and the hardware that the run is on."""
+    """Write the run's software versions and hardware."""
     write_atomic(run.environment, json.dumps(describe_environment(), indent=2) + "\n")
 
 
@@ -72,7 +72,7 @@ def discard(run: RunFolder, new_folder: bool) -> None:
     """Remove what a failed start wrote, unless training has written something.
 
     Args:
-        new_folder: the run made the folder, which then goes too.
+        new_folder: whether this run created the folder; it is then removed too.
     """
     products = (run.metrics, run.bad_batches, run.steps, *run.weights)
     if any(path.exists() for path in products) or checkpoints(run.checkpoints):

@@ -1,4 +1,4 @@
-"""Whether sequences of a packed row see each other: measured on a small model of the type."""
+"""Test on a small model of the type whether sequences in a packed row see each other."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _LENGTHS = (13, 17, 9)
 
 
 def packed_difference(model: nn.Module) -> float:
-    """How far a packed sequence's logits, recorded, are from those of the sequence by itself.
+    """Largest difference between a sequence's logits when packed and when alone.
 
-    Relative to the largest logit; sequences of other tokens precede it in its row.
+    Relative to the largest logit. Both forwards run under a recorder.
     """
     from moe_finetune.moe.hooks import Recorder
     from moe_finetune.moe.layers import causal_lm
@@ -48,8 +48,8 @@ def _logits(model: nn.Module, ids: Tensor, positions: Tensor | None) -> Tensor:
 def packing_problem(config: Any, family: Family) -> str | None:
     """Why rows of this model cannot be packed; None where they can.
 
-    Families of the package are known to keep sequences apart; others, which a recipe or a plugin
-    declares, are tried on a small model of the type, which takes seconds.
+    The package's families are known to keep sequences separate. A family that a recipe or plugin
+    declares is tested on a small model of the type, which takes seconds.
     """
     from moe_finetune.models.shrink import shrunk_config
 
@@ -72,10 +72,10 @@ def packing_problem(config: Any, family: Family) -> str | None:
 
 
 def check_packing(config: Any, family: Family) -> None:
-    """Refuse to pack rows of a declared family that does not keep them apart.
+    """Refuse to pack rows if a declared family does not keep sequences separate.
 
     Raises:
-        RecipeError: what to declare, or to set.
+        RecipeError: names the fact to declare or the key to set.
     """
     problem = packing_problem(config, family)
     if problem is not None:

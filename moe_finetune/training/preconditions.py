@@ -1,4 +1,4 @@
-"""Settings of a trainer that injected losses rule out, found before the first step."""
+"""Refuse trainer settings that are incompatible with injected losses, before the first step."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _FP16 = "fp16 scales the trainer's loss but not the added terms; train in bf16"
 
 
 def launched_by(name: str) -> bool:
-    """Whether accelerate's launcher set ``ACCELERATE_USE_...``."""
+    """Whether accelerate's launcher set ``ACCELERATE_USE_<name>``."""
     return os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("1", "true", "yes")
 
 
 def check_quantization(kind: str) -> None:
-    """Refuse a ``model.quantization`` that this launch cannot shard; let FSDP2 shard the others.
+    """Refuse a ``model.quantization`` that this launch cannot shard; prepare FSDP2 for the others.
 
     FSDP2 gathers packed bytes; each process reads and quantizes the checkpoint itself, because
     accelerate's loading on rank 0 would broadcast float values.
 
     Raises:
         DependencyError: bitsandbytes cannot be used here.
-        RecipeError: FSDP1 or CPU offload, which cannot gather or move packed weights.
+        RecipeError: FSDP1 or CPU offload, which cannot gather or move packed weights, is on.
     """
     if check_kind(kind, "model.quantization") is None or not launched_by("FSDP"):
         return
@@ -51,11 +51,10 @@ def check_quantization(kind: str) -> None:
 
 
 def check_accelerator(trainer: Mapping[str, Any]) -> None:
-    """Refuse a recipe's ``trainer:`` keys that need an accelerator where there is none,
-    or a package that is missing.
+    """Refuse ``trainer:`` keys that need a missing accelerator or package.
 
     Raises:
-        RecipeError, DependencyError: name the key.
+        RecipeError, DependencyError: the message names the key.
     """
     if trainer.get("activation_offloading") and not torch.accelerator.is_available():
         raise RecipeError(
@@ -74,15 +73,15 @@ def check_arguments(args: Any, method: Method, config: Any) -> None:
 
     Args:
         args: any transformers or TRL training arguments.
-        method: the method that is to be trained with.
+        method: the method to train with.
 
     Raises:
-        ObjectiveError: fp16 (also when accelerate's environment asks for it), a balance loss of
-            the trainer's own, or labels that the model is never called with.
+        ObjectiveError: fp16 (also if accelerate's environment sets it), the trainer's own balance
+            loss, or labels that the model is never called with.
     """
     if args.fp16 or getattr(args, "mixed_precision", "") == "fp16":
         raise ObjectiveError(_FP16)
-    # As TRL's trainers read it: None is the checkpoint's own coefficient.
+    # As in TRL's trainers, None means the checkpoint's own coefficient.
     coefficient: Any = getattr(args, "router_aux_loss_coef", 0.0)
     if coefficient is None:
         coefficient = getattr(config, "router_aux_loss_coef", None)
@@ -98,10 +97,10 @@ def check_arguments(args: Any, method: Method, config: Any) -> None:
 
 
 def check_forward(config: Any, kwargs: dict[str, Any], device: torch.device) -> None:
-    """Refuse a training forward of the backbone that adds a loss of its own.
+    """Refuse a training forward of the backbone that adds its own balance loss.
 
     Raises:
-        ObjectiveError: fp16 autocast, or router logits for a balance loss.
+        ObjectiveError: fp16 autocast, or router logits requested for a balance loss.
     """
     if (
         torch.amp.is_autocast_available(device.type)

@@ -1,4 +1,4 @@
-"""What can be found wrong with a recipe before its run begins: a list of checks."""
+"""Checks of a recipe before its run begins."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Inputs:
-    """What training starts from, read before anything is written.
+    """The inputs of training, read before anything is written.
 
     Attributes:
-        rendering: the trainer's tokenizer, for turns that it renders itself.
-        date: the day that its chat templates write, if they write one.
-        sources: rows by source, whose routing is measured.
+        rendering: the trainer's tokenizer, for stages whose trainer renders the turns.
+        date: the date that the chat templates write, if any.
+        sources: rows by source, for measuring routing.
     """
 
     start: Start
@@ -39,15 +39,16 @@ class Inputs:
 
 @contextmanager
 def tokenizer_faults(folder: str) -> Iterator[None]:
-    """Report a fault inside the tokenizers library, which is no ``Exception``, as the tokenizer's.
+    """Report a panic inside the tokenizers library, which is no ``Exception``, as a DataError.
 
     Raises:
-        DataError: a pattern of ``tokenizer.json`` has no end on these texts, for example.
+        DataError: the library failed; for example, a pattern in ``tokenizer.json`` never ends on
+            these texts.
     """
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of Rust; no module exports it
+        if type(error).__name__ != "PanicException":  # a Rust panic; no module exports its type
             raise
         raise DataError(
             f"{folder}: its tokenizer failed on the training data: {error}; repair the patterns "
@@ -56,7 +57,7 @@ def tokenizer_faults(folder: str) -> Iterator[None]:
 
 
 def check_inputs(recipe: Recipe, ignore_memory: bool = False, activations: bool = False) -> Inputs:
-    """Find what is wrong with checkpoint, method, trainer, data or suite before the run begins."""
+    """Check checkpoint, method, trainer, data and suite before the run begins."""
     from moe_finetune.data.stage_rows import load_for_stage
     from moe_finetune.training.rehearsal import rehearse
 
@@ -102,7 +103,7 @@ def check_launch(recipe: Recipe) -> None:
 
 
 def check_machine(recipe: Recipe) -> None:
-    """Refuse what needs a device or a package that is not here."""
+    """Refuse settings that need a missing device or package."""
     from moe_finetune.moe.offload import check_offload
     from moe_finetune.training.preconditions import check_accelerator, check_quantization
 
@@ -113,7 +114,7 @@ def check_machine(recipe: Recipe) -> None:
 
 
 def check_trainer(recipe: Recipe) -> None:
-    """Refuse keys under ``trainer:`` that transformers or TRL refuses."""
+    """Refuse keys under ``trainer:`` that transformers or TRL rejects."""
     from moe_finetune.training.rehearsal import check_arguments
 
     check_arguments(recipe)
@@ -123,7 +124,7 @@ def check_trainer(recipe: Recipe) -> None:
 
 
 def check_stored_quantized(start: Start) -> None:
-    """Refuse what a base that is stored quantized cannot do."""
+    """Refuse settings that a base checkpoint stored quantized rules out."""
     recipe, checkpoint = start.recipe, start.checkpoint
     if checkpoint is None or checkpoint.quantized is None:
         return
@@ -137,7 +138,7 @@ def check_stored_quantized(start: Start) -> None:
 
 
 def check_head(start: Start) -> None:
-    """Warn of an MTP head that reads layers that change."""
+    """Warn about an MTP head whose input layers training changes."""
     from moe_finetune.checkpoint.untrained import stale_head
 
     if start.checkpoint is not None:
@@ -200,7 +201,7 @@ def check_rows(start: Start) -> None:
 
 
 def check_router(start: Start) -> None:
-    """Note that an adapter with whole routers is served only after a merge."""
+    """Log that an adapter with whole routers can be served only after a merge."""
     if start.recipe.router.train == "full" and start.adapted:
         log.info(
             "router.train: full: vLLM serves this run's adapter only after a merge; to serve it "

@@ -1,4 +1,4 @@
-"""``moe-finetune preview``: what a recipe's rows become, before any training."""
+"""``moe-finetune preview``: the rows of a recipe as training will see them."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ COLOURED, PLAIN = ("\x1b[32m", "\x1b[0m"), ("⟦", "⟧")
 
 
 def preview(recipe: Recipe, rows: int = 3, color: bool = False) -> str:
-    """What a step takes, the first rows as the model will see them, and their lengths.
+    """The size of a step, the first rows as the model will see them, and the rows' lengths.
 
-    What the rows are is logged above it, as at the start of a run, whose first lines are the same.
-    Prepares the data as a run would (and so that the run finds them prepared); needs the tokenizer
-    and no weights.
+    The rows' layout is logged first, as at the start of a run. Prepares the data as a run would,
+    and the run reuses it; needs the tokenizer but no weights.
 
     Args:
-        rows: how many rows to show, in the order of training.
-        color: mark learned tokens by color; else by double brackets.
+        rows: number of rows to show, in training order.
+        color: mark learned tokens by color instead of double brackets.
     """
     from moe_finetune.models.loading import load_tokenizer, local_folder
 
@@ -60,7 +59,7 @@ def preview(recipe: Recipe, rows: int = 3, color: bool = False) -> str:
 
 
 def preview_rows(recipe: Recipe, tokenizer: Any, rows: int, marks: tuple[str, str] = PLAIN) -> str:
-    """The first rows of a stage whose trainer tokenizes them itself."""
+    """The first rows for a stage whose trainer tokenizes them."""
     examples = load_for_stage(recipe, tokenizer)
     train = examples.train
     example_rows = [
@@ -71,7 +70,7 @@ def preview_rows(recipe: Recipe, tokenizer: Any, rows: int, marks: tuple[str, st
 
 
 def _fields(row: dict[str, Any], tokenizer: Any, marks: tuple[str, str]) -> Iterator[str]:
-    """A row's fields, turns as the chat template renders them and answers marked."""
+    """A row's fields, with turns rendered by the chat template and answers marked."""
     chat = isinstance(row["prompt"], list)
     answers = [name for name in TURNS if name != "prompt" and name in row]
     for name, value in row.items():
@@ -86,7 +85,7 @@ def _fields(row: dict[str, Any], tokenizer: Any, marks: tuple[str, str]) -> Iter
 
 
 def marked(ids: list[int], labels: list[int], tokenizer: Any, marks: tuple[str, str]) -> str:
-    """The text of ``ids`` with each stretch of learned tokens between ``marks``."""
+    """The text of ``ids`` with each run of learned tokens between ``marks``."""
     text = ""
     pairs = zip(ids, labels, strict=True)
     for learned, stretch in itertools.groupby(pairs, key=lambda pair: pair[1] != IGNORED):
@@ -96,7 +95,7 @@ def marked(ids: list[int], labels: list[int], tokenizer: Any, marks: tuple[str, 
 
 
 def histogram(lengths_N: np.ndarray) -> str:
-    """Lengths in tokens, as bars of about equal ranges of whole numbers."""
+    """A text histogram of lengths in tokens."""
     low, high = int(lengths_N.min()), int(lengths_N.max())
     edges = np.unique(np.linspace(low, high + 1, BINS + 1).astype(int))
     counts, _ = np.histogram(lengths_N, bins=edges)

@@ -1,16 +1,15 @@
-"""Whether a family's declared facts are those of transformers' own class: measured, fact by fact.
+"""Check a family's declared facts against transformers' own class, one by one.
 
-A small model of the checkpoint's type gets random weights, and runs as it is, recorded, with an
-adapter, and merged. Each comparison is a :class:`Check`; the first group of them with a wrong fact
-ends the proof, since what comes after needs it. What is compared:
+A small model of the checkpoint's type gets random weights and runs unchanged, recorded, with an
+adapter, and merged. Each comparison is a :class:`Check`. The first group with a wrong fact ends the
+proof, because later groups depend on it. Compared are:
 
-1. where MoE layers, blocks, routers, experts and their sizes are;
-2. what the router answers, and that the block uses its weights;
-3. the rule from logits to weights (score, renormalization, scaling) and to the selection (bias,
-   groups);
-4. LoRA's targets, and names on disk;
-5. logits and gradients of the recorded model, the record itself, and a merged adapter;
-6. packed rows, whose sequences must not see each other.
+1. the places of MoE layers, blocks, routers and experts, and their sizes;
+2. the router's outputs, and that the block uses its weights;
+3. the rule from logits to weights (score, renormalization, scaling) and selection (bias, groups);
+4. LoRA's targets and the names on disk;
+5. logits and gradients of the recorded model, the record, and a merged adapter;
+6. packed rows, whose sequences must stay separate.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from moe_finetune.training.proof_model import Check, random_model
 
 @dataclass
 class Proof:
-    """The checks of one family; ``sizes`` are those of the model that ran."""
+    """The checks of one family; ``sizes`` describe the model that ran."""
 
     family: str
     model_type: str
@@ -59,13 +58,13 @@ class Proof:
 
 
 def prove(config: Any, family: Family, seed: int = 0) -> Proof:
-    """Compare ``family`` with transformers' class of ``config``; takes seconds and little memory.
+    """Compare ``family`` with transformers' class for ``config``; takes seconds and little memory.
 
     Args:
-        config: transformers' config of a checkpoint; a small one is taken as it is.
+        config: transformers' config of a checkpoint; a small one is used unchanged.
 
     Raises:
-        CheckpointError: no small model of this type can be made.
+        CheckpointError: no small model of this type can be built.
     """
     from moe_finetune.models.shrink import shrunk_config
     from moe_finetune.training.proof_facts import fact_checks

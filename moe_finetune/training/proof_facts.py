@@ -1,4 +1,4 @@
-"""The declared facts against a stock model: places, sizes, the router's answer and rule, names."""
+"""Check declared facts against a stock model: places, sizes, router outputs and rule, names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXACT = 1e-5
 
 
 def fact_checks(model: nn.Module, family: Family) -> Iterator[list[Check]]:
-    """Groups of checks, each of which needs those before it to be right."""
+    """Yield groups of checks; each group depends on the ones before it."""
     config: Any = model.config
     text = config.get_text_config()
     all_sites = sites(model)
@@ -72,7 +72,7 @@ def _router_weight(family: Family, site: Site) -> Check:
 
 
 def _answer(family: Family, layer: Seen) -> Check:
-    """The order of what the router returns: the index is whole numbers, the logits are of all."""
+    """Check the order of the router's outputs: an integer index, and logits of all experts."""
     answer = layer.answers[0]
     outputs = answer if isinstance(answer, tuple) else (answer,)
     order = tuple(_part(tensor, layer.site.num_experts) for tensor in outputs)
@@ -91,7 +91,7 @@ def _part(tensor: Any, experts: int) -> str:
 
 
 def _used(family: Family, layer: Seen) -> Check:
-    """Whether the block gives its experts the router's own weights and index."""
+    """Check that the block passes the router's weights and index to its experts."""
     named, (index, weights) = named_parts(family, layer), layer.given[0]
     if not torch.equal(index.reshape(named["index"].shape), named["index"]):
         return Check("router's index", problem=
@@ -182,7 +182,7 @@ def _held_bias(site: Site) -> Tensor | None:
 
 
 def _bias(family: Family, text: Any, site: Site) -> Check | None:
-    """The problem with ``disk.router_bias``, if there is one; an undeclared bias is one."""
+    """Check ``disk.router_bias``; an undeclared bias is a problem."""
     declared = family.disk.router_bias
     if declared is None and site.biases:
         return _wrong(
@@ -196,7 +196,7 @@ def _bias(family: Family, text: Any, site: Site) -> Check | None:
 
 
 def _shared(family: Family, all_sites: Sequence[Site]) -> Iterator[Check]:
-    """Linear layers of the block, and those of the decoder layer outside block and attention."""
+    """Check linear layers of the block, and those of the layer outside block and attention."""
     attention = {target.partition(".")[0] for target in family.attention_targets}
     real = {name for site in all_sites for name in site.other_linears}
     real |= {name for site in all_sites for name in site.beside(attention)}
@@ -220,7 +220,7 @@ def _attention(family: Family, all_sites: Sequence[Site]) -> Iterator[Check]:
 
 
 def _names(family: Family, config: Any, all_sites: Sequence[Site]) -> Iterator[Check]:
-    """Each name that the family has for the files is one that transformers writes."""
+    """Check that transformers writes each of the family's names on disk."""
     stored, disk = shapes_on_disk(config), family.disk
     mapping = config.to_dict()
     names = {"router": f"{family.router_name}.{family.router_weight}"}

@@ -1,4 +1,4 @@
-"""The small model that a proof runs, with random weights that hide nothing; and one check of it."""
+"""The small model that a proof runs, with random weights everywhere; and one check of it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Check:
     """One comparison.
 
     Attributes:
-        difference: the largest, relative to the largest value; None for names and numbers.
-        bound: what the difference may be.
-        problem: the fact that is wrong, and what the model says; None if it is right.
-        note: what else a reader should know.
+        difference: largest difference, relative to the largest value; None for names and numbers.
+        bound: largest allowed difference.
+        problem: the wrong fact and the model's value; None if the fact is right.
+        note: anything else the reader should know.
     """
 
     name: str
@@ -70,9 +70,9 @@ def batch(config: Any, seed: int = 5) -> dict[str, Any]:
 
 @dataclass
 class Seen:
-    """What one layer of the stock model computed: the router's answer, what the experts got.
+    """One layer of the stock model: the router's outputs and the experts' inputs.
 
-    ``logits`` are of the router's inner module, where it returns none.
+    ``logits`` come from the router's inner module if the router returns none.
     """
 
     site: Site
@@ -82,7 +82,7 @@ class Seen:
 
 
 def watch(model: nn.Module, family: Family) -> list[Seen]:
-    """Run the stock model on one batch with hooks that only look."""
+    """Run the stock model on one batch with hooks that only read."""
     seen, hooks = [], []
     for site in sites(model):
         layer = Seen(site)
@@ -121,9 +121,9 @@ def _note_given(layer: Seen) -> Any:
 
 
 def named_parts(family: Family, layer: Seen) -> dict[str, Tensor]:
-    """Logits (T, E), weights (T, K) and index (T, K) of a layer, float32 but for the index.
+    """Logits (T, E), weights (T, K), both float32, and index (T, K) of a layer.
 
-    What the router does not return is what its inner module gave, or the experts got.
+    Values that the router does not return come from its inner module or the experts' inputs.
     """
     answer = layer.answers[0]
     outputs = answer if isinstance(answer, tuple) else (answer,)

@@ -1,4 +1,4 @@
-"""A recorded, an adapted and a merged model against the stock one."""
+"""Compare recorded, adapted and merged models with the stock one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOGITS, GRADIENTS, MERGED = 2e-5, 2e-4, 1e-4
 def run_checks(
     make: Callable[[], nn.Module], family: Family, folder: Path
 ) -> Iterator[list[Check]]:
-    """Groups of checks; each builds its own model with the same weights."""
+    """Yield groups of checks; each builds its own model with the same weights."""
     yield _recorded(make(), family)
     yield _gradients(make(), family)
     yield [_merged(make, folder)]
@@ -82,7 +82,7 @@ def _packed(model: nn.Module) -> Check:
 
 
 def adapted(model: nn.Module, seed: int = 3) -> nn.Module:
-    """LoRA on everything that a recipe can name, with random factors."""
+    """Add LoRA with random factors to everything that a recipe can target."""
     from moe_finetune.lora.targets import add_lora
     from moe_finetune.recipe.lora import LoraSection
 

@@ -1,4 +1,4 @@
-"""What quantizing a base costs before any training: its loss on a recipe's rows, by format."""
+"""The cost of quantizing a base before training: its loss on a recipe's rows, by format."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from moe_finetune.training.snapshot import sample_examples
 
 @dataclass(frozen=True)
 class Cost:
-    """One format's.
+    """The cost of one format.
 
     Attributes:
         held: the number format, or the dtype of the unquantized weights.
-        loss: nats a token, of every token but a row's first.
-        increase: of the loss over the unquantized base's, as a share of it.
-        weights: bytes of the model's weights in memory.
-        tokens: how many the loss is a mean of.
+        loss: nats per token, over every token but each row's first.
+        increase: relative increase of the loss over the unquantized base's.
+        weights: memory of the model's weights, in bytes.
+        tokens: number of tokens in the mean.
     """
 
     held: str
@@ -38,10 +38,10 @@ class Cost:
 
 
 def quantization_cost(checkpoint: str, recipe: Recipe) -> list[Cost]:
-    """Loss of the base of ``checkpoint`` unquantized, in int8 and in nf4, on the recipe's rows.
+    """Loss of ``checkpoint`` on the recipe's rows, unquantized, in int8 and in nf4.
 
-    The rows are the validation set's, or the training set's where there is none, 8,192 tokens in
-    all, equal parts of each source. One model is in memory at a time.
+    The rows come from the validation set, or else the training set: 8,192 tokens in all, an equal
+    part of each source. One model is in memory at a time.
 
     Raises:
         RecipeError: the recipe does not fit the checkpoint.
@@ -90,7 +90,7 @@ def mean_loss(model: Any, rows: Sequence[Tensor]) -> tuple[float, int]:
 
 
 def cost_table(costs: Sequence[Cost]) -> str:
-    """The costs for a reader."""
+    """The costs as a text table."""
     lines = [f"{'weights':<10} {'GB':>8} {'loss':>9} {'increase':>9}"]
     for cost in costs:
         lines.append(

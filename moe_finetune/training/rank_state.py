@@ -1,9 +1,9 @@
-"""What differs between the ranks of a run, in a file for each: random numbers and open sums.
+"""State that differs between ranks, one file per rank: random state and unlogged sums.
 
-Another number of ranks can resume from them, too: each takes the random numbers of one old rank,
-means stay means, and sums are added up on rank 0. The run is then the same but for what is drawn
-while it trains (dropout, jitter, completions), rollouts in use, which are sampled again, and the
-order in which sums are rounded.
+A different number of ranks can resume from them: each takes the random state of one old rank, means
+are averaged, and rank 0 takes the sums. The run is then the same except for random draws while it
+trains (dropout, jitter, completions), rollouts in use, which are sampled again, and rounding in the
+order of sums.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moe_finetune.training.state import pack, unpack
 
 
 def pack_rank(state: dict[str, Any]) -> bytes:
-    """The bytes of one rank's file."""
+    """Serialize one rank's file."""
     tensors: dict[str, Tensor] = {}
     packed = pack(state, tensors, "")
     cpu_tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
@@ -37,10 +37,10 @@ def rank_file(rank: int) -> str:
 
 
 def read_rank(checkpoint: Path, rank: int, world: int, callbacks: list[Any]) -> dict[str, Any]:
-    """What ``rank`` of ``world`` resumes from.
+    """Return the state that ``rank`` of ``world`` resumes from.
 
     Args:
-        callbacks: those that have a state for each rank, in the order of the file.
+        callbacks: those with a state per rank, in the file's order.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -67,13 +67,13 @@ def read_rank(checkpoint: Path, rank: int, world: int, callbacks: list[Any]) -> 
 
 
 def written_by(checkpoint: Path) -> tuple[int, int]:
-    """How many processes wrote a checkpoint, and the rows of one of their steps."""
+    """Number of processes that wrote a checkpoint, and rows of one of their steps."""
     first = _read_state(checkpoint / rank_file(0))
     return first["world_size"], first["rows"]
 
 
 def read_tensors(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Metadata and tensors of a safetensors file; CheckpointError where it cannot be read."""
+    """Metadata and tensors of a safetensors file; CheckpointError if it cannot be read."""
     try:
         with safe_open(file, framework="pt") as opened:
             return opened.metadata() or {}, {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
@@ -87,7 +87,7 @@ def _read_state(file: Path) -> dict[str, Any]:
 
 
 def random_state() -> dict[str, Any]:
-    """The random numbers of this process, Python's, NumPy's and PyTorch's, as plain values."""
+    """Random states of Python, NumPy and PyTorch in this process, as plain values."""
     kind, keys, position, has_gauss, cached = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -104,7 +104,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Go on where :func:`random_state` was taken."""
+    """Restore what :func:`random_state` returned."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     numpy = state["numpy"]

@@ -1,4 +1,4 @@
-"""What the processes of one run tell each other. With one process everything here is a no-op."""
+"""Communication between the processes of a run. With one process everything here is a no-op."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_finetune.losses.tensors import distributed_run
 
 
 def join_group() -> None:
-    """Bring the process group up when a launcher started several processes (accelerate's state)."""
+    """Start the process group (accelerate's state) when a launcher started several processes."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not distributed_run():
         from accelerate import PartialState
 
@@ -22,28 +22,28 @@ def join_group() -> None:
 
 
 def rank() -> int:
-    """This process's number; only 0 writes files."""
+    """This process's rank; only rank 0 writes files."""
     return distributed.get_rank() if distributed_run() else 0
 
 
 def world_size() -> int:
-    """Processes of this run."""
+    """Number of processes of this run."""
     return distributed.get_world_size() if distributed_run() else 1
 
 
 def barrier() -> None:
-    """Wait until every process is here."""
+    """Wait until every process reaches this call."""
     if distributed_run():
         distributed.barrier()
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether ``flag`` is true on some rank; every rank must ask."""
+    """Whether ``flag`` is true on any rank; every rank must call this."""
     return any_of_each([flag])[0]
 
 
 def any_of_each(flags: Sequence[bool]) -> list[bool]:
-    """Which of ``flags``, as many on each rank, are true on some rank; every rank must ask."""
+    """For each of ``flags``, whether it is true on any rank; every rank must call this."""
     if world_size() == 1 or not flags:
         return list(flags)
     votes = torch.tensor(flags, dtype=torch.int32, device=device())
@@ -53,10 +53,10 @@ def any_of_each(flags: Sequence[bool]) -> list[bool]:
 
 @contextmanager
 def first_alone(hold: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-    """Let rank 0 hold something for the whole group; where it cannot, every rank stops.
+    """Let rank 0 enter ``hold()``, such as a lock, for the group; if it cannot, every rank stops.
 
     Raises:
-        MoeFinetuneError: on rank 0 what ``hold`` raised, on the others that it was raised.
+        MoeFinetuneError: what ``hold`` raised on rank 0; a reference to it on the others.
     """
     problem: MoeFinetuneError | None = None
     with ExitStack() as stack:
@@ -72,10 +72,10 @@ def first_alone(hold: Callable[[], AbstractContextManager[object]]) -> Iterator[
 
 @contextmanager
 def others_needed() -> Iterator[None]:
-    """Report that another process of the run has ended, instead of its library's error.
+    """Report that another process of the run has ended, instead of the library's error.
 
     Raises:
-        ConnectionError: a collective found that another rank ended or does not answer.
+        ConnectionError: in a collective, another rank had ended or did not answer.
     """
     try:
         yield
@@ -89,7 +89,7 @@ def others_needed() -> Iterator[None]:
 
 
 def gather_bytes(blob: bytes) -> list[bytes]:
-    """``blob`` of every rank, by rank, on every rank; every rank must call. Nothing is pickled."""
+    """Gather ``blob`` of every rank, in order, without pickle; every rank must call this."""
     if world_size() == 1:
         return [blob]
     target = device()
@@ -109,12 +109,12 @@ def gather_bytes(blob: bytes) -> list[bytes]:
 
 
 def equal_on_ranks(count: int) -> bool:
-    """Whether every rank gives the same number; every rank must ask."""
+    """Whether ``count`` is the same on all ranks; every rank must call this."""
     return len(set(gather_bytes(str(count).encode()))) == 1
 
 
 def device() -> torch.device:
-    """Where the group's collectives work."""
+    """The device of the group's collectives."""
     if "nccl" in distributed.get_backend():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

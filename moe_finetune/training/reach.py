@@ -1,4 +1,4 @@
-"""Prove, before the first step, that every loss term reaches something that trains."""
+"""Check before the first step that every loss term reaches something trainable."""
 
 from __future__ import annotations
 
@@ -33,14 +33,13 @@ def check_reach(
 ) -> dict[str, list[str]]:
     """Trace each term's gradient on a few random tokens; return the parameters it reaches.
 
-    Each term in turn is the only one that is injected, into a forward whose own loss is zero.
-    Parameters that are still at an exact-zero gradient (a LoRA ``A`` behind a ``B`` of zeros) are
-    not in the list. A hinge that is at 0 has no gradient yet: its list is empty, with a warning.
-    Random state, gradients and the terms' own state are left as they were. Where ranks share the
-    model, all of them call.
+    Each term in turn is injected alone into a forward whose own loss is zero. Parameters with an
+    exact-zero gradient (a LoRA ``A`` behind a ``B`` of zeros) are not in the list. A hinge at 0 has
+    no gradient yet: its list is empty, with a warning. Random state, gradients and the terms' state
+    are restored. If ranks share the model, every rank must call this.
 
     Raises:
-        ObjectiveError: a term reaches no trainable parameter; the message says what would fix it.
+        ObjectiveError: a term reaches no trainable parameter; the message names the remedy.
     """
     if not objective.terms:
         return {}
@@ -90,7 +89,7 @@ def check_reach(
 
 
 def _zero_loss(model: nn.Module, vocabulary: int, device: torch.device) -> Tensor:
-    """0, with the graph of a forward on random tokens."""
+    """A loss of 0 with the graph of a forward on random tokens."""
     ids = torch.randint(0, vocabulary, PROBE_TOKENS, device=device)
     # Under DDP's wrapper, which waits for a backward of its own, but with PEFT's, which puts soft
     # prompts before the tokens.
@@ -101,7 +100,7 @@ def _zero_loss(model: nn.Module, vocabulary: int, device: torch.device) -> Tenso
 
 
 def _even_teacher(objective: Objective, device: torch.device, rows: int) -> ForwardOverrides:
-    """A teacher of the probe's tokens that spreads them evenly."""
+    """A teacher that spreads the probe's tokens evenly over the experts."""
     tokens, experts = rows * PROBE_TOKENS[1], objective.facts.num_experts
     even_TE = torch.zeros(tokens, experts, device=device)
     return ForwardOverrides(teacher=dict.fromkeys(objective.facts.moe_layers, even_TE))
@@ -110,7 +109,7 @@ def _even_teacher(objective: Objective, device: torch.device, rows: int) -> Forw
 def _gradients(
     loss: Tensor, parameters: Sequence[nn.Parameter], sharded: bool
 ) -> Sequence[Tensor | None]:
-    """Of each parameter; None where the loss has no way to it."""
+    """The gradient of each parameter; None if the loss does not reach it."""
     if not loss.requires_grad:
         return [None] * len(parameters)
     if not sharded:  # an optimizer that steps in the backward must not see these gradients
@@ -132,7 +131,7 @@ def _acts(gradient: Tensor | None) -> bool:
 
 
 def _judged(term: Term, parameters: list[str], met: bool) -> list[str]:
-    """What the term reaches; only a hinge whose aim is met may reach nothing."""
+    """Return ``parameters``; raise if empty, unless the term is a hinge that is met."""
     if not parameters and term.hinge and met:
         log.warning(
             "method.terms.%s is 0 in every layer from the start. Its goal is already met, so it "

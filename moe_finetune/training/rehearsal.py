@@ -1,9 +1,8 @@
-"""A start without weights: what a run builds before its first step, built on the meta device.
+"""A start without weights: build on the meta device what a run builds before its first step.
 
-The model's shapes, its adapter, the trainer's arguments, trainer, optimizer and schedule are made
-exactly as the run makes them, in a temporary folder; no weight is read and no file of the run
-is written. What a library refuses is reported here, before the run's folder exists, with the key
-that it is about.
+Model, adapter, trainer's arguments, trainer, optimizer and schedule are made exactly as in the run,
+in a temporary folder. No weights are read, and none of the run's files is written. A library's
+error is reported here, before the run folder exists, with the recipe key that causes it.
 """
 
 from __future__ import annotations
@@ -44,16 +43,16 @@ def rehearse(
     ignore_memory: bool = False,
     activations: bool = False,
 ) -> Plan:
-    """Build what the run will build, but for weights.
+    """Build what the run will build, except weights.
 
     Args:
         train: examples with ``input_ids``.
-        validation: such examples or None.
-        ignore_memory: allow a run that cannot fit into this machine, however small its batches.
-        activations: also compute what a step needs, which takes a few seconds.
+        validation: the same, or None.
+        ignore_memory: allow a run whose weights and optimizer exceed this machine's memory.
+        activations: also predict a step's memory, which takes a few seconds.
 
     Raises:
-        RecipeError: a setting that this machine, the model or the trainer refuses, by its key.
+        RecipeError: this machine, the model or the trainer rejects a setting; names its key.
     """
     import torch
 
@@ -96,7 +95,7 @@ def rehearse(
 
 
 def _check_second(start: Start, train: Dataset) -> None:
-    """Rewards that the rows fit, and a teacher that has the model's vocabulary."""
+    """Check that rows have the rewards' fields and the teacher has the model's vocabulary."""
     from moe_finetune.training.rewards import reward_functions
 
     recipe = start.recipe
@@ -113,10 +112,10 @@ def _check_second(start: Start, train: Dataset) -> None:
 
 
 def check_arguments(recipe: Recipe) -> None:
-    """Make the trainer's arguments, which needs neither model nor data.
+    """Build the trainer's arguments, which needs neither model nor data.
 
     Raises:
-        RecipeError: the key under ``trainer:`` that transformers or TRL refuses.
+        RecipeError: transformers or TRL rejects a key under ``trainer:``.
     """
     from moe_finetune.training.trainer import training_arguments
 
@@ -135,9 +134,9 @@ def _check_memory(plan: Plan) -> None:
 
 
 def _with_culprit(recipe: Recipe, build: Callable[[Recipe], Built]) -> Built:
-    """``build(recipe)``; an error of a library names the trainer's key that causes it.
+    """Return ``build(recipe)``; add the trainer's key that causes it to a library's error.
 
-    The key is the one without which the same can be built.
+    The cause is the key without which the build succeeds.
     """
     try:
         return build(recipe)
@@ -158,14 +157,14 @@ def _with_culprit(recipe: Recipe, build: Callable[[Recipe], Built]) -> Built:
 
 
 def _short(error: Exception) -> str:
-    """An error's message in one line, or its type's name."""
+    """An error's message in one line, or the name of its type."""
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
 def _build(
     recipe: Recipe, model: nn.Module, tokenizer: Any, train: Dataset, validation: Dataset | None
 ) -> None:
-    """The trainer with its optimizer, schedule and first loader, on a few rows."""
+    """Build the trainer with optimizer, schedule and first data loader, on a few rows."""
     from moe_finetune.training.trainer import build_trainer
 
     few = [None if rows is None else rows.select(range(min(ROWS, len(rows))))
@@ -178,7 +177,7 @@ def _build(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars and warnings of what the run will say again."""
+    """Silence progress bars and warnings that the run will show again."""
     from datasets import disable_progress_bars, enable_progress_bars
     from datasets.utils import are_progress_bars_disabled
 

@@ -2,12 +2,12 @@
 
     class MyTrainer(ResumableTrainer, Trainer): ...
 
-It replaces how a checkpoint is written and read: weights (an ordinary PEFT adapter where there is
-one, else an ordinary checkpoint), optimizer, scheduler, random numbers of every rank, callbacks'
-tables, and what was counted since the last log. Ranks that hold parts of a model (FSDP2) write and
-read their own, and any number of ranks reads what another wrote. The stock ``optimizer.pt``,
-``scheduler.pt``, ``rng_state.pth`` and ``training_args.bin`` are neither written nor read. See
-:mod:`moe_finetune.training.checkpoint` for the folder.
+It replaces how a checkpoint is written and read: weights (a PEFT adapter, or without one an
+ordinary checkpoint), optimizer, scheduler, random state of every rank, callbacks' tables, and
+counts since the last log. With FSDP2 each rank writes and reads its own parts, and a different
+number of ranks can read them. The stock ``optimizer.pt``, ``scheduler.pt``, ``rng_state.pth`` and
+``training_args.bin`` are neither written nor read. See :mod:`moe_finetune.training.checkpoint` for
+the folder.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 class ResumableTrainer(_Trainer):
-    """Exact, verified, pickle-free checkpoints for any Trainer. Put it first among the bases."""
+    """Exact, verified, pickle-free checkpoints for any Trainer. Make it the first base class."""
 
     # -- writing ------------------------------------------------------------------------------
 
@@ -61,7 +61,7 @@ class ResumableTrainer(_Trainer):
         target = root / f"checkpoint-{self.state.global_step}"
         self.store_flos()
         self._note_best(root, target)
-        # Gathering is collective, so it happens on all ranks before rank 0 writes alone.
+        # Gathering is collective, so all ranks gather before rank 0 writes.
         problem: Exception | None = None
         try:
             parts, entries = checkpoint_parts(self, target, self._ours())
@@ -86,7 +86,7 @@ class ResumableTrainer(_Trainer):
             self.state.best_model_checkpoint = str(root / f"checkpoint-{step}")
 
     def _report_failed_save(self, root: Path, target: Path, problem: Exception | None) -> None:
-        """A save that failed must not end the run: the next one may find room."""
+        """Warn about a failed save instead of ending the run: the next one may succeed."""
         if not self.args.should_save:
             return
         clear_leftovers(root)
@@ -106,11 +106,11 @@ class ResumableTrainer(_Trainer):
 
         Args:
             resume_from_checkpoint: a checkpoint's folder, or True for the newest that verifies
-                (the beginning when there is none).
+                (from the start if there is none).
 
         Raises:
-            CheckpointError: the named checkpoint is damaged, or of another run; or DeepSpeed, whose
-                optimizer lies in pickle files.
+            CheckpointError: the checkpoint is damaged or belongs to another run, or DeepSpeed is in
+                use, which pickles its optimizer.
         """
         if self.is_deepspeed_enabled:
             raise CheckpointError(
@@ -177,7 +177,7 @@ class ResumableTrainer(_Trainer):
         """Nothing: fp16 is refused."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Restore this rank's state. The Trainer calls it last, right before the first batch."""
+        """Restore this rank's random state; the Trainer calls this right before the first batch."""
         if checkpoint is None:
             return
         state = self._rank_state(checkpoint)
@@ -220,16 +220,16 @@ class ResumableTrainer(_Trainer):
     # -- elsewhere ----------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """What ``save_model`` writes, without the pickled ``training_args.bin``."""
+        """Write what ``save_model`` writes, without the pickled ``training_args.bin``."""
         super()._save(output_dir, state_dict)
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
         (folder / "training_args.bin").unlink(missing_ok=True)
 
 
 def find_checkpoint(root: Path) -> Path | None:
-    """The newest checkpoint under ``root`` that verifies; what is passed over is logged.
+    """The newest checkpoint under ``root`` that verifies; skipped ones are logged.
 
-    Rank 0 looks, so that all ranks resume from the same one.
+    Rank 0 decides, so all ranks resume from the same one.
     """
     answer = b""
     if ranks.rank() == 0:
@@ -249,7 +249,7 @@ def _verify(folder: Path) -> None:
     """Verify a checkpoint together: each rank reads its share of the bytes.
 
     Raises:
-        CheckpointError: on all ranks.
+        CheckpointError: it does not verify; raised on all ranks.
     """
     problem: CheckpointError | None = None
     try:

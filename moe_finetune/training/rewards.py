@@ -1,11 +1,11 @@
-"""Rewards of reinforcement: a function of a completion and of the fields of its row.
+"""Rewards for reinforcement learning: functions of a completion and the fields of its row.
 
-``rewards: [exact_match]``, ``rewards: [{name: boxed, weight: 2.0}]``, or a function of one's own,
-``rewards: [{file: my_rewards.py, function: brevity}]``. A reward is called as TRL calls it: with
-the texts of a batch of completions and, by name, a list for each field of their rows; it returns
-a number for each, or None where it does not apply. A new one is a function and a line in
-``REWARDS``, and in ``READ_BY`` where it reads a field; an installed package brings one by an entry
-point of the group ``moe_finetune.rewards``.
+``rewards: [exact_match]``, ``rewards: [{name: boxed, weight: 2.0}]``, or a custom function,
+``rewards: [{file: my_rewards.py, function: brevity}]``. TRL calls a reward with a batch of
+completions and, by name, a list for each field of their rows. It returns one number per completion,
+or None where it does not apply. To add one, write a function and a line in ``REWARDS`` (and in
+``READ_BY`` if it reads a field). Installed packages can add rewards by entry points of the group
+``moe_finetune.rewards``.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ REWARDS: Registry[Reward] = Registry(
 
 
 def text_of(completion: Any) -> str:
-    """The text of a completion, of a chat's last turn too."""
+    """The text of a completion; for a chat, the text of its last turn."""
     if isinstance(completion, str):
         return completion
     return str(completion[-1]["content"]) if completion else ""
 
 
 def exact_match(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
-    """1 where the final number of the completion is that of ``answer``, else equal text.
+    """1 for a completion whose final number is that of ``answer``, else 0.
 
-    An answer with a number is compared by number, as GSM8K is scored.
+    As GSM8K is scored. An answer without a number is compared as text.
     """
     from moe_finetune.evaluation.extract import final_number, strict_number
 
@@ -60,7 +60,7 @@ def exact_match(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> 
 
 
 def boxed(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
-    r"""1 where the completion's ``\boxed{}`` is the same mathematics as ``answer``."""
+    r"""1 for a completion whose ``\boxed{}`` is mathematically equal to ``answer``, else 0."""
     from moe_finetune.evaluation.equivalence import same_answer
     from moe_finetune.evaluation.extract import boxed as in_the_box
 
@@ -71,7 +71,7 @@ def boxed(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[f
 
 
 def code_tests(completions: Sequence[Any], tests: Sequence[Any], **_: Any) -> list[float]:
-    """1 where the completion's program passes its row's ``tests`` (text, or a list), sandboxed."""
+    """1 for a completion whose program passes its row's ``tests`` in a sandbox, else 0."""
     from moe_finetune.evaluation.code import mbpp_program
     from moe_finetune.evaluation.sandbox import Sandbox
 
@@ -92,12 +92,12 @@ def reward_functions(sections: Sequence[RewardSection], columns: Sequence[str]) 
     """The functions of a recipe's ``rewards:``.
 
     Args:
-        columns: fields that every row of the data has.
+        columns: fields that every row has.
 
     Raises:
-        RecipeError: an unknown reward; a file without the function.
-        DataError: rows lack the field that a reward reads.
-        DependencyError: programs cannot be isolated here, or math-verify is missing.
+        RecipeError: an unknown reward, or a file without the function.
+        DataError: rows lack a field that a reward reads.
+        DependencyError: programs cannot be sandboxed here, or math-verify is missing.
     """
     functions = []
     for section in sections:
@@ -136,7 +136,7 @@ def _check_dependencies(name: str) -> None:
 
 
 def _from_file(section: RewardSection) -> Reward:
-    """A function of the user's own file, which the recipe names; it runs as the user's code."""
+    """Load a function from the user's file that the recipe names; it runs as user code."""
     path = Path(str(section.file)).expanduser()
     if not path.is_file():
         raise RecipeError(f"rewards.file: {path} does not exist")
@@ -161,7 +161,7 @@ def _from_file(section: RewardSection) -> Reward:
 
 
 def _checked(function: Any, where: str) -> Any:
-    """``function``, asynchronous or not, whose errors name it."""
+    """Wrap ``function``, asynchronous or not, so that its errors name it."""
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004 (an object's own, which may be a coroutine)
     ):
@@ -195,7 +195,7 @@ def _faults_said(where: str) -> Iterator[None]:
 
 
 def _scores(answer: Any, completions: Sequence[Any], where: str) -> list[float | None]:
-    """What a function returned, as numbers; None where it does not apply."""
+    """Check what a function returned: one number or None per completion."""
     if not hasattr(answer, "__len__") or isinstance(answer, str | dict):
         raise RecipeError(f"{where} returned {short(answer)}; it must return a list of numbers")
     if len(answer) != len(completions):

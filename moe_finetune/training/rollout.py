@@ -1,7 +1,8 @@
-"""GRPO against its own rollouts: how far generation and training disagree, and router replay.
+"""GRPO rollouts: how far generation and training disagree, and router replay.
 
-A mixin of TRL's trainer, for completions that transformers generates in this process. Shape legend:
-B rows, P places of the prompt, C of the completion, S = P + C, L MoE layers, K selected experts.
+A mixin for TRL's trainer, for completions that transformers generates in this process. Shape
+legend: B rows, P prompt positions, C completion positions, S = P + C, L MoE layers, K selected
+experts.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ EXPERTS = "rollout_experts"
 
 
 class FollowsRollouts(_Trainer):
-    """Notes what a rollout computed and compares each training forward with it; a mixin.
+    """Mixin that records rollouts and compares each training forward with them.
 
-    Every log has, over the tokens that were sampled, ``routing/changed_from_rollout``: the share of
-    (token, layer) to which training's router gives other experts than the rollout did;
-    ``rollout/log_prob_difference``, the mean of ``|log p_training - log p_rollout|`` of the token;
-    and ``rollout/kl``, the mean of ``r - 1 - log r`` for ``r = p_training / p_rollout``, which
+    Every log has, over sampled tokens, ``routing/changed_from_rollout``: the share of (token,
+    layer) pairs for which training selects other experts than the rollout;
+    ``rollout/log_prob_difference``: the mean of ``|log p_training - log p_rollout|``; and
+    ``rollout/kl``: the mean of ``r - 1 - log r`` for ``r = p_training / p_rollout``, which
     estimates ``KL(rollout || training)`` (Schulman 2020). Probabilities are the model's at the
-    temperature of sampling, before ``top_p`` and its like.
+    sampling temperature, before ``top_p`` and similar filters.
 
     Attributes:
-        callback: whose recorder is on the model while it trains.
-        replay: train each token with the experts that the rollout gave to it.
+        callback: its recorder is on the model during training.
+        replay: whether each token trains with the experts that the rollout selected.
     """
 
     callback: SpecializationCallback
@@ -68,7 +69,7 @@ class FollowsRollouts(_Trainer):
         return completions, rollout.log_probs(completions)
 
     def _can_be_noted(self) -> bool:
-        """Whether transformers samples the completions here, a token at a time."""
+        """Whether transformers samples the completions in this process, token by token."""
         if self.use_vllm or self.use_transformers_continuous_batching:
             what = "vLLM" if self.use_vllm else "continuous batching"
             obstacle = f"{what} does not return the experts of a rollout to TRL"
@@ -111,7 +112,7 @@ class FollowsRollouts(_Trainer):
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        """TRL's forward of whole rows: the loss's, that of the old policy, or the reference's."""
+        """TRL's forward of whole rows: for the loss, the old policy or the reference."""
         run = partial(
             super()._get_per_token_logps_and_entropies,
             model, input_ids, attention_mask, *args, **kwargs,
@@ -138,7 +139,7 @@ class FollowsRollouts(_Trainer):
         return run()
 
     def _is_policy(self, model: Any) -> bool:
-        """Whether the policy runs: not another model, nor without its adapter, as a reference."""
+        """Whether ``model`` is the policy with its adapter on, not a reference."""
         assert self._policy is not None
         policy = causal_lm(self.callback.recorder.model)
         return causal_lm(model) is policy and self._policy.acts()
@@ -161,10 +162,10 @@ class FollowsRollouts(_Trainer):
 
 
 def check_rollouts(recipe: Recipe, family: Family) -> None:
-    """Refuse rollouts of a family whose class samples wrongly next to padding.
+    """Refuse rollouts of a family whose class samples wrongly with padding.
 
     Raises:
-        RecipeError: transformers would sample the completions of prompts of different length.
+        RecipeError: transformers would sample completions of prompts of different lengths.
     """
     if STAGES[recipe.stage].form != "prompts" or recipe.trainer.get("use_vllm"):
         return
@@ -177,10 +178,10 @@ def check_rollouts(recipe: Recipe, family: Family) -> None:
 
 
 def check_replay(family: Family) -> None:
-    """Refuse a family whose experts' weights do not follow from logits and selection.
+    """Refuse a family whose expert weights do not follow from logits and selection.
 
     Raises:
-        RecipeError: naming what its router does.
+        RecipeError: the message names what its router does instead.
     """
     if family.own_weights is not None:
         raise RecipeError(
@@ -190,9 +191,9 @@ def check_replay(family: Family) -> None:
 
 
 class _Rollout:
-    """One rollout: the experts of its tokens, and the log-probabilities of those it sampled.
+    """One rollout: its tokens' experts, and the log-probabilities of the sampled tokens.
 
-    ``prompt`` is P, with padding.
+    ``prompt`` is P, padding included.
     """
 
     def __init__(self, recorder: Recorder, temperature: float, prompt: int):
@@ -231,10 +232,10 @@ class _Rollout:
         self._sampled.append(self._last_BV.gather(1, ids_B[:, None]).squeeze(1))
 
     def log_probs(self, completions: list[list[int]]) -> list[list[float]]:
-        """Of each token of the completions, which the rollout has just returned.
+        """Log-probability of each token of the completions that the rollout has just returned.
 
         Raises:
-            CaptureError: a forward did not run the prompt, or a part of it, or one token more.
+            CaptureError: a forward ran something other than (part of) the prompt or one more token.
         """
         assert self._last_BV is not None
         if self._ran != self.prompt + len(self._sampled):

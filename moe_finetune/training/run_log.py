@@ -1,4 +1,4 @@
-"""What a run writes while it trains: its log, and the weights that were found for shares."""
+"""Files that a run writes during training: its log, and the weights found for shares."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ LOGS_OF_A_SHORT_RUN = 10
 
 
 def logged_every(max_steps: int) -> int:
-    """Steps between logs of a run that is shorter than its ``logging_steps``."""
+    """Steps between logs of a run shorter than its ``logging_steps``."""
     return max(1, max_steps // LOGS_OF_A_SHORT_RUN)
 
 
 class RunLog(TrainerCallback):
-    """Appends every log of the trainer, with tokens/s, to ``metrics.jsonl``.
+    """Appends the trainer's logs, with tokens/s, to ``metrics.jsonl``.
 
-    On a GPU a row of training also has ``peak_memory_gib``: the most that tensors took of the first
-    rank's device since training began.
+    On a GPU, training rows also have ``peak_memory_gib``: the peak memory of tensors on rank 0's
+    device since training began.
     """
 
     def __init__(self, output: Path):
@@ -75,20 +75,20 @@ class RunLog(TrainerCallback):
 
 
 def drop_after(path: Path, step: int) -> None:
-    """Forget rows of a run's log past ``step``: a resumed run writes them again."""
+    """Delete rows of a run's log after ``step``; a resumed run writes them again."""
     if path.exists():
         rows = [r for r in read_log(path) if r["step"] <= step and r.get("kind") != "end"]
         write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 class FoundWeights(TrainerCallback):
-    """Writes the weights that were found for shares into the run's resolved recipe.
+    """Writes the weights found for shares into the run's resolved recipe.
 
-    A recipe read back from there is equal to the original: next to a share, a weight is a note.
+    The recipe still equals the original: next to a share, a weight is only a record.
 
     Args:
-        path: the resolved recipe; nothing is written while there is none.
-        at_work: returns the method, once training has begun.
+        path: the resolved recipe; nothing is written until it exists.
+        at_work: returns the installed method once training has begun.
         text: the recipe's text with these weights, by term.
     """
 
@@ -117,7 +117,7 @@ class FoundWeights(TrainerCallback):
 
 
 def with_weights(recipe: Recipe, weights: dict[str, float]) -> Recipe:
-    """``recipe`` with each weight noted next to the share that it was computed from."""
+    """``recipe`` with each found weight next to its share."""
     terms = {
         name: options.model_copy(update={"weight": weights[name]}) if name in weights else options
         for name, options in recipe.method.terms.items()
@@ -127,7 +127,7 @@ def with_weights(recipe: Recipe, weights: dict[str, float]) -> Recipe:
 
 
 def noted_weights(path: Path) -> dict[str, float]:
-    """The weights that :class:`FoundWeights` noted in a run's recipe, by term."""
+    """The weights that :class:`FoundWeights` recorded in a run's recipe, by term."""
     terms = load_tree([path]).values["method"]["terms"]
     return {
         name: options["weight"]

@@ -1,4 +1,4 @@
-"""What a run would do: rows, steps, what trains, memory. Nothing here builds or writes anything."""
+"""A run's plan: rows, steps, trained parameters, memory. Nothing is built or written."""
 
 from __future__ import annotations
 
@@ -25,18 +25,17 @@ class Plan:
     """What a run would do.
 
     Attributes:
-        stage: of the training.
+        stage: the training stage.
         method: the preset's name, or "no preset"; terms: its losses.
-        coverage: what LoRA reaches and what trains.
-        fixed: bytes that no batch size changes: weights, adapter, gradients and moments.
-        memory: of one device without sharding, where it was asked for.
-        machine: bytes that this run's devices have together.
-        rows, tokens: of the training data, tokens where they are known; validation: its rows, or
-            None.
-        batch: sequences of an optimizer step over all processes.
-        steps: optimizer steps; about as many, where rows are packed.
-        packed: whether they are.
-        remarks: settings that do nothing in a run of this length.
+        coverage: parameters that LoRA reaches and that train.
+        fixed: bytes that do not depend on the batch: weights, adapter, gradients and moments.
+        memory: plan for one device without sharding, if requested.
+        machine: total memory of this run's devices, in bytes.
+        rows, tokens: size of the training data, tokens if known; validation: its rows, or None.
+        batch: sequences per optimizer step over all processes.
+        steps: optimizer steps; approximate for packed rows.
+        packed: whether rows are packed.
+        remarks: settings without effect in a run of this length.
     """
 
     stage: str
@@ -86,7 +85,7 @@ def make_plan(
     train: Dataset,
     validation: Dataset | None,
 ) -> Plan:
-    """Count rows, tokens and steps; the rest of the plan is the caller's."""
+    """Make a plan: count rows, tokens and steps; the caller gives the rest."""
     import pyarrow.compute as pc
 
     from moe_finetune.training.trainer import training_arguments
@@ -118,7 +117,7 @@ def make_plan(
 
 
 def count_steps(recipe: Recipe, arguments: Any, rows: int, tokens: int) -> tuple[int, int]:
-    """Sequences that a step takes, and steps; with packing, rows are counted as if full."""
+    """Sequences per step, and number of steps; packed rows are counted as full."""
     sequences = math.ceil(tokens / recipe.data.max_length) if recipe.data.packing else rows
     sequences *= getattr(arguments, "num_generations", 1)
     device_batch = arguments.per_device_train_batch_size * ranks.world_size()
@@ -131,10 +130,10 @@ def count_steps(recipe: Recipe, arguments: Any, rows: int, tokens: int) -> tuple
 
 
 def describe_steps(recipe: Recipe, arguments: Any, rows: int, tokens: int | None) -> str:
-    """Steps and what one takes, as a line: with the rows' own the first that a run says.
+    """One line with the number of steps and the size of one.
 
     Args:
-        tokens: of them; None where the stage's trainer tokenizes.
+        tokens: tokens of the rows; None if the stage's trainer tokenizes.
     """
     batch, steps = count_steps(recipe, arguments, rows, tokens or 0)
     count = f"{steps:,} step{'' if steps == 1 else 's'} of"
@@ -151,7 +150,7 @@ def describe_steps(recipe: Recipe, arguments: Any, rows: int, tokens: int | None
 
 
 def machine_bytes() -> int:
-    """Bytes of all devices of this run together, or of this machine where it has no GPU."""
+    """Total memory of this run's devices in bytes, or of this machine if it has no GPU."""
     import psutil
     import torch
 
@@ -161,7 +160,7 @@ def machine_bytes() -> int:
 
 
 def _remarks(recipe: Recipe, arguments: Any, steps: int, validated: bool) -> Iterator[str]:
-    """Intervals that are longer than the run; below 1 they are shares of it."""
+    """Yield a remark for each interval longer than the run; below 1 they are shares of it."""
     from moe_finetune.training.run_log import logged_every
 
     interval = logged_every(steps)

@@ -1,4 +1,4 @@
-"""Routing of a sample of tokens, collected on the host, and the metrics that need vectors.
+"""Routing of sampled tokens, collected on the host, and the metrics that need vectors.
 
 Shape legend: T tokens, N tokens whose embeddings are kept, E routed experts, K selected, H hidden,
 D expert width.
@@ -46,14 +46,14 @@ MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
 class Sample:
-    """Observer that keeps what metrics and pictures need of the first tokens it sees.
+    """Observer that keeps what metrics and pictures need from the first tokens it sees.
 
-    Embeddings are too large to keep all: they are those of ``MAX_EMBEDDINGS`` tokens that a seeded
-    draw takes from all tokens seen, the same in every layer. Before the end nobody knows how many
-    that will be, so each token has a random priority, and the lowest are kept.
+    Embeddings are too large to keep all. A seeded draw keeps those of ``MAX_EMBEDDINGS`` tokens,
+    the same in every layer. The number of tokens is not known in advance, so each token gets a
+    random priority and the lowest ones are kept.
 
     Attributes:
-        layers: decoder indices of the MoE layers; ``middle`` is the one that pictures show.
+        layers: decoder indices of the MoE layers; pictures show the layer ``middle``.
         measures: sums over the same tokens.
     """
 
@@ -88,7 +88,7 @@ class Sample:
             self._note_for_installed(record, at_T)
 
     def _note_for_installed(self, record: RoutingRecord, at_T: Tensor) -> None:
-        """Keep what metrics of installed packages read and no metric of ours."""
+        """Keep what only metrics of installed packages read."""
         for kind in ("activations_gram", "outputs_gram"):
             gram_TKK = getattr(record, f"{kind}_TKK")
             assert gram_TKK is not None
@@ -103,14 +103,14 @@ class Sample:
         chunks.append(rows.detach().cpu().numpy())
 
     def _drawn(self, count: int) -> np.ndarray:
-        """Which of the first ``count`` tokens are drawn, ascending."""
+        """Ascending positions of the drawn tokens among the first ``count``."""
         if count <= MAX_EMBEDDINGS:
             return np.arange(count)
         lowest = np.argpartition(self._priority_T[:count], MAX_EMBEDDINGS)
         return np.sort(lowest[:MAX_EMBEDDINGS])
 
     def rows(self, name: str, layer: int) -> np.ndarray:
-        """``index`` (T, K), ``scores`` or ``probabilities`` (T, E), or a gram."""
+        """``index`` (T, K), ``scores`` or ``probabilities`` (T, E), or Gram matrices (T, K, K)."""
         chunks = self._kept[name][layer]
         if len(chunks) > 1:
             self._kept[name][layer] = chunks = [np.concatenate(chunks)]
@@ -123,7 +123,7 @@ class Sample:
         return top_choice(self.rows("index", layer), self.rows("weights", layer))
 
     def embeddings(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs ``(N, H)`` of the tokens drawn, and their top experts ``(N,)``."""
+        """Block inputs ``(N, H)`` of the drawn tokens, and their top experts ``(N,)``."""
         drawn_N = self._drawn(self._seen[layer])
         held_N = self.rows("inputs_at", layer)
         return (
@@ -132,7 +132,7 @@ class Sample:
         )
 
     def metrics(self) -> dict[str, list[float | None]]:
-        """Metrics by name, a list over layers each; None where one does not exist."""
+        """Metrics by name, each a list over layers; None where a metric does not exist."""
         measured = self.measures.per_layer()
         metrics: dict[str, list[float | None]] = {}
         for layer in self.layers:
@@ -176,10 +176,10 @@ class Sample:
         ]
 
     def routing(self) -> dict[str, Any]:
-        """Load of every layer, and the path from the middle layer to the next, for JSON.
+        """Load of every layer, and the path from the middle layer to the next, as JSON values.
 
-        ``conditional_activation`` has the two layers and the matrix ``(E, E)`` of
-        :func:`~moe_finetune.metrics.conditional_activation`; it is absent where no layer follows.
+        ``conditional_activation`` contains the two layers and the matrix ``(E, E)`` of
+        :func:`~moe_finetune.metrics.conditional_activation`; it is absent if no layer follows.
         """
         matrix_EE = None
         if self.middle != self.layers[-1]:
@@ -196,19 +196,19 @@ class Sample:
 def observing(
     recorder: Recorder, observer: Observer, needs: frozenset[str] = frozenset()
 ) -> Iterator[None]:
-    """Let ``observer`` see an installed recorder's forwards instead of what observes it."""
+    """Replace an installed recorder's observers with ``observer`` inside the context."""
     with recorder.using(observers=(observer,), needs=needs, observe="all"):
         yield
 
 
 def evaluation_sample(recorder: Recorder, batches: Iterable[Any]) -> Sample | None:
-    """Routing of the first batches of an evaluation, the same on any number of ranks.
+    """Record the routing of an evaluation's first batches, the same on any number of ranks.
 
-    None where batches have no tokens: GRPO evaluates on prompts that its trainer completes.
+    None if batches have no tokens: GRPO evaluates on prompts that its trainer completes.
 
-    Every rank runs the same batches, those of a single rank: what accelerate deals out to each
-    repeats rows where they do not divide evenly. Every rank must call, since with a sharded model
-    each takes part in the others' forwards.
+    Every rank runs the same undivided batches, because accelerate's division repeats rows if they
+    do not divide evenly. Every rank must call this: with a sharded model each takes part in the
+    others' forwards.
     """
     from moe_finetune.moe.layers import in_mode, model_facts
 
@@ -235,7 +235,7 @@ def evaluation_sample(recorder: Recorder, batches: Iterable[Any]) -> Sample | No
 
 
 def token_inputs(batch: Any) -> Iterator[dict[str, Tensor]]:
-    """A batch's arguments for the model; ORPO's batches have them for each side of a pair."""
+    """Yield a batch's arguments for the model; ORPO's batches have one set per side of a pair."""
     if isinstance(batch, Mapping):
         for prefix in ("", "chosen_", "rejected_"):
             names = {name: f"{prefix}{name}" for name in MODEL_INPUTS}
@@ -246,10 +246,10 @@ def token_inputs(batch: Any) -> Iterator[dict[str, Tensor]]:
 
 
 def undivided(batches: Any) -> Iterable[Any]:
-    """The loader that accelerate divided among ranks; others as they are.
+    """The loader that accelerate divided among ranks; any other is returned unchanged.
 
-    Without accelerate's wrapper, too: left before its end, it would stay the "active" loader and
-    confuse training.
+    accelerate's wrapper is removed, too: if left before its end, it would remain the "active"
+    loader and confuse training.
     """
     loader = getattr(batches, "base_dataloader", batches)
     sampler, dataset = (getattr(loader, name, None) for name in ("batch_sampler", "dataset"))
@@ -263,7 +263,7 @@ def undivided(batches: Any) -> Iterable[Any]:
 
 
 def evaluation_metrics(sample: Sample) -> dict[str, float]:
-    """Metrics that need vectors, means over layers: ``eval_routing/<name>``."""
+    """Metrics that need vectors, averaged over layers: ``eval_routing/<name>``."""
     metrics = sample.metrics()
     metrics["coupling_mass"] = list(sample.coupling())
     coherence = sample.measures.coherence()

@@ -1,4 +1,4 @@
-"""What training saves: an ordinary PEFT adapter, or the whole model when there is none."""
+"""Save what training produced: an ordinary PEFT adapter, or without one the whole model."""
 
 from __future__ import annotations
 
@@ -37,11 +37,10 @@ def save_trained(
 ) -> Path:
     """Write ``adapter/``, or ``merged/`` when the model trained without an adapter.
 
-    The tokenizer, as it was trained with, and a model card lie in either.
-    A loss-free bias is stored with the adapter in ``router_bias.safetensors``; a merge writes it
-    where the family keeps one. The folder appears complete or not at all. All ranks call this,
-    because sharded tensors are gathered; rank 0 writes. ``metadata``: what :func:`run_metadata`
-    returned, where it was called before.
+    Both contain the tokenizer used in training and a model card. A loss-free bias is stored next to
+    the adapter in ``router_bias.safetensors``; a merge moves it into the checkpoint. The folder is
+    written whole or not at all. Every rank must call this, because sharded tensors are gathered;
+    rank 0 writes. ``metadata``: the result of an earlier :func:`run_metadata`.
     """
     from peft import PeftModel
 
@@ -105,15 +104,13 @@ def _card(recipe: Recipe, folder: Path, what: str, **words: str) -> None:
 
 
 def _data_names(recipe: Recipe) -> list[str]:
-    """What was trained on: hub ids, and names of files and folders without their paths."""
+    """Names of the training data: hub ids, and files and folders without their paths."""
     sources = [recipe.data.train] if isinstance(recipe.data.train, str) else recipe.data.train
     return [public_name(s if isinstance(s, str) else s.path) for s in sources]
 
 
 def name_base(model: Any, recipe: Recipe) -> None:
-    """Let the adapter name its base: a hub id and revision as such (not the folder of the local
-    cache), a folder by its absolute path, which works from any other folder too.
-    """
+    """Write the base's name into the adapter's config: hub id and revision, or absolute path."""
     config, folder = _peft_config(model), Path(recipe.model.path).expanduser()
     if folder.is_dir():
         config.base_model_name_or_path = str(folder.resolve())
@@ -123,7 +120,7 @@ def name_base(model: Any, recipe: Recipe) -> None:
 
 
 def base_fingerprint(recipe: Recipe, checkpoint: Checkpoint | None) -> dict[str, str]:
-    """The fingerprint of the recipe's base, as the adapter's metadata hold it."""
+    """The fingerprint of the recipe's base, as stored in the adapter's metadata."""
     from moe_finetune.checkpoint.gate import named_tensors
     from moe_finetune.checkpoint.opened import open_checkpoint
     from moe_finetune.checkpoint.values import fingerprint
@@ -139,9 +136,9 @@ def base_fingerprint(recipe: Recipe, checkpoint: Checkpoint | None) -> dict[str,
 
 
 def run_metadata(recipe: Recipe, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
-    """What an adapter's metadata say of the run that trained it.
+    """The part of an adapter's metadata about the run that trained it.
 
-    ``checkpoint``: the recipe's base where it is open already.
+    ``checkpoint``: the recipe's base, if already open.
     """
     return {
         "method": recipe.method.preset,
@@ -158,7 +155,7 @@ def describe_adapter(
     balancer: BiasBalancer | None,
     run: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write what PEFT's two files cannot hold: chosen experts, their dropout, a routing bias."""
+    """Write what PEFT's files cannot contain: chosen experts, their dropout, a routing bias."""
     from moe_finetune.checkpoint import write_metadata
 
     chosen = selected_experts(model)
@@ -174,9 +171,7 @@ def _peft_config(model: Any) -> Any:
 
 
 def write_adapter(config: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write PEFT's two files. Its own ``save_pretrained`` cannot gather sharded tensors, and adds
-    a card that contains the base's local path.
-    """
+    """Write PEFT's two files, without the model card that its ``save_pretrained`` adds."""
     save_file(weights, folder / ADAPTER_FILE, metadata={"format": "pt"})
     mode, config.inference_mode = config.inference_mode, True
     try:

@@ -1,8 +1,8 @@
-"""Tensors of a sharded model on disk as they lie in memory: each rank writes and reads its part.
+"""Sharded tensors on disk: each rank writes and reads its part.
 
-torch.distributed.checkpoint writes them as safetensors files, whose headers say where in its tensor
-each part lies: no rank gathers a whole tensor, and nothing on disk is pickled. What one number of
-ranks wrote any other reads, a single process without a group too.
+torch.distributed.checkpoint writes them as safetensors files, whose headers give each part's place
+in its tensor: no rank gathers a whole tensor, and nothing is pickled. Any number of ranks, or a
+single process without a group, can read them.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ FOLDER = "shards"
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether what trains is sharded over ranks (FSDP2); frozen experts may be spread as well."""
+    """Whether trained parameters are sharded over ranks (FSDP2)."""
     return any(hasattr(p, "device_mesh") for p in model.parameters() if p.requires_grad)
 
 
 def write_shards(target: Path, tensors: Mapping[str, Tensor]) -> tuple[Path, dict[str, Entry]]:
-    """Write this rank's part of ``tensors`` next to ``target``; all ranks call it.
+    """Write this rank's part of ``tensors`` next to ``target``; every rank must call this.
 
-    Returns the folder, which :func:`adopt_shards` moves into the checkpoint, and the size and hash
+    Returns the folder, to be moved into the checkpoint by :func:`adopt_shards`, and size and hash
     of every rank's files.
 
     Raises:
-        OSError: on all ranks, where one of them could not write.
+        OSError: on all ranks, when one of them could not write.
     """
     # All ranks know the name, and clear_leftovers removes what a killed run left under it.
     staged = target.parent / f".{target.name}.{FOLDER}.partial-00000000"
@@ -54,7 +54,7 @@ def write_shards(target: Path, tensors: Mapping[str, Tensor]) -> tuple[Path, dic
         dcp.save(dict(tensors), storage_writer=writer)
         shard_files = staged.glob(f"shard-{ranks.rank() + 1:05d}-*.safetensors")
         entries = {f"{FOLDER}/{file.name}": entry_of(file) for file in shard_files}
-    except CheckpointException as failed:  # not an Exception, and of all ranks
+    except CheckpointException as failed:  # not an Exception; contains all ranks' errors
         problem = str(next(iter(failed.failures.values()))[0])
     except OSError as failed:
         problem = str(failed)
@@ -65,10 +65,10 @@ def write_shards(target: Path, tensors: Mapping[str, Tensor]) -> tuple[Path, dic
 
 
 def adopt_shards(staged: Path, entries: Mapping[str, Entry], folder: Path) -> None:
-    """Move what :func:`write_shards` left into a checkpoint that is being made; only rank 0.
+    """Move the files of :func:`write_shards` into an unfinished checkpoint; only on rank 0.
 
     Raises:
-        OSError: another node's files are not there.
+        OSError: another node's files are missing.
     """
     for name in entries:
         if not (staged / Path(name).name).is_file():
@@ -81,7 +81,7 @@ def adopt_shards(staged: Path, entries: Mapping[str, Entry], folder: Path) -> No
 
 
 def stored(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and type of each whole tensor of a checkpoint's shards; empty without shards.
+    """Shape and dtype of each unsharded tensor of a checkpoint's shards; empty without shards.
 
     Raises:
         CheckpointError: a file cannot be read, or parts of a tensor are missing.
@@ -100,7 +100,7 @@ def stored(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 def read_shards(folder: Path, targets: Mapping[str, Tensor]) -> None:
-    """Fill ``targets``, sharded in whatever way, from a checkpoint's shards; all ranks call it.
+    """Fill ``targets``, however sharded, from a checkpoint's shards; every rank must call this.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape.

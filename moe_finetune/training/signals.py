@@ -1,6 +1,6 @@
-"""SIGTERM and SIGINT: finish the step, save, end with code 130. A second one ends at once.
+"""SIGTERM and SIGINT: finish the step, save, and exit with code 130. A second one exits at once.
 
-Batch systems send SIGTERM some seconds before they take the machine away.
+Batch systems send SIGTERM some seconds before they kill the job.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Interrupted(KeyboardInterrupt):
-    """A run that a signal ended; its message names the checkpoint and how to go on."""
+    """A run ended by a signal; the message names the checkpoint and how to continue."""
 
 
 class StopOnSignal(TrainerCallback):
     """Turns the first signal into "save after this step and stop".
 
-    Use it as a context manager around the whole training stage and as a callback of the trainer:
-    before the first step and after the last one a signal ends the run right away.
+    Use it as a context manager around the whole training stage and as a callback of the trainer.
+    Before the first step and after the last one a signal ends the run immediately.
 
     Args:
-        output: the run's folder, for the message.
-        go_on: how to go on, where that is not ``train --resume``.
+        output: the run folder, for the message.
+        go_on: how to continue, if not by ``train --resume``.
     """
 
     def __init__(self, output: Path, go_on: str | None = None):

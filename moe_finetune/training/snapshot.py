@@ -1,4 +1,4 @@
-"""Routing of the model on a fixed sample of examples, before and after training.
+"""Routing on a fixed sample of examples, before and after training.
 
 Written to ``routing/before.json`` and ``routing/after.json``; the report draws them.
 """
@@ -30,12 +30,12 @@ Example = Mapping[str, Any]
 def sample_examples(
     sources: Sequence[tuple[str, Iterable[Example]]], max_length: int
 ) -> list[Example]:
-    """Rows with ``input_ids`` and ``domain``, 8,192 tokens in all, to take snapshots of.
+    """Select rows with ``input_ids`` and ``domain``, 8,192 tokens in all, for snapshots.
 
     Args:
-        sources: path and prepared rows of each source of the data. Each gives its first rows, all
-            of them equal parts of the tokens, and is a domain of its name.
-        max_length: rows are cut to it, as training cuts them.
+        sources: path and prepared rows of each source of the data. Each contributes its first rows,
+            an equal part of the tokens, as a domain of its name.
+        max_length: rows are truncated to it, as in training.
     """
     examples: list[Example] = []
     for path, rows in sources:
@@ -50,7 +50,7 @@ def _name(file: str) -> str:
 
 
 def first_rows(rows: Iterable[Example], tokens: int) -> list[Example]:
-    """The first ``tokens`` tokens of ``rows``, the last row cut."""
+    """The first ``tokens`` tokens of ``rows``; the last row is truncated."""
     selected: list[Example] = []
     for row in rows:
         selected.append({**row, "input_ids": row["input_ids"][:tokens]})
@@ -70,8 +70,8 @@ def take_snapshot(
 ) -> dict[str, Any]:
     """Record the routing of ``examples`` (see :func:`sample_examples`) and write it to ``path``.
 
-    The model is left in the mode it was in. ``tokenizer``: to show text in the experts' colors.
-    ``data`` is what the examples are of, which the page says.
+    The model stays in its train or eval mode. ``tokenizer``: to show text in the experts' colors.
+    ``data``: where the examples come from, for the report.
     """
     sample = Sample(model_facts(model))
     rows = list(examples)
@@ -91,7 +91,7 @@ def take_snapshot(
 
 
 def _batches(rows: list[list[int]], device: torch.device) -> Iterator[dict[str, Tensor]]:
-    """Inputs of rows that follow each other, ``BATCH`` tokens with padding, or of a longer row."""
+    """Yield inputs of consecutive rows, ``BATCH`` tokens with padding, or one longer row."""
     start = 0
     while start < len(rows):
         end, longest = start, 0
@@ -134,7 +134,7 @@ def _counts(sample: Sample, here_T: np.ndarray) -> list[list[int]]:
 def _passages(
     sample: Sample, rows: list[Example], tokenizer: Any, names: list[str]
 ) -> list[dict[str, Any]]:
-    """The start of each domain's first example: top expert and all selected, middle layer."""
+    """The start of each domain's first example, with its experts in the middle layer."""
     top_T, index_TK = sample.top_T(sample.middle), sample.rows("index", sample.middle)
     starts = np.cumsum([0, *(len(row["input_ids"]) for row in rows)])
     passages = []

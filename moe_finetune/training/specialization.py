@@ -1,4 +1,4 @@
-"""A method at work on a model: losses, routing changes and statistics, without any trainer.
+"""A method on a model without any trainer: losses, routing changes and statistics.
 
     model.train()  # from_pretrained leaves it in eval mode, in which nothing is injected
     with Specialization(model, "orthogonal_variance", total_steps=1000) as method:
@@ -8,9 +8,9 @@
             optimizer.zero_grad()
             method.step()
 
-The losses join the gradients by themselves; ``step()`` moves schedules and the loss-free bias, and
-raises when nothing was trained on since the last one. A bias that was learned belongs to the
-weights: :meth:`Specialization.rest` ends training and leaves it on the model.
+The losses add to the gradients automatically. ``step()`` advances schedules and the loss-free bias,
+and raises if there was no training forward since the last call. A learned bias belongs to the
+weights: :meth:`Specialization.rest` ends training and keeps the bias on the model.
 """
 
 from __future__ import annotations
@@ -49,33 +49,33 @@ _ON_MODEL: WeakKeyDictionary[nn.Module, ref[Specialization]] = WeakKeyDictionary
 
 
 def on_model(model: nn.Module) -> Specialization | None:
-    """The method that is at work on ``model`` or left its bias there, or None."""
+    """The method that is installed on ``model`` or left its bias there, or None."""
     reference = _ON_MODEL.get(backbone_of(model))
     return reference() if reference is not None else None
 
 
 class Specialization:
-    """Context manager that puts a method on a model and takes it off again.
+    """Context manager that installs a method on a model and removes it again.
 
     Args:
         model: a supported causal language model, with or without PEFT.
-        method: a preset's name, a ``method:`` mapping, or a resolved method.
+        method: the name of a preset, a ``method:`` mapping, or a resolved method.
         dropout: LoRA dropout inside the routed and shared experts (PEFT has none there).
-        kernel: the experts' products, see :class:`~moe_finetune.moe.hooks.Recorder`.
-        accumulation: micro-batches of an optimizer step; assign to ``accumulation`` when a window
-            is shorter.
+        kernel: how the experts' products run, see :class:`~moe_finetune.moe.hooks.Recorder`.
+        accumulation: micro-batches per optimizer step; assign to ``accumulation`` before a shorter
+            window.
         total_steps: optimizer steps of the run, for schedules.
 
     Attributes:
-        objective, recorder, statistics, balancer, strength: the parts.
+        objective, recorder, statistics, balancer, strength: the method's parts.
         reached: trainable parameters that each term's gradient reaches.
-        unmoved: trainable tensors that had not changed after ten steps.
-        run: whatever stands for the training that this belongs to; a trainer's state.
+        unmoved: trainable tensors that were unchanged after ten steps.
+        run: an object that identifies the training, such as a trainer's state.
 
     Raises:
         RecipeError: an unknown preset, term or option.
-        ObjectiveError: a term that the model cannot carry or that reaches nothing trainable; in a
-            training forward: fp16, or a balance loss of the model's own.
+        ObjectiveError: a term that the model cannot compute or that reaches nothing trainable; in a
+            training forward: fp16, or the model's own balance loss.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Specialization:
         """Check that every term reaches something trainable, then install the hooks.
 
         Raises:
-            CaptureError: another method is on the model, or its bias.
+            CaptureError: another method or its bias is on the model.
         """
         if on_model(self.model) not in (None, self):
             raise CaptureError(
@@ -177,7 +177,7 @@ class Specialization:
         return self.recorder.installed
 
     def restore(self) -> None:
-        """Leave the model as it was; a learned bias is taken off, too."""
+        """Restore the model to its original state, without a learned bias."""
         self._stop()
         if self._kept is not None:
             self._kept.remove()
@@ -185,7 +185,7 @@ class Specialization:
             del _ON_MODEL[self.recorder.backbone]
 
     def rest(self) -> None:
-        """Take the losses off and leave a learned bias, in forwards and in what the model saves."""
+        """Remove the losses but keep a learned bias, in forwards and in saves."""
         self.strength.finish()
         self._stop()
         if self._kept is not None:
@@ -234,11 +234,11 @@ class Specialization:
         self.strength.begin(step)
 
     def step(self) -> None:
-        """To be called after every optimizer step, on all ranks.
+        """Call this after every optimizer step, on all ranks.
 
         Raises:
-            ObjectiveError: no forward in training mode with gradients since the last step: the
-                method had no effect; or the weight of a share could not be found.
+            ObjectiveError: there was no forward in training mode with gradients since the last
+                step, so the method had no effect; or no weight could be found for a share.
         """
         if not self._trained_on:
             raise ObjectiveError(
@@ -263,14 +263,14 @@ class Specialization:
         return self.statistics.read()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint must hold: running tables of the terms, routing biases."""
+        """Return what a checkpoint must store: the terms' running tables, and routing biases."""
         return {
             **self.objective.state_dict(),
             **(self.balancer.state_dict() if self.balancer else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restore what :meth:`state_dict` returned after a step or more.
+        """Restore what :meth:`state_dict` returned after at least one step.
 
         Raises:
             ObjectiveError: a table or bias is missing, of another model, or of another method.
@@ -315,11 +315,11 @@ class Specialization:
             self.balancer.load_state_dict(state)
 
     def snapshot(self) -> dict[str, Any]:
-        """State to return to with :meth:`go_back`; cheap: tables are replaced, never changed."""
+        """State for :meth:`go_back`; cheap: tables are replaced and never changed in place."""
         return {"tables": self.state_dict(), "statistics": self.statistics.snapshot()}
 
     def go_back(self, snapshot: dict[str, Any]) -> None:
-        """Undo what the forwards since :meth:`snapshot` left: tables, loads, sums."""
+        """Undo the forwards since :meth:`snapshot`: tables, loads and sums."""
         self.objective.load_state_dict(snapshot["tables"])
         self.statistics.load_state_dict(snapshot["statistics"])
         if self.balancer is not None:
@@ -352,7 +352,7 @@ def _check_frozen(model: nn.Module) -> None:
 
 
 def _fingerprint(parameter: torch.Tensor) -> torch.Tensor:
-    """A few numbers that change when the tensor does."""
+    """A few numbers that change when the parameter changes."""
     values = parameter.detach()
     values = values.to_local() if hasattr(values, "to_local") else values
     wide = values.double().reshape(-1)

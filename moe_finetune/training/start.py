@@ -1,4 +1,4 @@
-"""Where a run starts: its checkpoint and tokenizer, opened once, and the models made of them."""
+"""The start of a run: its checkpoint and tokenizer, opened once, and the models built from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def base_folder(recipe: Recipe) -> Path:
-    """The folder of the recipe's checkpoint, at its revision where it is one of the hub's."""
+    """The folder of the recipe's checkpoint, at its revision if it is on the hub."""
     from moe_finetune.models.loading import local_folder
 
     weights = recipe.model.init == "checkpoint"
@@ -24,14 +24,14 @@ def base_folder(recipe: Recipe) -> Path:
 
 @dataclass(frozen=True)
 class Start:
-    """What training starts from, opened once; checks, model, plan and metadata take it.
+    """The start of training, opened once and used for checks, model, plan and metadata.
 
     Attributes:
-        folder: the base's.
-        config: transformers' config of the model that trains.
-        family: the config's.
-        tokenizer: as its files define it; it is saved with what was trained.
-        checkpoint: the base's tensors by name; None where weights are random.
+        folder: the base checkpoint's folder.
+        config: transformers' config of the trained model.
+        family: the family of ``config``.
+        tokenizer: as its files define it; saved with the trained weights.
+        checkpoint: the base's tensors by name; None for random weights.
     """
 
     recipe: Recipe
@@ -43,7 +43,7 @@ class Start:
 
     @property
     def base(self) -> Path | Checkpoint:
-        """The base as verbs take it: open where its weights are used."""
+        """The opened base if its weights are used, else its folder."""
         return self.folder if self.checkpoint is None else self.checkpoint
 
     @property
@@ -52,7 +52,7 @@ class Start:
 
     @property
     def adapted(self) -> bool:
-        """Whether an adapter trains, and not the model's own weights."""
+        """Whether an adapter trains instead of the model's own weights."""
         from moe_finetune.lora.targets import adapts
 
         return adapts(self.recipe.lora, self.recipe.router.train)
@@ -66,7 +66,7 @@ class Start:
 
 
 def open_start(recipe: Recipe) -> Start:
-    """Open the recipe's checkpoint and tokenizer; every tensor is read and checked.
+    """Open the recipe's checkpoint and tokenizer; read and check every tensor.
 
     Raises:
         CheckpointError, UnsupportedModelError: see
@@ -92,10 +92,10 @@ def open_start(recipe: Recipe) -> Start:
 
 
 def start_model(start: Start) -> Any:
-    """The model that training starts from: the checkpoint's weights, or random ones.
+    """The model that training starts from, with the checkpoint's weights or random ones.
 
-    Without LoRA all weights train, and are float32 whatever ``model.dtype`` is (the trainer then
-    computes in that): updates at usual learning rates are below the resolution of bfloat16.
+    Without LoRA all weights train in float32, because updates at usual learning rates are below the
+    resolution of bfloat16; the trainer then computes in ``model.dtype``.
     """
     from moe_finetune.checkpoint.loading import load_model
     from moe_finetune.models.fresh import fresh_model
@@ -113,7 +113,7 @@ def start_model(start: Start) -> Any:
 
 
 def expert_ranks(recipe: Recipe) -> int:
-    """How many ranks together hold all experts of the recipe's model."""
+    """Number of ranks that share the experts of the recipe's model."""
     from moe_finetune.training import ranks
 
     spread = recipe.parallel.experts
@@ -121,7 +121,7 @@ def expert_ranks(recipe: Recipe) -> int:
 
 
 def second_model(start: Start) -> Any:
-    """The teacher of a distillation, or the model that a preference is measured from."""
+    """The teacher of a distillation, or the reference of a preference stage."""
     from moe_finetune.checkpoint.loading import load_model
 
     recipe = start.recipe

@@ -1,4 +1,4 @@
-"""``moe-finetune init``: a recipe to start from, for a checkpoint and rows that the user has."""
+"""``moe-finetune init``: a starter recipe for the user's checkpoint and data."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ SMALL = 1 << 20
 
 @dataclass(frozen=True)
 class Answers:
-    """What a starter recipe is made of.
+    """The inputs of a starter recipe.
 
     Attributes:
         checkpoint: folder or hub id.
-        data: rows to learn from: file, folder or hub id.
-        validation: rows to measure on, or None.
+        data: training rows: file, folder or hub id.
+        validation: validation rows, or None.
         method: a preset's name.
-        suite: tasks to evaluate, or None.
+        suite: evaluation suite, or None.
     """
 
     checkpoint: str
@@ -44,11 +44,11 @@ class Answers:
 
 
 def describe(checkpoint: str) -> tuple[str, Any, Any]:
-    """A sentence on what the checkpoint is, its family and its config.
+    """Return a sentence that describes the checkpoint, its family and its config.
 
     Raises:
         CheckpointError: no such checkpoint.
-        UnsupportedModelError: no family has its ``model_type``.
+        UnsupportedModelError: no family supports its ``model_type``.
     """
     config = load_config(checkpoint)
     family = family_of(config)
@@ -66,7 +66,7 @@ def starter(answers: Answers) -> str:
 
     Raises:
         RecipeError: an unknown method.
-        DataError: the rows cannot be read, or their layout is not known.
+        DataError: the rows cannot be read, or their layout is unknown.
     """
     if answers.method not in PRESETS:
         raise RecipeError(
@@ -104,7 +104,7 @@ def starter(answers: Answers) -> str:
 
 
 def _method(preset: str) -> list[str]:
-    """The method at a strength that shows, whatever the model and the batch."""
+    """The lines of ``method:``, with shares, so the effect is visible with any model and batch."""
     if set(PRESETS[preset].terms) <= set(WEIGHTED):
         return [_section(method={"preset": preset})]
     return [
@@ -114,10 +114,10 @@ def _method(preset: str) -> list[str]:
 
 
 def layout(source: str) -> str:
-    """What the first row of ``source`` was found to be.
+    """The detected layout of the first row of ``source``.
 
     Raises:
-        DataError: it cannot be read, or its fields are not known.
+        DataError: the row cannot be read, or its fields are unknown.
     """
     reader = SourceReader.of(DataSource(path=source), DataSection(train=source))
     next(iter(reader))
@@ -125,10 +125,10 @@ def layout(source: str) -> str:
 
 
 def write_starter(answers: Answers, output: Path) -> None:
-    """Write the recipe to a new file, when a run would take it.
+    """Write the recipe to a new file if a run would accept it.
 
     Raises:
-        OutputExistsError: there is such a file.
+        OutputExistsError: the file exists.
         EvaluationError: an unknown suite.
     """
     refuse_existing(output)

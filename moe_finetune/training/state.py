@@ -1,7 +1,7 @@
-"""State without pickle: tensors in files and in text as safetensors, nested state as JSON.
+"""State without pickle: tensors as safetensors in files or text, nested state as JSON.
 
-``pack`` takes the tensors out of dictionaries, lists and tuples and leaves their names behind;
-``unpack`` puts them back. Everything else must be a plain value.
+``pack`` replaces tensors in dictionaries, lists and tuples with their names; ``unpack`` puts them
+back. Everything else must be a plain value.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ TRAINER_FILE = "trainer_state.json"
 
 
 def save_state(path: Path, state: dict[str, Tensor]) -> None:
-    """Write ``state`` (nothing when it is empty)."""
+    """Write ``state``; an empty one writes no file."""
     if state:
         save_file({key: value.detach().cpu().contiguous() for key, value in state.items()}, path)
 
 
 def load_state(path: Path) -> dict[str, Tensor]:
-    """Read what :func:`save_state` wrote; raise CheckpointError on a damaged file."""
+    """Read what :func:`save_state` wrote; raise CheckpointError if the file is damaged."""
     try:
         return load_file(path)
     except Exception as error:
@@ -43,7 +43,7 @@ def to_text(state: dict[str, Tensor]) -> str:
 
 
 def from_text(text: str, where: str) -> dict[str, Tensor]:
-    """Read what :func:`to_text` returned; raise CheckpointError naming ``where`` when damaged."""
+    """Read what :func:`to_text` returned; raise CheckpointError naming ``where`` if damaged."""
     try:
         return load(base64.b64decode(text, validate=True))
     except (binascii.Error, SafetensorError, ValueError, TypeError) as problem:
@@ -51,10 +51,10 @@ def from_text(text: str, where: str) -> dict[str, Tensor]:
 
 
 def pack(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
-    """JSON value of ``value``; its tensors go into ``tensors`` under names that begin as ``path``.
+    """Return ``value`` as JSON; its tensors go into ``tensors``, by names that start with ``path``.
 
     Raises:
-        CheckpointError: something is neither a plain value nor a tensor.
+        CheckpointError: a value is neither plain nor a tensor.
     """
     if isinstance(value, Tensor):
         tensors[path] = value
@@ -76,7 +76,7 @@ def pack(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
 
 
 def unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """What :func:`pack` was given."""
+    """Return the value that :func:`pack` was called with."""
     if isinstance(value, list):
         return [unpack(item, tensors) for item in value]
     if not isinstance(value, dict):

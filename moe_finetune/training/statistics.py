@@ -1,4 +1,4 @@
-"""Routing numbers of the training forwards, added up on the device and read when they are logged.
+"""Routing statistics of training forwards, summed on the device and read when logged.
 
 Shape legend: L MoE layers, T tokens, E routed experts, K selected per token.
 """
@@ -21,12 +21,12 @@ from moe_finetune.training import ranks
 class TrainingStatistics:
     """Observer that sums loads, entropies, score moments and loss values until :meth:`read`.
 
-    Nothing is copied to the host before :meth:`read`, so a GPU's queue never waits for it.
+    Nothing is copied to the host before :meth:`read`, so a GPU never waits for it.
 
     Args:
         layers: decoder indices of the MoE layers.
-        names: terms whose values are summed. With several ranks every rank must name them all, so
-            that one without a forward since the last read takes part in the same sums.
+        names: terms whose values are summed. Every rank must name all of them, so that a rank
+            without a forward since the last read takes part in the same sums.
     """
 
     def __init__(self, layers: Sequence[int], num_experts: int, names: Sequence[str] = ()):
@@ -41,7 +41,7 @@ class TrainingStatistics:
         self._strength: dict[str, float] = {}
 
     def note_strength(self, rows: Sequence[Any]) -> None:
-        """Keep the measured strength, rows of ``TermStrength``, for the next :meth:`read`."""
+        """Keep measured strengths, rows of ``TermStrength``, for the next :meth:`read`."""
         self._strength = {
             f"strength/{row.term}/{name}": value
             for row in rows
@@ -79,7 +79,7 @@ class TrainingStatistics:
         return torch.zeros(rows, columns, dtype=torch.float64, device=device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Sums of this rank since the last read, as tensors and numbers."""
+        """This rank's sums since the last read, as tensors and numbers."""
         return {
             "sums": self._sums,
             "routers": dict(self._routers),
@@ -117,13 +117,12 @@ class TrainingStatistics:
         }
 
     def read(self) -> dict[str, float]:
-        """Values since the last read, over all ranks, and start again.
+        """Return the values since the last read, over all ranks, and reset the sums.
 
-        ``losses/<term>``: unweighted, summed over layers, mean over forwards. ``routing/load`` has
-        no name here: see :attr:`last_load_LE`. ``routing/*``: means over layers, each from the
-        counts of all tokens since the last read; ``router_cosine`` and ``noise_level`` (the mean
-        epsilon of ERC's noise) are of the routers at the first forward since then.
-        ``strength/<term>/*``: after a measurement.
+        ``losses/<term>``: unweighted, summed over layers, mean over forwards. Loads are in
+        :attr:`last_load_LE`. ``routing/*``: means over layers, each from all tokens since the last
+        read; ``router_cosine`` and ``noise_level`` (the mean epsilon of ERC's noise) describe the
+        routers at the first forward since then. ``strength/<term>/*``: present after a measurement.
         """
         together = ranks.world_size() > 1
         if not together and not self._forwards:

@@ -1,9 +1,9 @@
-"""How strong each loss term is on this model and data: its gradient against the language loss's.
+"""The strength of each loss term: its gradient norm relative to the language loss's.
 
-Definition. Over one window (the micro-batches of an optimizer step), a term's *share* is the norm
-of its weighted gradient over the norm of the gradient of the trainer's own loss, on the same
-parameters: those of the routers, or of the routed experts, that train. Weighted means the full
-weight, before any schedule. A term that trains both parts has two shares; the larger one counts.
+Definition: over one window (the micro-batches of an optimizer step), a term's *share* is the norm
+of its weighted gradient divided by the norm of the language loss's gradient, on the same
+parameters: the trained ones of the routers or of the routed experts. The weight is the full one,
+before any schedule. A term that trains both parts has two shares; the larger one counts.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TermStrength:
-    """One term's gradient on one window, at weight 1, against the language loss's.
+    """One term's gradient on one window relative to the language loss's.
 
     Attributes:
         trains: the parts its own layer's gradient reaches.
-        weight: its full weight; 0 for a share whose weight is not found.
-        shares, cosines: by part; None where nothing trains, or the language loss has no gradient.
+        weight: its full weight; 0 for a share whose weight is not found yet.
+        shares, cosines: by part, at weight 1; None if nothing trains or the language loss has no
+            gradient.
     """
 
     term: str
@@ -53,24 +54,24 @@ class TermStrength:
 
     @property
     def at_one(self) -> float:
-        """The share at weight 1: the larger of the parts it trains, else of those it reaches."""
+        """The share at weight 1: the largest over the trained parts, else over those reached."""
         measured = {part: share for part, share in self.shares.items() if share is not None}
         mainly = [share for part, share in measured.items() if part in self.trains]
         return max(mainly or measured.values(), default=0.0)
 
     @property
     def share(self) -> float:
-        """The share at its weight."""
+        """The share at the term's weight."""
         return self.weight * self.at_one
 
     def weight_for(self, share: float) -> float | None:
-        """The weight that gives this share; None where a gradient is missing or vanishes."""
+        """The weight that gives this share; None if a gradient is missing or vanishes."""
         weight = share / self.at_one if self.at_one > 0 else math.inf
         return weight if weight <= LARGEST_WEIGHT else None
 
     @property
     def missing(self) -> str:
-        """Why no weight gives it a share."""
+        """Why no weight gives the term a share."""
         if all(share is None for share in self.shares.values()):
             return "the language loss has no gradient where the term acts"
         if self.at_one > 0:
@@ -78,7 +79,7 @@ class TermStrength:
         return "the term has no gradient (its goal is met)"
 
     def row(self) -> dict[str, Any]:
-        """What :func:`measure_strength` returns."""
+        """The term's row in the result of :func:`measure_strength`."""
         shares = {k: None if v is None else v * self.weight for k, v in self.shares.items()}
         return {
             "term": self.term,
@@ -92,20 +93,20 @@ class TermStrength:
 class StrengthMeter:
     """Measures the objective's terms in the windows that are due.
 
-    Due are the first window, every ``every``-th after it, and those of terms whose share says so. A
-    weight found there acts from the next step on, so the measured step contains no share's term
-    unless a weight was found before. Where a window gives no weight, since the term or the
-    trainer's loss has no gradient in it, the term keeps the weight that it has; without one, the
-    next window is due, up to :data:`FIRST_WINDOWS` of them.
+    Due are the first window, every ``every``-th one after it, and windows that a term's share asks
+    for. A weight found there acts from the next step on, so a term with a share does not act in the
+    measured step unless a weight was found before. If a window gives no weight, because the term or
+    the language loss has no gradient in it, the term keeps its weight; without one, the next window
+    is due, up to :data:`FIRST_WINDOWS` times.
 
     Args:
-        recorder: whose objective is measured.
+        recorder: its objective is measured.
         objective: the recorder's.
-        every: steps between measurements; None measures only the first window.
-        first: whether the first window is measured where no share needs it.
+        every: number of steps between measurements; None measures only the first window.
+        first: whether to measure the first window even if no share needs it.
 
     Attributes:
-        rows: of the last measurement.
+        rows: results of the last measurement.
     """
 
     def __init__(
@@ -126,13 +127,13 @@ class StrengthMeter:
         self._misses: dict[str, int] = {}
 
     def begin(self, step: int, due: bool = False) -> None:
-        """Get ready to measure the window of optimizer step ``step`` (0-based), if it is due.
+        """Prepare to measure the window of optimizer step ``step`` (0-based), if it is due.
 
         Args:
-            due: measure it in any case.
+            due: measure the window in any case.
 
         Raises:
-            ObjectiveError: a share needs its weight where gradients cannot be read.
+            ObjectiveError: a share needs a weight, but gradients cannot be read.
         """
         self.close()
         self._step = step
@@ -163,7 +164,7 @@ class StrengthMeter:
             self._gradients = None
 
     def finish(self) -> None:
-        """After the last step: report the shares that never had a weight."""
+        """After the last step, report shares that never had a weight."""
         self.close()
         for name in sorted(self._misses):
             log.warning(
@@ -171,7 +172,7 @@ class StrengthMeter:
             )
 
     def _give_up(self, reason: str) -> None:
-        """The window cannot be measured, and no later one can."""
+        """Stop measuring: neither this window nor a later one can be measured."""
         missing = sorted(name for name in self._due if self.objective.full_weights[name] is None)
         if missing:
             raise ObjectiveError(
@@ -181,7 +182,7 @@ class StrengthMeter:
         log.warning("the losses' shares are not measured: %s", reason)
 
     def _miss(self, names: Iterable[str], reason: str, tries: int) -> None:
-        """This window gives the shares of these terms no weight."""
+        """Handle terms whose share gets no weight from this window."""
         for name in sorted(names):
             weight, key = self.objective.full_weights[name], f"method.terms.{name}.share"
             where = f"step {self._step + 1}: {key}"
@@ -206,16 +207,17 @@ class StrengthMeter:
                 )
 
     def end(self, last: bool = False) -> list[TermStrength]:
-        """After an optimizer step, on every rank: compare the window's gradients, if it was due.
+        """After an optimizer step, compare the gradients of a window that was due; on every rank.
 
-        Sets the weights that are due, and returns a row a term; none of a window that was not due
-        or whose gradients are not finite.
+        Sets the weights that are due and returns one row per term; no rows if the window was not
+        due or its gradients are not finite.
 
         Args:
-            last: no window follows this one.
+            last: whether no window follows.
 
         Raises:
-            ObjectiveError: a share has no weight after so many windows without a gradient.
+            ObjectiveError: a share has no weight after :data:`FIRST_WINDOWS` windows without a
+                gradient.
         """
         gradients, tries = self._gradients, 1 if last else FIRST_WINDOWS
         if gradients is None:
@@ -251,7 +253,7 @@ class StrengthMeter:
         return TermStrength(term.name, frozenset(term.trains), weight, shares, cosines)
 
     def _with_found(self, row: TermStrength, tries: int) -> TermStrength:
-        """The row at the weight that gives its share, where that is due."""
+        """The row at the weight that gives its share, if due."""
         if row.term not in self._due:
             return row
         share = next(t.options.share for t in self.objective.terms if t.name == row.term)
@@ -271,7 +273,7 @@ def _finite(row: TermStrength) -> bool:
 
 
 def _report(row: TermStrength) -> None:
-    """A line; a warning where the term whispers or drowns the language loss."""
+    """Log a line; warn if the term is negligible or dominates the language loss."""
     if all(share is None for share in row.shares.values()):
         log.info("method.terms.%s: not measured, because %s", row.term, row.missing)
         return
@@ -285,7 +287,7 @@ def _report(row: TermStrength) -> None:
     where = f"of the language loss's on {' and '.join(sorted(row.trains))}"
     if row.share < WHISPER:
         log.warning("%s %.2g %% %s, too little to show: %s", what, 100 * row.share, where, advice)
-    elif row.share > DROWNS * (1 + 1e-9):  # a share of 1 is one to the last bit or two
+    elif row.share > DROWNS * (1 + 1e-9):  # a share of 1 is exact only up to the last bits
         log.warning("%s %.0f %% %s and drowns it: %s", what, 100 * row.share, where, advice)
     else:
         log.info("%s %.1f %% %s", what, 100 * row.share, where)

@@ -1,4 +1,4 @@
-"""Distillation of a teacher's routing and its logits; a mixin of TRL's trainer."""
+"""Distillation of a teacher's routing and logits; a mixin for TRL's trainer."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ TERM = "teacher_routing"
 
 
 class RoutesAsTeacher(_Trainer):
-    """Runs the teacher before the student where the method has ``teacher_routing``; a mixin.
+    """Mixin that runs the teacher before the student if the method has ``teacher_routing``.
 
-    TRL asks for the student's hidden states first, and the term is evaluated inside the student's
-    layers: the teacher's are made beforehand, with what its routers computed, and kept until TRL
-    asks for them. The teacher runs once, without gradients.
+    TRL computes the student's hidden states first, but the term is evaluated inside the student's
+    layers. So the teacher runs before the student, once and without gradients; its router logits go
+    to the term, and its hidden states are kept until TRL needs them.
 
     Attributes:
-        callback: whose recorder is on the student while it trains.
+        callback: its recorder is on the student during training.
     """
 
     callback: SpecializationCallback
@@ -58,13 +58,13 @@ class RoutesAsTeacher(_Trainer):
 
 
 def check_teacher(student: Any, teacher: Any) -> None:
-    """Refuse a teacher whose routers do not fit the student's one by one.
+    """Refuse a teacher whose routers do not match the student's one to one.
 
     Args:
         student, teacher: their transformers configs.
 
     Raises:
-        RecipeError: another family, other MoE layers, or another number of experts.
+        RecipeError: family, MoE layers or number of experts differ.
     """
     ours, teacher_family = family_of(student), family_of(teacher)
     differing = [

@@ -1,9 +1,9 @@
-"""The gradient of each single loss term, and of the trainer's own loss, on the trainer's own graph.
+"""Gradients of each loss term and of the trainer's loss, from the trainer's own graph.
 
 When the trainer's backward reaches the last hidden state, it has differentiated nothing below yet.
 There the graph is differentiated once for the trainer's loss, with no term acting, and once for
-each term, with the trainer's gradient replaced by zeros; then the trainer's backward goes on as if
-nothing had happened. This works under any trainer, and no forward is run again.
+each term, with the trainer's gradient replaced by zeros. Then the trainer's backward continues
+unchanged. This works under any trainer, and no forward runs twice.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class TermGradients:
     """Sums the gradients of routers and routed experts over a window's forwards, loss by loss.
 
     Args:
-        recorder: what injects the losses; its hooks must be on the model before :meth:`start`.
+        recorder: injects the losses; its hooks must be on the model before :meth:`start`.
         names: the terms to measure.
 
     Attributes:
-        count: forwards that a gradient has come back through.
+        count: number of forwards whose backward has been measured.
     """
 
     def __init__(self, recorder: Recorder, names: Sequence[str]):
@@ -87,10 +87,10 @@ class TermGradients:
         )
 
     def products(self) -> dict[str, dict[str, tuple[float, float, float]]]:
-        """By term and part: squared norms of both gradients, and their inner product.
+        """Squared norms of both gradients, and their inner product, by term and part.
 
-        In float64, the term at weight 1, averaged over ranks as the trainer averages; both norms
-        are 0 in a part that trains and that no gradient reached. Every rank must call it.
+        In float64, with the term at weight 1, averaged over ranks as the trainer averages. Both
+        norms are 0 for a trained part that no gradient reached. Every rank must call this.
         """
         parts = [part for part in PARTS if any(part == kind for kind, _ in self._measured.values())]
         keys = [(name, part) for name in self.names for part in parts]
@@ -112,7 +112,7 @@ class TermGradients:
         return products
 
     def _is_large(self) -> bool:
-        """Whether a gradient of each loss takes more than the model: then the host keeps them."""
+        """Whether one gradient per loss exceeds the model's memory; the host then keeps them."""
         layers = self.recorder.layers
         modules = [m for layer in layers for m in (layer.router, layer.outer_experts)]
         measured = sum(p.numel() for m in modules for p in m.parameters() if p.requires_grad)
@@ -124,11 +124,11 @@ class TermGradients:
     def _before_forward(self, module: nn.Module, args: tuple) -> None:
         self._forward.close()
         self._leaves = {}
-        # Over hooks of the trainer's, such as offloading, that give each saved tensor back once.
+        # Overrides the trainer's hooks, such as offloading, which return each saved tensor once.
         self._forward.enter_context(saved_tensors_hooks(_unchanged, _unchanged))
 
     def _note_leaves(self, layer: MoeLayer | None, module: nn.Module, args: tuple) -> None:
-        """Note the graph's leaves: under FSDP2 a module has these tensors only in a forward."""
+        """Record the graph's leaves; under FSDP2 a module has them only during a forward."""
         if self._acting is not None or not torch.is_grad_enabled():
             return
         for parameter in module.parameters():
@@ -158,7 +158,7 @@ class TermGradients:
     def _measure(
         self, hidden: Tensor, leaves: list[Tensor], remove: ExitStack, gradient: Tensor
     ) -> None:
-        """Differentiate the graph below ``hidden`` once for each loss; ``gradient`` stays."""
+        """Differentiate the graph below ``hidden`` once per loss; ``gradient`` is unchanged."""
         if self._acting is not None:  # the backward below begins here, too
             return
         self.count += 1
@@ -189,7 +189,7 @@ class TermGradients:
                 module.set_reshard_after_backward(True, recurse=False)
 
     def _sharded_above_layers(self) -> list[FSDPModule]:
-        """What FSDP2 shards outside the decoder layers, which it gathers again in each backward."""
+        """Modules outside the decoder layers that FSDP2 gathers again in each backward."""
         in_layers = {id(m) for layer in self.recorder.backbone.layers for m in layer.modules()}
         modules = self.recorder.model.modules()
         return [m for m in modules if isinstance(m, FSDPModule) and id(m) not in in_layers]
@@ -223,7 +223,7 @@ def _unchanged(tensor: Tensor) -> Tensor:
 
 
 def _rank_share(gradient: Tensor) -> Tensor:
-    """The part of a gradient, averaged over ranks, that this rank keeps."""
+    """This rank's part of a gradient averaged over ranks."""
     if ranks.world_size() == 1:
         return gradient.detach().clone()
     # Experts that are spread over ranks have their gradient in shards; others have all of it.

@@ -1,4 +1,4 @@
-"""The stage of a run that trains: model, adapter, losses, checkpoints, routing before and after."""
+"""The training stage of a run: model, adapter, losses, checkpoints, routing before and after."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def train(recipe: Recipe, run: RunFolder, inputs: Inputs, resume: bool = False) -> None:
-    """Fine-tune and leave the adapter (or, without LoRA, the model) in the run's folder."""
+    """Fine-tune and write the adapter (or, without LoRA, the model) to the run folder."""
     start, output = inputs.start, run.path
     if recipe.numerics.deterministic:
         make_deterministic()
@@ -86,7 +86,7 @@ def train(recipe: Recipe, run: RunFolder, inputs: Inputs, resume: bool = False) 
 
 
 def trainable_model(start: Start) -> Any:
-    """The model with its adapter, as training begins: new factors, or those of ``lora.start``."""
+    """The model with its adapter before training: new factors, or those of ``lora.start``."""
     recipe = start.recipe
     model = start_model(start)
     set_seed(recipe.seed)

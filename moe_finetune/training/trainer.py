@@ -1,4 +1,4 @@
-"""A recipe on the trainer that TRL has for its stage: arguments, trainer, the run's own log."""
+"""A recipe on TRL's trainer for its stage: arguments, trainer, the run's log."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 def training_arguments(recipe: Recipe, output: Path) -> Any:
-    """The recipe's ``trainer:`` keys over the toolkit's defaults, as its stage's config."""
+    """The stage's TRL config: the toolkit's defaults, then the recipe's ``trainer:`` keys."""
     config = STAGES[recipe.stage].config_class()
     evaluated = recipe.data.validation is not None
     cpu = not torch.cuda.is_available()
@@ -50,7 +50,7 @@ def training_arguments(recipe: Recipe, output: Path) -> Any:
         "save_total_limit": 2,
         "eval_strategy": "steps" if evaluated else "no",
         "eval_steps": 100,
-        # So that what a run reports as before its training is that.
+        # So that values that a run reports as measured before training are.
         "eval_on_start": evaluated and recipe.trainer.get("eval_strategy") not in (False, "no"),
         "bf16": recipe.model.dtype == "bfloat16",
         "use_cpu": cpu,
@@ -80,7 +80,7 @@ def training_arguments(recipe: Recipe, output: Path) -> Any:
 
 
 class GuardedTrainer(_Trainer):
-    """Lets a :class:`NumericsGuard` see every loss and gradient of any Trainer; a mixin."""
+    """Mixin that shows a :class:`NumericsGuard` every loss and gradient of any Trainer."""
 
     guard: NumericsGuard | None = None
 
@@ -97,9 +97,9 @@ class GuardedTrainer(_Trainer):
 
 
 class RunTrainer(GuardedTrainer, ResumableTrainer):
-    """Checkpoints that resume exactly, and a guard over loss and gradients; a mixin.
+    """Mixin with checkpoints that resume exactly, and a guard over loss and gradients.
 
-    A model on the meta device stays there: that of a rehearsal.
+    A model on the meta device, as in a rehearsal, stays there.
 
     Attributes:
         loraplus_lr_ratio: LoRA+'s ratio of learning rates, or None for one rate.
@@ -109,7 +109,7 @@ class RunTrainer(GuardedTrainer, ResumableTrainer):
     optimizer: Any
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate without using up random numbers: training is the same however often it does."""
+        """Evaluate without advancing the random state, so evaluations do not change training."""
         state = random_state()
         try:
             return super().evaluate(*args, **kwargs)
@@ -150,7 +150,7 @@ _OF_STAGE: dict[str, tuple[type, ...]] = {
 
 @functools.cache
 def trainer_of(stage: Stage) -> Any:
-    """TRL's trainer of ``stage`` as runs use it."""
+    """TRL's trainer class for ``stage`` with the run's mixins."""
     base = stage.trainer_class()
     mixins = (RunTrainer, *_OF_STAGE.get(stage.name, ()))
     return type(f"Run{base.__name__}", (*mixins, base), {"__doc__": RunTrainer.__doc__})
@@ -166,14 +166,14 @@ def build_trainer(
     other: Callable[[], Any] | None = None,
     checkpoint: Path | None = None,
 ) -> tuple[RunTrainer, SpecializationCallback]:
-    """TRL's trainer with the method's callback attached, the run's log and its guards.
+    """Build TRL's trainer with the method's callback attached, the run's log and its guards.
 
     Args:
         train: rows in the form of the stage.
-        validation: such rows or None.
-        other: makes the second model that some stages need: the teacher, or, where no adapter can
-            be switched off, the reference.
-        checkpoint: what training will go on from.
+        validation: the same, or None.
+        other: makes the second model that some stages need: the teacher, or without an adapter to
+            disable, the reference.
+        checkpoint: the checkpoint that training will resume from.
     """
     callback = SpecializationCallback(
         recipe.method,
@@ -211,7 +211,7 @@ def build_trainer(
 
 
 def _arguments_from(checkpoint: Path | None, recipe: Recipe, output: Path) -> Any:
-    """:func:`training_arguments`, with steps of as many rows as the checkpoint's."""
+    """:func:`training_arguments` with the checkpoint's number of rows per step."""
     args = training_arguments(recipe, output)
     if checkpoint is None:
         return args
@@ -231,7 +231,7 @@ def _arguments_from(checkpoint: Path | None, recipe: Recipe, output: Path) -> An
 def _stage_arguments(
     recipe: Recipe, columns: list[str], other: Callable[[], Any] | None
 ) -> dict[str, Any]:
-    """What the trainer of a stage takes in addition to model, arguments and data."""
+    """A stage's trainer arguments in addition to model, arguments and data."""
     from moe_finetune.training.rewards import reward_functions
 
     if recipe.rewards:

@@ -13,14 +13,14 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """While it is on, every new tensor's storage counts until the last tensor on it is gone.
+    """While active, counts every new tensor's storage until the last tensor on it is freed.
 
-    On fake tensors it tells what the same operations on real ones would hold, but for what a kernel
-    uses inside.
+    On fake tensors this equals what the same operations on real ones would allocate, except for
+    memory inside kernels.
 
     Attributes:
         now: bytes alive.
-        peak: the most that were alive since :meth:`reset`.
+        peak: the most bytes alive since :meth:`reset`.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def reset(self) -> int:
-        """Begin a new peak; return the one before."""
+        """Start a new peak and return the previous one."""
         peak, self.peak = self.peak, self.now
         return peak
 
@@ -58,12 +58,12 @@ class LiveBytes(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """What one decoder layer adds, in bytes.
+    """The bytes that one decoder layer adds.
 
     Attributes:
-        kept: from its forward until its backward is done.
-        forward, backward: the most that is alive during it, beyond what was when it began.
-        released: what is alive after its backward less than before; gradients not counted.
+        kept: alive from its forward until its backward is done.
+        forward, backward: peak of that pass, above the bytes alive when it began.
+        released: decrease of the bytes alive over its backward, gradients not counted.
     """
 
     kept: int
@@ -89,16 +89,16 @@ class Borders:
         if layer == 0:
             self.before = self.live.now - self.base
         self.live.reset()
-        self._begin[layer] = self.live.now  # corrects what its predecessor's end has noted
+        self._begin[layer] = self.live.now  # corrects what the previous layer's end recorded
 
     def forward_ends(self, layer: int) -> None:
         self._forward[layer] = self.live.reset()
         self._top = self._begin[layer + 1] = self.live.now
 
     def backward_reaches(self, border: int, gradients: int) -> None:
-        """The gradient of what goes into layer ``border`` is there, or the loss's for ``count``.
+        """The gradient of layer ``border``'s input is computed, or the loss's for ``count``.
 
-        ``gradients``: bytes of parameters' gradients by now.
+        ``gradients``: bytes of the parameters' gradients so far.
         """
         most, now = self.live.reset(), self.live.now
         if border == self.count:
@@ -123,7 +123,7 @@ class Borders:
         return rows
 
     def end(self, gradients: int) -> None:
-        """After the backward: it has stopped in the lowest layer above which something trains."""
+        """Called after the backward, which stops at the lowest layer that trains."""
         lowest = min(self._backward, default=self.count)
         if lowest > 0:
             self.backward_reaches(lowest - 1, gradients)
@@ -132,7 +132,7 @@ class Borders:
 
 
 def watch(layers: Any, borders: Borders, gradients: Callable[[], int]) -> None:
-    """Hooks that mark where each layer begins and ends."""
+    """Install hooks that mark where each layer begins and ends."""
 
     def reaches(tensor: Tensor, border: int) -> None:
         if tensor.requires_grad:

@@ -1,4 +1,4 @@
-"""What an optimizer keeps for the parameters that train, by its name in ``trainer.optim``."""
+"""The states an optimizer keeps for trained parameters, by its name in ``trainer.optim``."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Optimizer:
     """One optimizer.
 
     Attributes:
-        moments: tensors of a parameter's shape.
-        bits: of their elements; 8 with bitsandbytes' scales.
-        copies: further tensors of the parameters' shapes during the step.
-        factored: rows and columns of second moments instead of the whole (Adafactor).
-        paged: states lie in memory that the GPU shares with the host, and count as host memory.
+        moments: number of state tensors of a parameter's shape.
+        bits: size of their elements; 8 includes bitsandbytes' scales.
+        copies: number of temporary tensors of the parameters' shapes during the step.
+        factored: whether second moments are stored as rows and columns (Adafactor).
+        paged: whether states are in memory shared with the host, counted as host memory.
     """
 
     moments: int
@@ -64,7 +64,7 @@ def optimizer_of(name: str) -> Optimizer:
     """The optimizer that ``trainer.optim`` names.
 
     Raises:
-        RecipeError: one whose states are not known here.
+        RecipeError: the states of this optimizer are not known.
     """
     if name not in OPTIMIZERS:
         raise RecipeError(
@@ -75,7 +75,7 @@ def optimizer_of(name: str) -> Optimizer:
 
 
 def state_bytes(optimizer: Optimizer, shapes: Iterable[tuple[int, ...]]) -> int:
-    """Bytes of states for float32 parameters of these shapes."""
+    """Bytes of optimizer states for float32 parameters of these shapes."""
     total = 0
     for shape in shapes:
         size = math.prod(shape)
@@ -90,5 +90,5 @@ def state_bytes(optimizer: Optimizer, shapes: Iterable[tuple[int, ...]]) -> int:
 
 
 def step_bytes(optimizer: Optimizer, shapes: Iterable[tuple[int, ...]]) -> int:
-    """Bytes that a step needs for a moment."""
+    """Bytes of temporary memory during an optimizer step."""
     return optimizer.copies * sum(4 * math.prod(shape) for shape in shapes)

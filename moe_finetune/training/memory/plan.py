@@ -1,8 +1,8 @@
-"""The memory of a run on one device, from its parts: weights, states, and the step's worst moment.
+"""The memory of a run on one device: weights, optimizer states, and a step's peak.
 
-The forward fills up layer by layer, the head comes, the backward empties again while gradients
-arrive. The plan goes through these moments with the bytes of :mod:`.profile`, and takes the worst.
-Of several GPUs, which share the weights by FSDP2, it is that of one.
+Memory grows layer by layer in the forward, peaks at the head, and shrinks in the backward while
+gradients are added. The plan goes through these moments with the bytes from :mod:`.profile` and
+takes the peak. With several GPUs, which share the weights by FSDP2, it is the plan of one of them.
 """
 
 from __future__ import annotations
@@ -38,23 +38,21 @@ class MemoryPlan:
     """Bytes on one device; ``total`` is the sum of the parts up to ``needed``.
 
     Attributes:
-        weights: as stored on the device, by ``weights_by`` dtype or quantization (there with what
-            is offloaded).
+        weights: as stored on the device; ``weights_by`` dtype or quantization, offloaded ones
+            included.
         adapter: LoRA factors and copies of routers, float32.
-        optimizer: states of what trains, at the worst moment; ``all_states`` when they are there,
-            which is after the first update.
-        gradients: of what trains, float32, at the worst moment; ``all_gradients`` when all are
-            there.
-        kept: what the layers keep for their backward, at the worst moment.
-        needed: what that moment needs beyond: one layer's or the head's working memory.
-        moment: which that is.
-        losses: bytes of ``total`` that are the method's losses and records.
-        host: bytes in pinned memory of the host, or shared with it.
-        tokens: of a micro-batch.
-        layer: kept, forward and backward working memory of the layer that needs most.
+        optimizer: states at the peak; ``all_states`` once they exist, after the first update.
+        gradients: float32, at the peak; ``all_gradients`` once all exist.
+        kept: what the layers keep for their backward, at the peak.
+        needed: working memory of one layer or the head at the peak.
+        moment: when the peak occurs.
+        losses: part of ``total`` that the method's losses and records take.
+        host: bytes in the host's pinned memory, or shared with it.
+        tokens: tokens of a micro-batch.
+        layer: kept, forward and backward memory of the largest layer.
         head: working memory of head and loss.
         second: bytes of a reference's or teacher's weights.
-        stage: the micro-batch of the stage, for a reader.
+        stage: description of the stage's micro-batch.
     """
 
     weights: int
@@ -77,13 +75,13 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """The most that is alive at once."""
+        """Peak bytes."""
         stored = self.weights + self.second + self.adapter + self.optimizer
         return stored + self.gradients + self.kept + self.needed
 
     @property
     def fixed(self) -> int:
-        """What no batch changes: weights, adapter, gradients and states."""
+        """Bytes that do not depend on the batch: weights, adapter, gradients and states."""
         return self.weights + self.second + self.adapter + self.all_states + self.all_gradients
 
     @property
@@ -106,12 +104,12 @@ def plan_memory(
 
     Args:
         model: the whole adapted model on the meta device.
-        with_losses: find out what the method's losses take, which costs a second look.
-        gpus: that share weights, gradients and states by FSDP2, each with a micro-batch.
-        profiles: of plans of this model before, which is added to.
+        with_losses: also compute the share of the method's losses, which takes a second profile.
+        gpus: number of GPUs that share weights, gradients and states by FSDP2.
+        profiles: cache of this model's earlier profiles; new ones are added.
 
     Raises:
-        RecipeError: an optimizer whose states are not known, or settings that FSDP2 refuses.
+        RecipeError: an unknown optimizer, or settings that FSDP2 refuses.
         UnsupportedModelError: the model cannot run on tensors without memory.
     """
     from moe_finetune.moe.layers import causal_lm
@@ -135,7 +133,7 @@ def plan_memory(
 
 
 def _profiled(recipe: Recipe) -> str:
-    """What of a recipe its profile depends on: not how weights and states are stored."""
+    """Key of the recipe's settings that its profile depends on; storage of weights is not one."""
     stored = {"model": {"quantization", "offload"}, "trainer": {"optim"}}
     return recipe.model_dump_json(exclude=stored)
 
@@ -161,7 +159,7 @@ def _step(
         yield gradients, activations, layer.forward + opened, f"forward of layer {index}"
         activations += layer.kept
     if recipe.trainer.get("activation_offloading"):
-        # All but the layers on their way are in the host's memory.
+        # All but the layers in transit are in the host's memory.
         activations = profile.before + sum(sorted(layer.kept for layer in profile.layers)[-2:])
     yield gradients, activations, profile.head, "head and loss"
     activations += profile.after_head
@@ -183,13 +181,13 @@ def _strength(
 ) -> Iterator[Moment]:
     """The moments of a step whose losses' strength is measured.
 
-    Between the head's backward and the layers', one backward a loss runs over a graph that stays;
-    the gradients of routers and routed experts that it gives stay until the step ends, in the
-    host's memory where they would take more than the weights.
+    Between the head's backward and the layers', each loss runs one backward over a retained graph.
+    The resulting gradients of routers and routed experts stay until the step ends, in the host's
+    memory if they would take more than the weights.
 
     Args:
-        gradients: bytes that earlier micro-batches of the window left.
-        later: whether there are such micro-batches, which left measured gradients, too.
+        gradients: bytes of gradients from earlier micro-batches of the window.
+        later: whether earlier micro-batches exist, which also left measured gradients.
     """
     count = len(recipe.method.terms) + 1
     measured = weights.measured_gradients * count
@@ -210,7 +208,7 @@ def _strength(
 def _without_gradients(
     weights: Weights, profile: StepProfile, shape: StepShape, gradients: int
 ) -> Iterator[Moment]:
-    """The moments of a stage's forwards that nothing is learned from."""
+    """The moments of a stage's forwards without gradients."""
     layer = max(layer.forward for layer in profile.layers) + weights.opened
     if shape.concurrent:
         activations = profile.before + sum(layer.kept for layer in profile.layers)
@@ -225,7 +223,7 @@ def _without_gradients(
 
 
 def fixed_bytes(model: nn.Module, recipe: Recipe) -> int:
-    """Bytes on the device that no batch changes; see :attr:`MemoryPlan.fixed`."""
+    """Bytes on the device that do not depend on the batch; see :attr:`MemoryPlan.fixed`."""
     weights = weights_of(model, recipe)
     optimizer = optimizer_of(str(recipe.trainer.get("optim", DEFAULT_OPTIMIZER)))
     states = 0 if optimizer.paged else state_bytes(optimizer, weights.trained)
@@ -235,7 +233,7 @@ def fixed_bytes(model: nn.Module, recipe: Recipe) -> int:
 
 
 def layer_kinds(model: nn.Module) -> list[Any]:
-    """By decoder layer, what it is made of: equal where two compute alike."""
+    """A key for each decoder layer, equal for layers that compute alike."""
     from moe_finetune.moe.layers import backbone_of
 
     backbone: Any = backbone_of(model)
@@ -254,7 +252,7 @@ def layer_kinds(model: nn.Module) -> list[Any]:
 def put_together(
     weights: Weights, profile: StepProfile, recipe: Recipe, device: Device = "cuda"
 ) -> MemoryPlan:
-    """Go through the moments of a step and take the worst."""
+    """Go through the moments of a step and take the peak."""
     trainer = recipe.trainer
     optimizer = optimizer_of(str(trainer.get("optim", DEFAULT_OPTIMIZER)))
     states = state_bytes(optimizer, weights.trained)
@@ -297,7 +295,7 @@ def put_together(
 
 
 def _is_measured(recipe: Recipe) -> bool:
-    """Whether the losses' strength is measured in the first step."""
+    """Whether the first step measures the losses' strength."""
     terms: list[Any] = list(recipe.method.terms.values())
     shares = any(options.share is not None for options in terms)
     return bool(terms) and (recipe.method.strength.first or shares)

@@ -1,11 +1,11 @@
-"""What one training step keeps and needs, layer by layer, from a run on tensors without memory.
+"""The memory that one training step keeps and needs by layer, from a run on fake tensors.
 
 A short model of the same layers runs forward and backward on fake tensors, under the recipe's
 losses, LoRA, checkpointing and TRL's head: shapes, dtypes and lifetimes are those of the run,
 whatever the family's blocks compute. :func:`step_profile` returns what each kind of layer adds, and
-``plan.py`` puts the whole model together from that.
+``plan.py`` combines it into the whole model.
 
-The experts run as by the grouped kernel, a GPU's; one product an expert needs less.
+The experts run as with the GPU's grouped kernel; one product per expert needs less memory.
 """
 
 from __future__ import annotations
@@ -42,15 +42,14 @@ hands nothing on."""
 
 @dataclass(frozen=True)
 class StepProfile:
-    """A step's parts.
+    """The memory of a step's parts.
 
     Attributes:
-        layers: by decoder layer of the whole model.
+        layers: one entry per decoder layer of the whole model.
         before: what the forward keeps before the first layer.
-        head: the most that is alive during head and loss, beyond what the layers have left.
-        after_head: what of it is alive when the last layer's backward begins, gradients not
-            counted.
-        cache: bytes of the cache of a generated row, by layer: fixed ones, and those of each token.
+        head: peak during head and loss, above what the layers keep.
+        after_head: part of it still alive when the last layer's backward begins, without gradients.
+        cache: bytes of a generated row's cache by layer: fixed, and per token.
     """
 
     layers: list[LayerBytes]
@@ -66,13 +65,14 @@ def step_profile(
     """Run one micro-batch of ``recipe`` on a model of the first layers of ``config``.
 
     Args:
-        kinds: by decoder layer, equal where layers are alike.
-        recipe: the run; its rows are taken to be full.
-        device: where it would train: what attention keeps, and TRL's default of checkpointing.
-        losses: whether the method's losses are on.
+        kinds: a key for each decoder layer, equal for layers that compute alike.
+        recipe: the run; its rows are assumed to be full.
+        device: where it would train; decides what attention keeps and TRL's default for
+            checkpointing.
+        losses: whether to include the method's losses.
 
     Raises:
-        UnsupportedModelError: the model cannot run on tensors without memory.
+        UnsupportedModelError: the model cannot run on fake tensors.
     """
     from moe_finetune.moe import by_token, grouped, hooks
     from moe_finetune.moe.layers import model_facts
@@ -90,9 +90,9 @@ def step_profile(
             with ExitStack() as stack:
                 stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
                 stack.enter_context(borders.live)
-                # A row is one sequence; positions without memory could not say so.
+                # A row is one sequence; fake positions have no values to show it.
                 stack.enter_context(replaced(hooks, "separate", _one_sequence))
-                # The real one's rules for tensors without memory support only bfloat16.
+                # The real operator's rules for fake tensors support only bfloat16.
                 stack.enter_context(replaced(grouped, "grouped_mm", _grouped_mm))
                 stack.enter_context(replaced(grouped, "_aligned", lambda _: True))
                 if device == "cuda":  # which takes all tokens at once, and fuses attention
@@ -105,7 +105,7 @@ def step_profile(
                 cache = cache_bytes(model) if step_shape(recipe).generated else []
     except MoeFinetuneError:
         raise
-    except Exception as error:  # an operation that has no rule for tensors without memory
+    except Exception as error:  # an operation without a rule for fake tensors
         reason = reason_of(error)
         raise UnsupportedModelError(
             f"the memory of a step of this {config.model_type} cannot be computed: {reason:.200}"
@@ -125,7 +125,7 @@ def step_profile(
 
 
 def _fix_positions(model: Any) -> None:
-    """Leave out the update of rotary frequencies, which reads a batch's longest position."""
+    """Skip the update of rotary frequencies, which reads the batch's longest position."""
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, str):
@@ -135,7 +135,7 @@ def _fix_positions(model: Any) -> None:
 
 
 def _step(model: Any, recipe: Recipe, device: Device, borders: Borders, losses: bool) -> None:
-    """Forward and backward of one micro-batch on fake tensors, with marks between layers."""
+    """Run forward and backward of one micro-batch on fake tensors, marking layer borders."""
     from moe_finetune.losses.objective import Objective
     from moe_finetune.moe.hooks import Recorder
     from moe_finetune.moe.layers import backbone_of, model_facts
@@ -175,12 +175,12 @@ def _step(model: Any, recipe: Recipe, device: Device, borders: Borders, losses: 
 
 
 def _one_sequence(kwargs: dict[str, Any], *_: Any) -> tuple[dict[str, Any], None, bool]:
-    """:func:`moe_finetune.moe.sequences.separate` of rows that are not packed."""
+    """Replacement for :func:`moe_finetune.moe.sequences.separate`: rows are not packed."""
     return kwargs, None, False
 
 
 def _grouped_mm(rows: Tensor, right: Tensor, offs: Tensor) -> Tensor:
-    """``grouped_mm``'s shapes: rows (S, I) by (E, I, O), or (O, S) by (S, I), group by group."""
+    """``grouped_mm``'s shapes: rows (S, I) times (E, I, O), or (O, S) times (S, I) by group."""
     if right.dim() == 3:
         return rows.new_empty(rows.shape[0], right.shape[2])
     return rows.new_empty(offs.shape[0], rows.shape[0], right.shape[1])
@@ -188,7 +188,7 @@ def _grouped_mm(rows: Tensor, right: Tensor, offs: Tensor) -> Tensor:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No messages about a model that is only measured."""
+    """Silence messages about a model that is only measured."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -199,7 +199,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of ``owner`` inside the context."""
+    """Replace an attribute of ``owner`` inside the context."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -209,7 +209,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class _Fused(torch.autograd.Function):
-    """Keeps queries, keys, values, output and a number a row: what flash and cuDNN's kernels do."""
+    """Saves what flash and cuDNN attention save: Q, K, V, output and one number per row."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

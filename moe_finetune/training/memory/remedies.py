@@ -1,4 +1,4 @@
-"""What to change in a recipe that does not fit, in the order in which it costs least."""
+"""Changes for a recipe that does not fit, the least costly first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEAST_RANK = 8
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change, and the bytes that the run needs with it and all before it."""
+    """A change, and the bytes that the run needs with it and all earlier ones."""
 
     change: str
     total: int
@@ -32,14 +32,14 @@ Need = Callable[[Any], int]
 def remedies(
     recipe: Recipe, device: Device, room: int, need: Need, sharded: bool = False
 ) -> list[Remedy]:
-    """Changes one after the other until the run fits; the last says whether it does.
+    """Apply changes one after another until the run fits; the last shows whether it does.
 
-    A change that turns out not to be needed once the costlier ones are made is left out.
+    A change that later, costlier ones make unnecessary is dropped.
 
     Args:
-        room: bytes for tensors on the device.
-        need: the total of a recipe.
-        sharded: several GPUs share the weights by FSDP2, which excludes offloading.
+        room: bytes available for tensors on the device.
+        need: returns a recipe's total bytes.
+        sharded: whether several GPUs share the weights by FSDP2, which rules out offloading.
     """
     without = {"offload"} if sharded else set()
     changes = _until_it_fits(recipe, device, room, need, without)
@@ -76,7 +76,7 @@ def _until_it_fits(
 def _taken(
     recipe: Recipe, device: Device, room: int, need: Need, steps: list[str]
 ) -> Iterator[tuple[str, Remedy]]:
-    """The changes of these kinds, as far as each can be made after those before it."""
+    """The changes of these kinds, each applied after those before it if possible."""
     for step in steps:
         choice = next((row for row in _changes(recipe, device) if row[0] == step), None)
         if choice is None:
@@ -87,7 +87,7 @@ def _taken(
 
 
 def _changes(recipe: Recipe, device: Device) -> Iterator[tuple[str, str, Recipe]]:
-    """Kind, text and recipe of every change that is left, the cheapest first."""
+    """Kind, text and recipe of every remaining change, the cheapest first."""
     trainer, lora, model = recipe.trainer, recipe.lora, recipe.model
     if not checkpointing(recipe, device):
         yield (

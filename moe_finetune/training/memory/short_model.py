@@ -1,4 +1,4 @@
-"""The short model that stands for the whole one: its first layers, adapted, without memory."""
+"""The short model that represents the whole one: its first layers, adapted, without memory."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Device = Literal["cuda", "cpu"]
 
 
 def shortened(config: Any, count: int) -> Any:
-    """The config of the first layers and the last: what it gives by layer is cut to those."""
+    """The config with only the first layers and the last; per-layer lists are cut to them."""
     short = copy.deepcopy(config)
     text = short.get_text_config()
     overrides = text.to_dict().get("per_layer_config")
     layers, text.num_hidden_layers = text.num_hidden_layers, count
-    # Some classes want a last layer of one kind, such as full attention.
+    # Some classes require a certain kind of last layer, such as full attention.
     chosen = [*range(count - 1), layers - 1]
     for name, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == layers:
@@ -34,18 +34,18 @@ def shortened(config: Any, count: int) -> Any:
 
 
 def stand_in(kinds: list[Any], kind: Any, count: int) -> int:
-    """The layer of the short model that stands for ``kind``: the last but for the very last."""
+    """The short model's layer that represents ``kind``: its last one before the final layer."""
     return max(index for index in range(count - 1) if kinds[index] == kind)
 
 
 def adapted_model(config: Any, recipe: Recipe, device: Device) -> Any:
-    """The adapted model on the meta device, its checkpointing set as TRL sets it."""
+    """The adapted model on the meta device, with checkpointing set as TRL sets it."""
     from moe_finetune.lora.targets import add_lora
     from moe_finetune.models.structure import meta_model
 
     attention = recipe.model.attn_implementation
     if attention is not None and attention.startswith("flash"):
-        attention = "sdpa"  # keeps the same, and needs no package here
+        attention = "sdpa"  # saves the same tensors without an extra package
     model: Any = meta_model(config, attention)
     if recipe.lora is None or recipe.model.dtype == "float32":
         model = model.float()
@@ -63,12 +63,12 @@ def adapted_model(config: Any, recipe: Recipe, device: Device) -> Any:
 
 
 def checkpointing(recipe: Recipe, device: Device) -> bool:
-    """Whether layers run again in the backward: by default only on GPUs."""
+    """Whether layers are recomputed in the backward; by default only on GPUs."""
     return bool(recipe.trainer.get("gradient_checkpointing", device == "cuda"))
 
 
 def give_memory(model: nn.Module) -> None:
-    """Replace tensors on the meta device by fake ones, which have a device; ties stay."""
+    """Replace meta tensors with fake ones, which have a device; tied weights stay tied."""
     copies: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -1,4 +1,4 @@
-"""What the stage of a run changes in its step: rows, length, loss, a second model, generation."""
+"""How a run's stage changes its step: rows, length, loss, second model, generation."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ TILE = 32768
 
 @dataclass(frozen=True)
 class StepShape:
-    """A micro-batch as it is at its largest.
+    """The largest possible micro-batch.
 
     Attributes:
-        rows: that are trained on at once; of a pair both.
-        length: tokens of a row; a prompt's and its completion's.
-        prompt: tokens that generation starts from.
-        generated: rows that the model itself generates at once; 0 where vLLM or nobody does.
-        concurrent: a forward without gradients runs while the graph of the trained one is alive.
-        second: the other model in memory: "reference", "teacher" or None.
+        rows: rows trained on at once, counting both of a pair.
+        length: tokens of a row, prompt and completion together.
+        prompt: tokens of the prompt that generation starts from.
+        generated: rows that the model itself generates at once; 0 if vLLM does or none are
+            generated.
+        concurrent: whether a forward without gradients runs while the training graph is alive.
+        second: the second model in memory: "reference", "teacher" or None.
     """
 
     rows: int
@@ -50,7 +51,7 @@ class StepShape:
 
 
 def step_shape(recipe: Recipe) -> StepShape:
-    """The micro-batch of the recipe's stage, as TRL's trainer of that stage runs it."""
+    """The micro-batch of the recipe's stage, as TRL's trainer runs it."""
     trainer, stage = recipe.trainer, recipe.stage
     batch = int(trainer.get("per_device_train_batch_size", 8))
     prompt = recipe.data.max_length
@@ -85,7 +86,7 @@ def step_shape(recipe: Recipe) -> StepShape:
 
 
 def second_model_bytes(recipe: Recipe, shape: StepShape, model: int) -> int:
-    """Bytes of the other model's weights; ``model``: parameters of the one that trains."""
+    """Bytes of the second model's weights; ``model``: parameters of the trained one."""
     if shape.second is None:
         return 0
     item = 4 if recipe.model.dtype == "float32" else 2
@@ -98,7 +99,7 @@ def second_model_bytes(recipe: Recipe, shape: StepShape, model: int) -> int:
 
 
 def stage_loss(model: Any, ids: Tensor, recipe: Recipe, device: Device) -> Tensor:
-    """A scalar with the graph of the stage's loss: what TRL stores of head and logits for it."""
+    """A scalar whose graph stores what TRL's loss for the stage stores of head and logits."""
     if recipe.stage == "orpo":
         return _odds_ratio(model, ids)
     if recipe.stage == "distill":
@@ -113,14 +114,14 @@ def stage_loss(model: Any, ids: Tensor, recipe: Recipe, device: Device) -> Tenso
 
 
 def _log_probabilities(model: Any, ids: Tensor, device: Device) -> Tensor:
-    """Tiles of logits, as TRL's fused head makes them of the next tokens' hidden states."""
+    """Logits in tiles, as TRL's fused head computes them for the next tokens."""
     from trl.kernels import ChunkedLogProbFunction
 
     from moe_finetune.moe.layers import backbone_of
 
     hidden = backbone_of(model)(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
     head = model.get_output_embeddings().weight
-    # A tile may be wider than the vocabulary; on a CPU, pages that nobody touches are not there.
+    # A tile may be wider than the vocabulary; on a CPU, untouched pages take no memory.
     tile = TILE if device == "cuda" else min(TILE, head.shape[0])
     outputs = ("log_probs", "entropy", "is_top1")
     log_probs, *_ = ChunkedLogProbFunction.apply(
@@ -130,7 +131,7 @@ def _log_probabilities(model: Any, ids: Tensor, device: Device) -> Tensor:
 
 
 def _odds_ratio(model: Any, ids: Tensor) -> Tensor:
-    """Whole logits, in float32 as accelerate hands them on: cross-entropy and log-probabilities."""
+    """Cross-entropy and log-probabilities from whole logits, float32 as in accelerate."""
     from trl.trainer.utils import selective_log_softmax
 
     logits = model(input_ids=ids, use_cache=False).logits.float()
@@ -141,7 +142,7 @@ def _odds_ratio(model: Any, ids: Tensor) -> Tensor:
 
 
 def _divergence(model: Any, ids: Tensor, recipe: Recipe) -> Tensor:
-    """Tiles of both models' logits; the teacher is taken to be as wide as the model."""
+    """Both models' logits in tiles; the teacher is assumed to be as wide as the model."""
     from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
     from moe_finetune.moe.layers import backbone_of
@@ -160,7 +161,7 @@ def _divergence(model: Any, ids: Tensor, recipe: Recipe) -> Tensor:
 
 
 def cache_bytes(model: Any) -> list[tuple[int, int]]:
-    """By layer of a model on fake tensors: the cache's bytes for a row, and for each token."""
+    """For each layer, from fake tensors: the cache's bytes per row and per token."""
     first, second = _cached(model, 8), _cached(model, 16)
     tokens = [(b - a) // 8 for a, b in zip(first, second, strict=True)]
     return [(a - 8 * token, token) for a, token in zip(first, tokens, strict=True)]

@@ -1,4 +1,4 @@
-"""Whether a recipe fits a GPU of so many GiB, and what would make it fit."""
+"""Whether a recipe fits a GPU of a given size, and what would make it fit."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ An assumption; ``make gpu-check`` measures it."""
 
 @dataclass(frozen=True)
 class Verdict:
-    """The predicted memory and the memory that there is.
+    """The predicted and the available memory.
 
     Attributes:
-        room: bytes of it for tensors.
-        changes: what to change, one after the other, where the run does not fit.
+        room: bytes available for tensors.
+        changes: successive changes for a run that does not fit.
     """
 
     plan: MemoryPlan
@@ -67,8 +67,8 @@ def judge(
     """Plan ``recipe`` for a GPU of ``gpu_gib`` GiB.
 
     Args:
-        gpu_gib: of the GPU, as sold.
-        gpus: that share the weights by FSDP2; the verdict is that of each.
+        gpu_gib: the GPU's nominal memory in GiB.
+        gpus: number of GPUs that share the weights by FSDP2; the verdict applies to each.
 
     Raises:
         RecipeError: see :func:`~moe_finetune.training.memory.plan.plan_memory`.
@@ -97,7 +97,7 @@ def plan_recipe(
     gpus: int = 1,
     profiles: Profiles | None = None,
 ) -> MemoryPlan:
-    """:func:`~moe_finetune.training.memory.plan.plan_memory` of a recipe on a config."""
+    """Call :func:`~moe_finetune.training.memory.plan.plan_memory` for a recipe and a config."""
     import torch
 
     from moe_finetune.lora.targets import add_lora
@@ -109,7 +109,7 @@ def plan_recipe(
 
 
 def memory_lines(plan: MemoryPlan) -> list[str]:
-    """The plan as a table for a reader."""
+    """The plan as lines of a text table."""
     stored = ", ".join(f"{size / GIB:.2f} {name}" for name, size in plan.weights_by.items())
     rows = [
         ("weights", plan.weights, stored),

@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Weights:
-    """Where the frozen and the trained weights lie.
+    """Where frozen and trained weights are stored, and their sizes.
 
     Attributes:
         by_type: bytes by dtype or quantization, on the device and off it.
-        host: those of them that are in the host's memory.
-        staged: bytes on the device for expert stacks that come from the host, two layers at once;
-            where ranks share the weights, for embeddings and head, whole.
-        opened: the most that a layer takes while it computes, beyond what is stored: some of its
-            experts dequantized, and with ranks that share weights it and the next one gathered.
-        trained: shapes of what trains, all float32; ``added`` are bytes of those that the model
-            itself does not have.
-        layer_gradients: bytes of gradients by decoder layer; ``other_gradients`` the rest;
-            ``measured_gradients`` those in routers and routed experts, where losses are measured.
-        layers: bytes by decoder layer, as stored, with what is added.
-        rows: type, rows, and bytes of a row of each tensor; of type "added" what is added.
+        host: the part of them in the host's memory.
+        staged: bytes on the device for offloaded expert stacks, two layers at once; with FSDP2, for
+            whole embeddings and head.
+        opened: the most that a layer takes while it computes, above what is stored: some
+            dequantized experts, and with FSDP2 the gathered layer and the next one.
+        trained: shapes of trained parameters, all float32; ``added``: bytes of those that the model
+            itself lacks.
+        layer_gradients: bytes of gradients by decoder layer; ``other_gradients``: the rest;
+            ``measured_gradients``: those of routers and routed experts, used to measure losses.
+        layers: bytes by decoder layer as stored, added parameters included.
+        rows: type, rows, and bytes per row of each tensor; added parameters have type "added".
     """
 
     by_type: dict[str, int]
@@ -56,11 +56,11 @@ class Weights:
         return sum(self.by_type.values()) - self.host + self.staged
 
     def sharded(self, ranks: int) -> Weights:
-        """What one of ``ranks`` has under FSDP2, a unit a decoder layer, resharded after use.
+        """One rank's part under FSDP2 with one unit per decoder layer, resharded after use.
 
-        While a layer computes, the next one's weights are gathered too, and the gradients of a
-        layer are there whole before they are reduced, and as the reduction's input. Embeddings and
-        head count as gathered all the time, which is more than they take.
+        While a layer computes, the next one's weights are gathered too. A layer's gradients exist
+        whole before they are reduced, and again as the reduction's input. Embeddings and head count
+        as always gathered, which overestimates them.
         """
 
         def share(size: int) -> int:
@@ -88,11 +88,11 @@ class Weights:
 
 
 def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
-    """Weigh an adapted model on the meta device.
+    """Compute the sizes of an adapted model on the meta device.
 
     Args:
-        model: as ``add_lora`` leaves it.
-        recipe: says dtype, quantization and offload.
+        model: the result of ``add_lora``.
+        recipe: gives dtype, quantization and offload.
     """
     backbone: Any = backbone_of(model)
     family, layers = family_in(model), len(backbone.layers)
@@ -168,19 +168,19 @@ def quantized_bytes(shape: tuple[int, ...], kind: Any) -> int:
 
 
 def layer_of(name: str, family: Family) -> int | None:
-    """The decoder layer of a parameter's name, None outside of them."""
+    """The decoder layer in a parameter's name, or None."""
     _, prefix, suffix = f".{name}".partition(f".{family.backbone}.layers.")
     index = suffix.partition(".")[0]
     return int(index) if prefix and index.isdigit() else None
 
 
 def is_added(name: str) -> bool:
-    """Whether training adds the parameter: a LoRA factor or the copy of a router."""
+    """Whether training adds the parameter: a LoRA factor or a copy of a router."""
     return ".lora_" in name or ".modules_to_save." in name
 
 
 def _plain(name: str) -> str:
-    """A parameter's name without PEFT's wrapping."""
+    """A parameter's name without PEFT's prefixes."""
     return (
         name.removeprefix("base_model.model.")
         .replace(".base_layer", "")
