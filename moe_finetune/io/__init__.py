@@ -1,4 +1,4 @@
-"""Writing: files and folders that appear whole or not at all, and one writer for an output."""
+"""Read and write files: outputs appear whole or not at all, each with a single writer."""
 
 from moe_finetune.io.atomic import sync, write_atomic, write_new
 from moe_finetune.io.folder import check_output, output_folder, write_small

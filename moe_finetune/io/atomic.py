@@ -1,4 +1,4 @@
-"""Files that a reader meets whole: the old one or the new one, never half."""
+"""Atomic files: a reader sees the old content or the new content, never a part."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from moe_finetune.io.leftovers import claim
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write ``content`` to ``path``, making its folder; what was there stays until it is whole.
+    """Write ``content`` to ``path``, creating its folder; readers see old or new content.
 
     Raises:
-        DiskSpaceError: the disk is full; ``path`` is what it was.
+        DiskSpaceError: the disk is full; ``path`` is unchanged.
     """
     _write(path, content, lambda partial: partial.replace(path))
 
@@ -66,7 +66,7 @@ def _create(partial: Path) -> int:
 
 
 def _appear(partial: Path, path: Path) -> None:
-    """Give the file its name, unless another has it."""
+    """Rename the file to ``path``, unless something exists there."""
     try:
         os.link(partial, path)
     except FileExistsError:
@@ -96,7 +96,7 @@ def sync(path: Path) -> None:
 
 
 def _umask() -> int:
-    # It can only be read by setting it.
+    # The umask can only be read by setting it.
     mask = os.umask(0o077)
     os.umask(mask)
     return mask

@@ -1,4 +1,4 @@
-"""Where the package keeps what can be made again: the demo's checkpoint, prepared data."""
+"""The cache for what can be rebuilt: the demo's checkpoint, prepared data."""
 
 from __future__ import annotations
 

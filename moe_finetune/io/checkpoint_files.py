@@ -1,6 +1,6 @@
-"""A checkpoint folder as published: which tensors lie in which file, and whether it is whole.
+"""A checkpoint folder as published: which file contains each tensor, and whether it is complete.
 
-Only headers are read, and no library but the standard one is needed.
+Only headers are read, and only the standard library is needed.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _NUMBERED = re.compile(r"(?P<stem>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.safet
 
 
 def read_config(folder: Path, quantized: bool = False) -> dict[str, Any]:
-    """``config.json`` of an existing folder, of a quantized checkpoint where ``quantized``.
+    """Read ``config.json`` of a folder; with ``quantized`` also of a quantized checkpoint.
 
     Its ``model_type`` is that of transformers' class; see :data:`SAME_CLASS`.
 
     Raises:
-        CheckpointError: the folder or the file is missing, or the file is not a JSON object, or
-            it says what :func:`check_config` refuses.
-        UnsupportedModelError: a quantized checkpoint, unless it is asked for.
+        CheckpointError: the folder or the file is missing, the file is not a JSON object, or
+            :func:`check_config` refuses it.
+        UnsupportedModelError: a quantized checkpoint, without ``quantized``.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; give the one that contains config.json")
@@ -60,7 +60,7 @@ def read_headers(folder: Path) -> dict[str, Header]:
     file that contains each tensor.
 
     Raises:
-        CheckpointError: naming the file or tensor that is missing, damaged or stored twice.
+        CheckpointError: names the file or tensor that is missing, damaged or stored twice.
     """
     listed = _weight_map(folder)
     files = {name: read_header(folder / name, CheckpointError) for name in _names(folder, listed)}
@@ -76,7 +76,7 @@ def read_headers(folder: Path) -> dict[str, Header]:
 
 
 def tensors_of(files: dict[str, Header]) -> dict[str, TensorInfo]:
-    """Every tensor of the files by name; CheckpointError for one that is in two files."""
+    """Every tensor of the files by name; raise CheckpointError if one is in two files."""
     tensors: dict[str, TensorInfo] = {}
     for header in files.values():
         for name, info in header.tensors.items():
@@ -117,7 +117,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _names(folder: Path, listed: dict[str, str]) -> list[str]:
-    """Names of the weight files: those of the index, else the single file, else all shards."""
+    """Names of the weight files: from the index, else the single file, else all shards."""
     partial = sorted(p.name for p in folder.glob("*.incomplete"))
     if partial:
         raise CheckpointError(
@@ -137,7 +137,7 @@ def _names(folder: Path, listed: dict[str, str]) -> list[str]:
             + (f"; {pickled[0]} is a pickle, which is never loaded" if pickled else "")
             + "; convert it to safetensors, or download the checkpoint in that format"
         )
-    # Where there is an index it names all: some are published without the last files' tensors.
+    # The index is complete; some checkpoints are published without the last shards.
     expected = names if listed else [*names, *_siblings(names)]
     missing = [name for name in expected if not (folder / name).is_file()]
     if missing:
@@ -149,7 +149,7 @@ def _names(folder: Path, listed: dict[str, str]) -> list[str]:
 
 
 def _siblings(names: Iterable[str]) -> list[str]:
-    """All names that ``model-00002-of-00003.safetensors`` says there must be."""
+    """All shard names that a name such as ``model-00002-of-00003.safetensors`` implies."""
     matches = [match for name in names if (match := _NUMBERED.fullmatch(name))]
     return [
         f"{match['stem']}-{part:05d}-of-{match['parts']}.safetensors"

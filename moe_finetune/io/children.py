@@ -1,4 +1,4 @@
-"""Processes that this one starts: signals reach them, and what they print is kept."""
+"""Child processes: signals are passed on to them, and their output is logged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MACHINE_FAILURE = 1
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a process failed; ``machine``: memory, disk or a signal ended it, not its input."""
+    """Why a process failed; ``machine`` if memory, disk or a signal ended it, not its input."""
 
     reason: str
     machine: bool = False
@@ -30,11 +30,11 @@ class Failure:
 
 
 class Children:
-    """Running processes; each has its own session, so that Ctrl-C reaches it once, through us.
+    """Running processes, each in its own session, so that Ctrl-C reaches it once, through us.
 
     Attributes:
         running: processes by name.
-        asked: signals that came, in order.
+        asked: signals received, in order.
     """
 
     def __init__(self) -> None:
@@ -42,10 +42,10 @@ class Children:
         self.asked: list[int] = []
 
     def start(self, name: str, command: Sequence[str], log: Path, lock: int | None = None) -> int:
-        """Start a process that appends what it prints to ``log``; return the log's size before.
+        """Start a process that appends its output to ``log``; return the log's size before.
 
         Args:
-            log: the file; its folder is made.
+            log: the file; its folder is created.
             lock: descriptor of a lock that the process inherits, so that it stays locked when we
                 are killed and the process continues without us.
         """
@@ -61,7 +61,7 @@ class Children:
                 start_new_session=True,
             )
         self.running[name] = process
-        for signum in self.asked:  # it came while the process was being made
+        for signum in self.asked:  # it came while the process was starting
             process.send_signal(signum)
         return log_start
 
@@ -77,7 +77,7 @@ class Children:
                 process.send_signal(signum)
 
     def note(self, signum: int, frame: FrameType | None = None) -> None:
-        """Handle one of our signals: pass it on."""
+        """Signal handler: record the signal and pass it on."""
         self.asked.append(signum)
         self.send(signum)
 
@@ -86,7 +86,7 @@ class Children:
 def children() -> Iterator[Children]:
     """Start processes inside; SIGINT and SIGTERM are passed on to them.
 
-    At the end all that still run are stopped and waited for; if a signal came, KeyboardInterrupt
+    On exit, processes that still run are stopped and awaited. If a signal came, KeyboardInterrupt
     is raised then.
     """
     group = Children()
@@ -110,7 +110,7 @@ def run_child(command: Sequence[str], log: Path, lock: int | None = None) -> Fai
     """Run one process to its end; return why it failed, or None.
 
     Raises:
-        KeyboardInterrupt: a signal came; the process got it too, and has ended.
+        KeyboardInterrupt: a signal came; the process also received it and has ended.
     """
     with children() as group:
         log_start = group.start("child", command, log, lock)
@@ -119,15 +119,15 @@ def run_child(command: Sequence[str], log: Path, lock: int | None = None) -> Fai
 
 
 def run_children(commands: Mapping[str, Sequence[str]], logs: Path, at_once: int) -> Failure | None:
-    """Run processes, ``at_once`` at a time; return why the first that failed did, or None.
+    """Run processes, ``at_once`` at a time; return the first failure, or None.
 
     After a failure no more are started, and those that run are asked to save and stop.
 
     Args:
-        commands: by name; what NAME prints is appended to ``logs/NAME.log``.
+        commands: by name; the output of NAME is appended to ``logs/NAME.log``.
 
     Raises:
-        KeyboardInterrupt: a signal came, to us or to one of them.
+        KeyboardInterrupt: a signal came, to this process or to a child.
     """
     waiting, begun = list(commands), dict[str, int]()
     with children() as group:

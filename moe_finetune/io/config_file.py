@@ -1,7 +1,7 @@
-"""What a ``config.json`` may say before any library reads it: sizes in bounds, and no code.
+"""Check ``config.json`` before any library reads it: sizes within bounds, and no code.
 
-transformers takes ``_attn_implementation: owner/name`` in a config as an order to fetch a kernel
-from the hub and run it, and builds lists as long as ``num_hidden_layers`` says.
+transformers takes ``_attn_implementation: owner/name`` in a config as a kernel to download from the
+hub and run, and builds lists of length ``num_hidden_layers``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ UNQUANTIZED = (
     "(4-bit pack-quantized) or mxfp4"
 )
 _METHODS = {"gptq": "GPTQ", "awq": "AWQ"}
-# Kernels that torch has; what else a config can name is fetched from the hub.
+# Kernels that torch has; any other name in a config is fetched from the hub.
 _KERNELS = ("eager", "sdpa", "grouped_mm", "batched_mm")
 _INSTALLED = (*_KERNELS, "flex_attention", "flash_attention_2", "flash_attention_3")
 _LARGEST = {
@@ -49,11 +49,11 @@ _MAY_BE_LISTS = ("moe_intermediate_size", "moe_layer_freq")  # a number for each
 def check_config(config: Mapping[str, Any], file: object, quantized: bool = False) -> None:
     """Check the mapping of a ``config.json``; ``file`` begins the messages.
 
-    ``quantized`` lets a quantized checkpoint pass, whose format its reader checks.
+    ``quantized`` accepts a quantized checkpoint, whose format its reader checks.
 
     Raises:
-        CheckpointError: a size that is not a whole number in bounds, an unknown dtype, or a kernel
-            of the hub; the key is named.
+        CheckpointError: a size is not a whole number within bounds, a dtype is unknown, or a kernel
+            is from the hub; names the key.
         UnsupportedModelError: a quantized checkpoint.
     """
     for key, most in _LARGEST.items():
@@ -82,7 +82,7 @@ def check_config(config: Mapping[str, Any], file: object, quantized: bool = Fals
 def _check_quantization(config: Mapping[str, Any], file: object, quantized: bool) -> None:
     section, key = config.get(QUANTIZATION), QUANTIZATION
     if section is None and _is_mlx(config.get("quantization")):
-        section, key = config["quantization"], "quantization"  # of older versions of MLX
+        section, key = config["quantization"], "quantization"  # from older versions of MLX
     if section is None:
         return
     method = section.get("quant_method") if isinstance(section, dict) else None
@@ -100,7 +100,7 @@ def _check_quantization(config: Mapping[str, Any], file: object, quantized: bool
 
 
 def quantization_name(section: Any) -> str:
-    """What the format of a ``quantization_config`` is called."""
+    """The name of the format in a ``quantization_config``."""
     method = section.get("quant_method") if isinstance(section, dict) else None
     if method:
         return _METHODS.get(str(method), f"{method!r:.60}")
@@ -125,7 +125,7 @@ def check_kernel(
     error: type[MoeFinetuneError],
     allowed: tuple[str, ...] = _INSTALLED,
 ) -> None:
-    """Raise ``error`` unless ``name`` is among the ``allowed`` kernels; the hub's never run."""
+    """Raise ``error`` unless ``name`` is one of the ``allowed`` kernels; hub kernels never run."""
     if name is not None and name not in allowed:
         raise error(
             f"{file}: {name!r:.80} must be one of {', '.join(allowed)}; code from the hub is "
@@ -134,7 +134,7 @@ def check_kernel(
 
 
 def _kernels(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every key that chooses a kernel, at any depth, with the names that it gives."""
+    """Every key that chooses a kernel, at any depth, with its names."""
     for key, value in config.items():
         if key.removesuffix("_internal").endswith("_implementation"):
             for name in value.values() if isinstance(value, dict) else (value,):

@@ -1,4 +1,4 @@
-"""The one answer to "is it done?": a note, written last, with the hash of what a product is of."""
+"""Notes of finished products: written last, with the hash of the product's inputs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from moe_finetune.io.json_file import read_object
 
 
 class DoneNote:
-    """Says that a product is whole, and which inputs it was made from.
+    """A file that records that a product is complete, and the hash of its inputs.
 
     Args:
-        path: the note's file.
-        error, remedy: raised where the note cannot be read, and the end of that message.
+        path: the file.
+        error, remedy: the exception for a file that cannot be read, and the end of its message.
     """
 
     def __init__(
@@ -32,11 +32,11 @@ class DoneNote:
         return self.path.is_file()
 
     def read(self) -> dict[str, Any]:
-        """The note; empty where there is none."""
+        """The note's content; empty if there is none."""
         return read_object(self.path, self.error, self.remedy) if self.written else {}
 
     def is_of(self, key: str) -> bool:
-        """Whether the product was finished, and from the inputs whose hash is ``key``."""
+        """Return whether the product was finished from the inputs whose hash is ``key``."""
         return self.read().get("inputs") == key
 
     def write(self, key: str, **details: Any) -> None:

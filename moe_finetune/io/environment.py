@@ -1,4 +1,4 @@
-"""What a run ran on: versions, processor, accelerator."""
+"""The environment of a run: versions, processor, accelerator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PACKAGES = (
 
 
 def package_versions(*names: str) -> dict[str, str | None]:
-    """Installed version of each package; None where it is not installed."""
+    """Installed version of each package; None if it is not installed."""
     versions: dict[str, str | None] = {}
     for name in names:
         try:

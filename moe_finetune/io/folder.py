@@ -19,18 +19,18 @@ _OVERHEAD = 4 << 20
 
 
 def is_taken(folder: Path) -> bool:
-    """Whether something is at ``folder`` that is not an empty folder."""
+    """Return whether ``folder`` exists and is not an empty folder."""
     return folder.exists() and (not folder.is_dir() or bool(contents(folder)))
 
 
 def enter_folder(output: Path, mark: Path, what: str, resume: bool) -> bool:
-    """Whether ``output`` contains work that was begun before and now continues.
+    """Return whether ``output`` contains earlier work to continue.
 
     Args:
         output: the folder that a command works in.
-        mark: the file in it that is written first, and says whose it is.
+        mark: the file in it that is written first and identifies the command.
         what: what the command makes, such as ``"a study"``.
-        resume: continue what is there; the result is False for an empty or missing folder.
+        resume: continue existing work; an empty or missing folder still returns False.
 
     Raises:
         OutputExistsError: it contains other files, or ``what`` without ``resume``.
@@ -60,11 +60,11 @@ def output_folder(target: Path, size: int, overwrite: bool = False) -> Iterator[
     """Yield an empty hidden folder that becomes ``target`` when the block ends without an error.
 
     Files written there must have been synced by the writer. On an error the hidden folder is
-    removed and ``target`` is what it was.
+    removed and ``target`` does not change.
 
     Args:
-        target: the folder that will appear; its parents are made.
-        size: bytes that will be written, for the check of free space.
+        target: the folder that will appear; its parents are created.
+        size: bytes that will be written, to check the free space.
         overwrite: replace an existing folder.
 
     Raises:
@@ -128,7 +128,7 @@ def write_small(folder: Path, name: str, content: bytes) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove it so that no half of it can be mistaken for the whole."""
+    """Remove ``folder`` so that an interrupted removal cannot be mistaken for a complete folder."""
     if folder.exists():
         hidden = folder.with_name(f".{folder.name}.partial-{secrets.token_hex(4)}")
         folder.rename(hidden)
@@ -141,7 +141,7 @@ def _make(partial: Path) -> int:
 
 
 def _put_in_place(partial: Path, target: Path, overwrite: bool) -> None:
-    """Rename ``partial`` to ``target``; what was there before is removed afterwards."""
+    """Rename ``partial`` to ``target``; the old folder is removed afterwards."""
     if not (overwrite and target.is_dir() and any(target.iterdir())):
         try:
             partial.rename(target)
@@ -152,7 +152,7 @@ def _put_in_place(partial: Path, target: Path, overwrite: bool) -> None:
                 ) from problem
             raise
         return
-    # The old folder gets a hidden name that the next run cleans if this one dies in between.
+    # If this process dies, the next run removes the old folder by its hidden name.
     old = target.parent / f".{target.name}.partial-old-{secrets.token_hex(4)}"
     target.rename(old)
     try:

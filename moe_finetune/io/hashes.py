@@ -15,12 +15,12 @@ from moe_finetune.io.atomic import write_atomic
 
 _WEIGHTS = (".safetensors", ".bin")
 _IDENTITY_SUFFIXES = (*_WEIGHTS, ".json", ".jinja", ".model", ".txt")
-# Written into a checkpoint's folder by people and tools; they do not change a model's answers.
+# People and tools add these to a checkpoint's folder; they do not change a model's answers.
 _NOT_IDENTITY = ("README.md", "trainer_state.json", "training_args.json", "environment.json")
 
 
 def to_json(value: Any, indent: int | None = None, sort: bool = True) -> str:
-    """Return JSON with real characters, canonical when sorted; unknown objects become text."""
+    """Return JSON with unescaped characters, canonical when sorted; unknown objects become text."""
     return json.dumps(value, sort_keys=sort, ensure_ascii=False, indent=indent, default=_plain)
 
 
@@ -30,7 +30,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted(value, key=str)
     if inspect.isroutine(value):
-        # A function's repr contains an address; its name and source decide.
+        # A function's repr contains an address, so its name and source are used.
         try:
             return f"{value.__qualname__} {sha256_text(inspect.getsource(value))}"
         except (OSError, TypeError):
@@ -55,19 +55,19 @@ def sha256_file(path: Path) -> str:
 
 
 class KnownDigests:
-    """:func:`sha256_file` that remembers: a file of equal path, size and time is not read again.
+    """:func:`sha256_file` with a cache: a file of equal path, size and time is not read again.
 
-    What it returns follows only from the content; size and time decide whether to read.
+    The digest depends only on the content; size and time decide whether to read the file.
 
     Args:
-        memo: where digests are kept between processes; it need not exist.
+        memo: file that keeps digests between processes; it need not exist.
     """
 
     def __init__(self, memo: Path):
         self.memo = memo
         try:
             digests = json.loads(memo.read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # nothing is lost with it but time
+        except (OSError, ValueError):  # losing it costs only time
             digests = {}
         self._known: dict[str, list[Any]] = digests if isinstance(digests, dict) else {}
 

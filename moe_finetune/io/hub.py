@@ -1,4 +1,4 @@
-"""The Hugging Face hub where it cannot be reached: its cache is read, without retries."""
+"""Use the Hugging Face hub's cache, without retries, when the hub cannot be reached."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ SECONDS = 10.0
 
 @cache
 def check_hub() -> None:
-    """Ask the hub once in a process; where it does not answer, go offline and print one line.
+    """Contact the hub once per process; if it does not answer, go offline and print one line.
 
-    Its client retries every request for about 20 seconds otherwise. Processes that are started from
-    now on are offline too. Nothing happens where ``HF_HUB_OFFLINE`` is set.
+    Otherwise its client retries every request for about 20 seconds. Processes started afterwards
+    are offline too. Does nothing if ``HF_HUB_OFFLINE`` is set.
     """
     from huggingface_hub import constants, get_session
 
@@ -25,7 +25,7 @@ def check_hub() -> None:
         return
     try:
         get_session().head(constants.ENDPOINT, timeout=SECONDS)
-    except Exception as error:  # of the client's own library, and of the system below it
+    except Exception as error:  # from the client's library and from the system
         terminal().say(
             f"{constants.ENDPOINT} cannot be reached ({error}); only cached models and data are "
             "available",
@@ -33,5 +33,5 @@ def check_hub() -> None:
         )
         os.environ["HF_HUB_OFFLINE"] = "1"
         constants.HF_HUB_OFFLINE = True
-        if "datasets" in sys.modules:  # which copies it at its import
+        if "datasets" in sys.modules:  # the module copies the variable when imported
             sys.modules["datasets"].config.HF_HUB_OFFLINE = True

@@ -1,4 +1,4 @@
-"""Ctrl-C while modules are imported, whose code may swallow it."""
+"""Keep Ctrl-C effective during imports, whose code may swallow it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def interrupts_outlast_imports() -> Iterator[None]:
     """Repeat a KeyboardInterrupt that was raised inside an import until it leaves this context.
 
     Some packages catch it, or continue with a half-imported module; the errors that follow become
-    the KeyboardInterrupt again. Code that cleans up after it is not disturbed.
+    the KeyboardInterrupt again. Cleanup code that handles it is not disturbed.
     """
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -59,7 +59,7 @@ def _importing(frame: FrameType | None) -> bool:
 
 
 def _on_its_way() -> bool:
-    """Whether the code that runs handles a KeyboardInterrupt."""
+    """Return whether a KeyboardInterrupt is being handled."""
     error = sys.exception()
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__

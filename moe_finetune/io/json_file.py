@@ -1,6 +1,6 @@
-"""The one reader of JSON: what is not finite and unambiguous is refused, by line.
+"""The package's JSON reader: refuses duplicate keys and numbers that are not finite, by line.
 
-Python's own reader takes a key twice (the last wins), ``NaN`` and ``1e999`` (infinity).
+Python's reader accepts duplicate keys (the last wins), ``NaN`` and ``1e999`` (infinity).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class TextError(ValueError):
-    """Text that cannot be read; ``line`` is where, or None when it is a matter of the whole."""
+    """Text that cannot be read, at ``line``; None when no single line is at fault."""
 
     def __init__(self, problem: str, line: int | None = None):
         super().__init__(problem if line is None else f"line {line}: {problem}")
@@ -34,10 +34,10 @@ def parse_json(text: str | bytes, finite: bool = True) -> Any:
 
     Args:
         text: JSON; bytes are UTF-8.
-        finite: refuse NaN and infinity; False is for logs, where they are findings.
+        finite: refuse NaN and infinity; False for logs, where they are results.
 
     Raises:
-        JsonError: not JSON; a key twice in an object; a number that is not finite.
+        JsonError: not JSON, a duplicate key in an object, or a number that is not finite.
     """
     try:
         if isinstance(text, bytes):

@@ -1,11 +1,11 @@
-"""Steps that are done once, in one folder: kept when done, resumed, never done twice at once.
+"""Run the steps of one folder once each: finished steps are kept, interrupted ones resumed.
 
-A step is known by the hash of what it follows from: its inputs, which are plain values (files among
-them by their content, never by their path or time), and the steps that it builds on. Its product
-is ``FOLDER/NAME``, which appears whole; ``steps/NAME.json`` then notes the hash. ``work/NAME`` is
-what must survive an interruption. While it is made, ``locks/NAME`` is locked; a process that the
-step starts may hold that lock as well, and any later one waits for one that has outlived its
-parent. A step that failed leaves ``logs/NAME.failed.json`` with the reason, and its log.
+A step is identified by the hash of its inputs (plain values; files by content, not by path or time)
+and of the steps that it builds on. Its product is ``FOLDER/NAME``, which appears whole;
+``steps/NAME.json`` then records the hash. ``work/NAME`` has what must survive an interruption.
+While a step runs, ``locks/NAME`` is locked. Processes that the step starts may hold the lock too,
+so that a later process waits for a child that outlived its parent. A step that failed has the
+reason in ``logs/NAME.failed.json``, next to its log.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Attempt:
     """One attempt at a step.
 
     Attributes:
-        target: the product; it must appear whole, by a rename.
+        target: path of the product, which must appear whole, by a rename.
         work: folder for what must survive an interruption; it exists.
-        log: where processes that the step starts print.
+        log: file for the output of processes that the step starts.
         lock: descriptor of the step's lock, for such processes.
     """
 
@@ -59,16 +59,16 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Step:
-    """Something that is done once.
+    """A unit of work that is done once.
 
     Attributes:
         name: its product's path below the ledger's folder, such as ``seed-0/experts/3``.
-        inputs: plain values that it follows from.
+        inputs: plain values that determine the product.
         after: names of the steps that it reads.
-        costly: its product, and what it has at work, are deleted only when the user says so.
-        done: whether it is done, for a step whose product says so itself; such a step is not
-            noted, and its own ``make`` starts again or continues.
-        finish: called with the seconds that it took, before it counts as done.
+        costly: its product and its work folder are deleted only at the user's request.
+        done: tells whether the product is complete, for a step that records this itself; the ledger
+            then writes no note, and ``make`` starts again or continues.
+        finish: called with the step's duration in seconds, before it counts as done.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Ledger:
     """The steps of one folder, in an order in which they can be done.
 
     Args:
-        folder: what they are done in; the caller keeps others out of it, or lets them share it.
+        folder: the folder; the caller locks it, exclusively or shared.
         steps: each after those that it builds on.
         replace: delete costly products that were made from other inputs.
     """
@@ -109,11 +109,11 @@ class Ledger:
     # -- what is there ------------------------------------------------------------------------
 
     def key(self, name: str) -> str:
-        """Hash of everything that a step follows from."""
+        """Hash of a step's inputs and of the steps that it builds on."""
         return self._keys[name]
 
     def done(self, name: str) -> bool:
-        """Whether a step's product is there, and was made from these inputs."""
+        """Return whether a step's product exists and was made from these inputs."""
         is_done = self.steps[name].done
         if is_done is not None:
             return is_done()
@@ -127,18 +127,18 @@ class Ledger:
         return {name: float(seconds) for name, seconds in noted.items() if seconds is not None}
 
     def failed_file(self, name: str) -> Path:
-        """Why a step failed, when it did."""
+        """File with the reason why a step failed."""
         return self.folder / "logs" / f"{name}.failed.json"
 
     def log_file(self, name: str) -> Path:
-        """What a step's processes printed, or where it failed."""
+        """File with the output of a step's processes, or the traceback of its error."""
         return self.folder / "logs" / f"{name}.log"
 
     def check_nothing_lost(self, names: Iterable[str]) -> None:
-        """Refuse to do steps again whose costly products were made from other inputs.
+        """Refuse to repeat steps whose costly products were made from other inputs.
 
         Raises:
-            OutputExistsError: there are some, and ``replace`` was not given.
+            OutputExistsError: there are such steps, and ``replace`` is not set.
         """
         lost = [] if self.replace else [line for name in names for line in self._lost(name)]
         if lost:
@@ -154,19 +154,19 @@ class Ledger:
     # -- doing it -----------------------------------------------------------------------------
 
     def run(self, name: str) -> None:
-        """Do a step unless it is done; wait for a process that is at it.
+        """Do a step unless it is done; wait if another process is doing it.
 
         Raises:
             RecipeError: a step that it builds on is missing or out of date.
             OutputExistsError: its costly product was made from other inputs.
-            Exception: what the step raised; the reason is noted.
+            Exception: the step's error; its reason is recorded.
         """
         if self.done(name):
             log.info("%s: done already", name)
             return
         self._check_before(name)
         with self._alone(name) as lock:
-            if self.done(name):  # by whom we waited for
+            if self.done(name):  # by the process that we waited for
                 log.info("%s: done already", name)
             else:
                 self._do(self.steps[name], lock)
@@ -231,15 +231,15 @@ class Ledger:
             yield lock.descriptor
 
     def _appeared(self, name: str) -> bool:
-        """Whether a process was killed between the product's appearance and its note."""
+        """Return whether the product appeared but its process was killed before the note."""
         return (self.folder / name).is_dir() and self._is_begun(name)
 
     def _is_begun(self, name: str) -> bool:
-        """Whether the step's workspace belongs to these inputs."""
+        """Return whether the step's work folder belongs to these inputs."""
         return _text(self.folder / "work" / name / INPUTS_FILE) == self._keys[name]
 
     def _make_room(self, name: str) -> None:
-        """Remove what was made from other inputs; keep what an interrupted attempt needs."""
+        """Remove files made from other inputs; keep those of an interrupted attempt."""
         self.check_nothing_lost([name])
         target, workspace = self.folder / name, self.folder / "work" / name
         self._note(name).remove()
@@ -298,7 +298,7 @@ def step_error(failure: Failure, remedy: str = "") -> MoeFinetuneError:
 
 
 class StepFailedError(MoeFinetuneError, RuntimeError):
-    """A process that did a step failed; the message is its own."""
+    """The process of a step failed; the message is the process's."""
 
 
 def _reason(error: Exception, file: Path) -> str:

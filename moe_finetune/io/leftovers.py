@@ -1,8 +1,8 @@
-"""What is being written has a hidden name and a lock; what a killed writer left has no lock.
+"""Unfinished outputs have a hidden name and a lock; those of killed writers have no lock.
 
-An unfinished file or folder is ``.NAME.partial-XXXXXXXX`` next to NAME. Its writer locks it as long
-as it lives, and the kernel releases the lock with the process, so that a later process can tell an
-abandoned one from one that is being written.
+An unfinished file or folder is ``.NAME.partial-XXXXXXXX`` next to NAME. Its writer locks it, and
+the kernel releases the lock when the process ends, so that a later process can tell abandoned
+outputs from those being written.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _LOCK = re.compile(r"\..+\.lock")
 
 
 def contents(folder: Path) -> list[Path]:
-    """What a folder contains, without what writers have abandoned or are about to rename."""
+    """A folder's entries, without hidden outputs that are abandoned or still being written."""
     return [path for path in folder.iterdir() if not _hidden(path.name)]
 
 
 def claim(target: Path, make: Callable[[Path], int]) -> tuple[Path, int]:
-    """Make the hidden sibling of ``target``; return its path and the descriptor that locks it.
+    """Create the hidden sibling of ``target``; return its path and the descriptor that locks it.
 
-    ``make`` creates the path and opens it; it raises FileExistsError where it exists.
+    ``make`` creates and opens the path, or raises FileExistsError.
     """
     while True:
         partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
@@ -47,9 +47,9 @@ def claim(target: Path, make: Callable[[Path], int]) -> tuple[Path, int]:
 
 
 def clear_beside(target: Path) -> None:
-    """Remove what killed writers of ``target`` left next to it.
+    """Remove hidden files of killed writers next to ``target``.
 
-    One that died while it replaced an old folder is undone: the old one gets its name back.
+    If a writer died while replacing an old folder, the old one gets its name back.
     """
     for partial in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
         if partial.name.startswith(f".{target.name}.partial-old-") and not target.exists():
@@ -59,7 +59,7 @@ def clear_beside(target: Path) -> None:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Remove what killed writers left inside ``folder``, which must be known to be an output."""
+    """Remove hidden files of killed writers inside ``folder``, which must be known to be an output."""
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
             if _hidden(name):
@@ -68,7 +68,7 @@ def clear_leftovers(folder: Path) -> None:
 
 
 def remove_if_left(path: Path) -> None:
-    """Remove a hidden file or folder unless who made it lives."""
+    """Remove a hidden file or folder unless its writer is still running."""
     with suppress(OSError):
         descriptor = os.open(path, (os.O_RDONLY if path.is_dir() else os.O_RDWR) | os.O_NOFOLLOW)
         try:

@@ -1,8 +1,8 @@
-"""One writer for an output: a lock that the kernel releases when its process dies.
+"""One writer per output: a lock that the kernel releases when its process ends.
 
-The lock is on ``.NAME.lock`` next to the output NAME, so that a folder may be new, stay empty
-and be renamed. The file names its holder, for the message to a process that is refused. It is
-removed when the lock is released; one that a killed process left is taken over by the next.
+The lock is on ``.NAME.lock`` next to the output NAME, so that a folder may be new, stay empty and
+be renamed. The file names its owner, for the error message of other processes. It is removed when
+the lock is released; the next process takes over the file of a killed one.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class OutputLock:
 
     Attributes:
         target: the output that it protects.
-        file: the lock's file; None where the folder itself is locked.
-        made: folders that were made for it, the inmost first.
+        file: the lock's file; None if the folder itself is locked.
+        made: folders created for the lock, the innermost first.
     """
 
     def __init__(self, target: Path, descriptor: int, file: Path | None, made: list[Path]):
@@ -49,7 +49,7 @@ class OutputLock:
         """Let processes that take the lock as ``shared`` work at the same time.
 
         Raises:
-            OutputBusyError: at the end some of them are still there.
+            OutputBusyError: some of them still run at the end.
         """
         fcntl.flock(self.descriptor, fcntl.LOCK_SH)
         try:
@@ -65,11 +65,11 @@ class OutputLock:
             if self.file is not None and _take(self.descriptor, fcntl.LOCK_EX, False):
                 self.file.unlink(missing_ok=True)
             with suppress(OSError):
-                fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # forked children may hold it as well
+                fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # forked children may have the lock too
         finally:
             os.close(self.descriptor)
         for folder in self.made:
-            with suppress(OSError):  # not empty any more
+            with suppress(OSError):  # no longer empty
                 folder.rmdir()
 
 
@@ -80,16 +80,16 @@ _held: dict[tuple[Path, int], OutputLock] = {}
 def output_lock(target: Path, *, shared: bool = False, wait: bool = False) -> Iterator[OutputLock]:
     """Be the only writer of ``target``, a file or folder that need not exist.
 
-    What killed writers left next to it is removed first. A thread may take its own lock again.
-    Folders that are made only for the lock are removed with it.
+    Hidden files of killed writers are removed first. A thread may take its lock again. Folders
+    created only for the lock are removed with it.
 
     Args:
-        shared: be one of several that share the output by design; they keep others out.
+        shared: be one of several processes that share the output and keep others out.
         wait: wait until the lock is free, instead of raising.
 
     Raises:
-        OutputBusyError: another process or thread writes there; the message says which.
-        OutputError: the folder that ``target`` is to lie in cannot be made or written.
+        OutputBusyError: another process or thread is writing there; the message names it.
+        OutputError: the parent folder of ``target`` cannot be created or written.
     """
     target = Path(os.path.realpath(target))
     key = target, threading.get_ident()
@@ -102,12 +102,12 @@ def output_lock(target: Path, *, shared: bool = False, wait: bool = False) -> It
             clear_beside(target)
         yield lock
     finally:
-        if _held.pop(key, None) is not None:  # else this is a fork
+        if _held.pop(key, None) is not None:  # otherwise this is a fork
             lock.release()
 
 
 def helpers_only(target: Path) -> bool:
-    """Whether processes that share ``target`` are running, and none that has it exclusively."""
+    """Return whether ``target`` is locked by processes that share it, and not exclusively."""
     target = Path(os.path.realpath(target))
     if not target.name:
         return False
@@ -125,7 +125,7 @@ def helpers_only(target: Path) -> bool:
 
 
 def one_writer(function: Callable[P, R]) -> Callable[P, R]:
-    """Let ``function`` hold the lock of its argument ``output``, unless its ``dry_run`` is true."""
+    """Decorator: ``function`` locks its argument ``output``, unless its ``dry_run`` is true."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -155,7 +155,7 @@ def _acquire(target: Path, shared: bool, wait: bool) -> OutputLock:
         except FileNotFoundError:
             continue  # the previous owner of a lock has just removed the folder
         except OSError as problem:
-            # An output that is an existing folder inside one that cannot be written.
+            # The output is an existing folder inside a read-only one.
             if not target.is_dir():
                 raise OutputError(
                     f"{path.parent}: cannot be written ({problem.strerror}); "
@@ -165,7 +165,7 @@ def _acquire(target: Path, shared: bool, wait: bool) -> OutputLock:
         try:
             if not _take(descriptor, kind, wait):
                 raise _busy(target, file)
-            # The previous owner may have removed the file, and another may have locked a new one.
+            # The previous owner may have removed the file, and another process locked a new one.
             if _same(descriptor, file or target):
                 if file is not None:
                     _sign(descriptor)
@@ -178,7 +178,7 @@ def _acquire(target: Path, shared: bool, wait: bool) -> OutputLock:
 
 
 def _make_folders(folder: Path) -> list[Path]:
-    """Make ``folder``; return what was missing of it, the innermost first."""
+    """Create ``folder``; return the folders that were missing, the innermost first."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir():
@@ -195,7 +195,7 @@ def _make_folders(folder: Path) -> list[Path]:
 
 
 def _take(descriptor: int, kind: int, wait: bool) -> bool:
-    """Take the lock; False where another has it."""
+    """Take the lock; return False if another process has it."""
     try:
         fcntl.flock(descriptor, kind | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
@@ -229,7 +229,7 @@ def _sign(descriptor: int) -> None:
 
 def _busy(target: Path, file: Path | None) -> OutputBusyError:
     owner = "another process"
-    with suppress(OSError, ValueError):  # the owner may be about to sign
+    with suppress(OSError, ValueError):  # the owner may not have written its name yet
         if file is not None:
             pid, host, since = file.read_text(encoding="utf-8").split()
             where = "" if host == socket.gethostname() else f" on {host}"

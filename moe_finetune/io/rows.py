@@ -20,18 +20,18 @@ TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 
 
 def kind_of(path: Path) -> str:
-    """The suffix that says how a file is read, without ``.gz``."""
+    """The suffix that determines how a file is read, ignoring ``.gz``."""
     return path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
 
 
 def read_rows(path: str | Path, required: tuple[str, ...] = ()) -> list[Row]:
-    """Read a local file of records into memory; NaN is read, as results have it.
+    """Read a local file of records into memory; NaN is allowed, because results contain it.
 
     Args:
         required: fields that every row must have.
 
     Raises:
-        DataError: the file is missing, empty or of another kind, or a row is malformed; the
+        DataError: the file is missing, empty or of an unknown type, or a row is malformed; the
             message names the file and the line.
     """
     path, rows = Path(path), []
@@ -59,7 +59,8 @@ def placed_rows(path: Path, finite: bool = True) -> Iterator[Placed]:
         finite: refuse NaN and infinity.
 
     Raises:
-        DataError: the file is of another kind or damaged, or a row is malformed, by name and line.
+        DataError: the file has an unknown type or is damaged, or a row is malformed; names file and
+            line.
     """
     kind = kind_of(path)
     if kind == ".parquet":
@@ -149,7 +150,8 @@ def _read_parquet(path: Path) -> Iterator[Placed]:
 def without_nulls(row: Row) -> Row:
     """A table's row without the nulls inside its columns' values.
 
-    A table gives every object the fields of all: a call's arguments would have those of others.
+    A table gives every object the fields of all objects, so that a call would get the arguments of
+    others.
     """
     return {name: _without_nulls(value) for name, value in row.items()}
 
@@ -172,7 +174,7 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def refuse_twice(file: Path, columns: Sequence[str]) -> None:
-    """Raise DataError when a table's header has a column twice: the last would win in silence."""
+    """Raise DataError if a table's header has a column twice; the last would silently win."""
     twice = sorted({name for name in columns if columns.count(name) > 1})
     if twice:
         raise DataError(f"{file}:1: the column '{twice[0]}' occurs twice; rename one of them")

@@ -1,4 +1,4 @@
-"""A run's folder: the names of its files, the reader of its logs, and what a verb takes from it."""
+"""A run's folder: the names of its files, the reader of its logs, and the inputs of commands."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ class RunFolder:
     """The files of a run, by name; none of them need exist.
 
     Attributes:
-        recipe: the resolved recipe, written first: with it the folder is a run.
-        metrics: what training logged, a row a line.
-        routing_before, routing_after, routing_steps: routing measured on one sample.
-        checkpoints: what an interrupted training resumes from.
-        adapter, merged: the trained weights; training leaves one of them, and a merge the other.
+        recipe: the resolved recipe, written first; it marks the folder as a run.
+        metrics: what training logged, one row per line.
+        routing_before, routing_after, routing_steps: routing on the same sample before, after and
+            during training.
+        checkpoints: what interrupted training resumes from.
+        adapter, merged: the trained weights; training writes one of them, and a merge the other.
         weights: both.
         evaluation, base_evaluation: folders of results, of the run and of the model before it.
-        steps: states that ``evaluation.every`` kept, each a small run folder, see :meth:`step`.
-        log: what the libraries printed.
+        steps: states that ``evaluation.every`` kept, each a small run folder; see :meth:`step`.
+        log: the output of the libraries.
         page: the report.
         finished: a study's note that the run is done.
     """
@@ -70,15 +71,15 @@ class RunFolder:
 
     @property
     def trained(self) -> bool:
-        """Whether training has ended: it saves its adapter, or its model, last and whole."""
+        """Return whether training has finished: the adapter or model is saved last, and whole."""
         return any(path.exists() for path in self.weights)
 
     @property
     def merge_done(self) -> bool:
-        """Whether ``merged`` is there, and noted where it was made from an adapter.
+        """Return whether ``merged`` exists and, if it was made from an adapter, is recorded.
 
-        A run that was killed after the merge and before the note merges again: what the note says
-        of the weights cannot be read off the merged checkpoint.
+        A run killed between the merge and its note merges again, because the merged checkpoint does
+        not contain what the note records.
         """
         return self.merged.exists() and (
             not self.adapter.exists() or "merge" in self.read_summary()
@@ -95,12 +96,12 @@ class RunFolder:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The rows of a log that a run appends to, each with its step; none where there is no log.
+    """The rows of a log that a run appends to, each with its step; empty without a log.
 
-    NaN is read. The last line may be half, of a run that is writing or was killed: it is dropped.
+    NaN is allowed. An incomplete last line, of a run that is writing or was killed, is dropped.
 
     Raises:
-        DataError: the file or a row of it is damaged, by line.
+        DataError: the file or one of its rows is damaged; names the line.
     """
     if not path.exists():
         return []
@@ -116,7 +117,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
         for line_number, line in enumerate(lines, 1)
         if line.strip()
     ]
-    with suppress(DataError):  # whole where the file only lacks its last line break
+    with suppress(DataError):  # complete if only the final line break is missing
         rows.append(_row(unfinished, f"{path}:{len(lines) + 1}"))
     return rows
 
@@ -139,7 +140,7 @@ def checkpoint_in(source: str | Path) -> str | Path:
     """The checkpoint that ``source`` names: a run's ``merged/``, or ``source`` itself.
 
     Raises:
-        CheckpointError: an adapter, or a run that was not merged.
+        CheckpointError: ``source`` is an adapter, or a run that was not merged.
     """
     path = Path(source)
     if (path / "config.json").is_file():
@@ -156,7 +157,7 @@ def checkpoint_in(source: str | Path) -> str | Path:
 
 
 def checkpoint_name(source: str | Path) -> str:
-    """What to call the checkpoint that ``source`` names: its folder, its run, or the hub id."""
+    """A name for the checkpoint that ``source`` names: of its folder, of its run, or the hub id."""
     if not Path(source).is_dir():
         return str(source)
     path = Path(os.path.abspath(source))  # a link keeps its name
@@ -173,16 +174,16 @@ def results_in(source: str | Path) -> Path:
 
 
 def recipe_of_run(path: str | Path) -> Path | None:
-    """``recipe.yaml`` of the run that ``path`` is or lies in; None where it is in no run.
+    """``recipe.yaml`` of the run that ``path`` is or lies in; None outside runs.
 
-    Other tools write a file of that name too: a run's ``environment.json`` lists this package.
+    Other tools also write a ``recipe.yaml``; only a run's ``environment.json`` lists this package.
     """
     for run in (RunFolder(path), RunFolder(Path(path).parent)):
         if not run.recipe.is_file() or not run.environment.is_file():
             continue
         try:
             packages = read_object(run.environment, CheckpointError, "").get("packages")
-        except CheckpointError:  # also another tool's
+        except CheckpointError:  # another tool may also write it
             continue
         if isinstance(packages, dict) and PACKAGES[0] in packages:
             return run.recipe

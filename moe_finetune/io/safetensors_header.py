@@ -1,8 +1,8 @@
-"""The safetensors container, read and written at the level of bytes.
+"""The safetensors container, read and written as bytes.
 
 A file is an 8-byte little-endian length, a JSON header that maps each tensor's name to its dtype,
-shape and byte range, and the data. Reading only headers is what lets a checkpoint of any size be
-checked in milliseconds, and knowing offsets in advance is what lets several threads write one file.
+shape and byte range, and the data. Because headers are enough, a checkpoint of any size is checked
+in milliseconds, and because offsets are known in advance, several threads can write one file.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Header:
 
 
 def read_header(file: Path, error: type[MoeFinetuneError]) -> Header:
-    """Read and check the header of ``file``; every defect raises ``error`` and names the file."""
+    """Read and check the header of ``file``; raise ``error``, which names the file, for any defect."""
 
     def broken(problem: str) -> MoeFinetuneError:
         return error(f"{file}: {problem}; copy or download this file again")
@@ -117,9 +117,9 @@ def build_header(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]],
     metadata: Mapping[str, str] | None = None,
 ) -> Header:
-    """Lay out ``(name, dtype, shape)`` one after the other and encode the header for ``file``.
+    """Lay out tensors ``(name, dtype, shape)`` consecutively and encode the header for ``file``.
 
-    The data start at a multiple of 8, as the format asks for.
+    The data start at a multiple of 8, as the format requires.
     """
     entries: dict[str, object] = {"__metadata__": dict(metadata or {"format": "pt"})}
     spans: list[tuple[str, str, tuple[int, ...], int, int]] = []

@@ -1,4 +1,4 @@
-"""Packages of the operating system: the command that installs one, and doing it without asking."""
+"""Packages of the operating system: the command that installs one, and unattended installation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SECONDS = 600
 
 
 def install_command(package: str) -> str | None:
-    """The one command that installs ``package`` here, for a person; None without an installer."""
+    """The command with which a person installs ``package`` here; None without an installer."""
     installer = _installer()
     if installer is None:
         return None
@@ -28,9 +28,9 @@ def install_command(package: str) -> str | None:
 
 
 def install(package: str) -> tuple[bool, str] | None:
-    """Install ``package``: whether it worked, and by which installer or why not.
+    """Install ``package``; return whether it worked, and the installer or the error.
 
-    None where there is no installer, or a password would be asked.
+    Returns None if there is no installer, or if it would ask for a password.
     """
     installer, prefix = _installer(), _root_prefix()
     if installer is None or prefix is None:
@@ -58,7 +58,7 @@ def _installer() -> str | None:
 
 
 def _root_prefix() -> list[str] | None:
-    """What a command needs before it to run as root; None where that asks for a password."""
+    """The prefix that runs a command as root; None if that asks for a password."""
     if os.geteuid() == 0:
         return []
     if shutil.which("sudo") is None:

@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 
 def aligned(rows: Sequence[Sequence[str]], numbers: Literal["left", "right"] = "right") -> str:
-    """Rows as columns of one width each, two spaces apart.
+    """Align rows in columns, two spaces apart.
 
     A row of one cell becomes a line that ignores the columns.
 
     Args:
         rows: the cells, headings first.
-        numbers: where the cells after the first column stand.
+        numbers: alignment of the cells after the first column.
     """
     widths = [
         max(map(len, column)) for column in zip(*(r for r in rows if len(r) > 1), strict=True)

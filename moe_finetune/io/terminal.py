@@ -1,9 +1,9 @@
-"""What a command shows while it works: live on a terminal, plain lines elsewhere, or JSON.
+"""A command's progress: live on a terminal, plain lines elsewhere, or JSON.
 
 Everything goes to standard error; standard output is for results. On a terminal one block stays at
 the bottom and changes in place (``rich``); in a file, a pipe, CI or a batch system each line is
-written once. ``log_to`` sends what libraries write, in this process and its children, to a file,
-so that their bars and chatter do not tear that block apart.
+written once. ``log_to`` redirects the output of libraries, in this process and its children, to a
+file, so that their progress bars do not break the block.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Terminal:
     """Lines, phases with their time, and progress.
 
     Args:
-        style: None takes "live" where standard error is a terminal and "plain" elsewhere.
+        style: "live", "plain" or "json"; None is "live" if standard error is a terminal and
+            otherwise "plain".
         quiet: only warnings and errors.
         capture: let :meth:`log_to` send file descriptors 1 and 2 to the log; for a command line,
             which owns them.
@@ -70,7 +71,7 @@ class Terminal:
             self._write(text)
 
     def event(self, kind: str, text: str | None = None, **values: Any) -> None:
-        """Write ``values`` as a JSON object, or ``text`` where lines are for people."""
+        """Write ``values`` as a JSON object in the JSON style, and ``text`` in the others."""
         if self.quiet:
             return
         if self.style == "json":
@@ -100,7 +101,7 @@ class Terminal:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A stage of the work: shown while it lasts, and as one line with its time at its end."""
+        """A stage of the work: shown while it runs, then as one line with its time."""
         outer, self._phase = self._phase, Phase(name)
         self._told = time.monotonic()
         phase, failed = self._phase, True
@@ -165,7 +166,7 @@ class Terminal:
 
     @contextmanager
     def log_to(self, path: Path) -> Iterator[None]:
-        """Append to ``path`` whatever else is written to standard output and standard error.
+        """Append all other output to standard output and standard error to ``path``.
 
         Without ``capture``, or inside another ``log_to``, nothing changes.
         """
@@ -197,7 +198,7 @@ class Terminal:
 
 
 class Records(logging.Handler):
-    """Shows this package's log records on the terminal; those of libraries go where they wrote."""
+    """Shows this package's log records on the terminal; others go to standard error."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +218,7 @@ class Records(logging.Handler):
 
 
 def whole_words(text: str, width: int) -> str:
-    """``text`` with lines that are wider than ``width`` broken between words, and indented."""
+    """``text`` with lines wider than ``width`` broken between words and indented."""
     return "\n".join(
         line
         if len(line) <= width
@@ -229,7 +230,7 @@ def whole_words(text: str, width: int) -> str:
 
 
 def curve(values: list[float], width: int = 24) -> str:
-    """The last ``width`` values as a line of blocks, lowest to highest; gaps where not finite."""
+    """The last ``width`` values as a line of blocks; values that are not finite are gaps."""
     last_values = values[-width:]
     finite_values = [value for value in last_values if math.isfinite(value)]
     if len(finite_values) < 2:
@@ -243,7 +244,7 @@ def curve(values: list[float], width: int = 24) -> str:
 
 
 def finite(value: Any) -> Any:
-    """``value`` with None for numbers that JSON cannot express."""
+    """``value`` with None for numbers that JSON cannot represent."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -260,7 +261,7 @@ def terminal() -> Terminal:
 
 
 def use_terminal(chosen: Terminal) -> Terminal:
-    """Make ``chosen`` the terminal of this process and return the one before."""
+    """Make ``chosen`` the terminal of this process and return the previous one."""
     global _terminal
     previous, _terminal = _terminal, chosen
     return previous

@@ -1,4 +1,4 @@
-"""Which versions recipes need; losses, metrics, callback and context manager run on older ones.
+"""The versions that recipes need; losses, metrics, callback and context manager run on older ones.
 
 ``pyproject.toml`` declares the wider range, so that the package installs next to other trainers.
 """
@@ -22,7 +22,7 @@ RECIPES = (
 
 
 def unfit_for_recipes() -> dict[str, str]:
-    """Requirement -> installed version, of those in :data:`RECIPES` that are not met."""
+    """Requirements in :data:`RECIPES` that are not met -> installed version."""
     unfit = {}
     for line in RECIPES:
         requirement = Requirement(line)
@@ -36,10 +36,10 @@ def unfit_for_recipes() -> dict[str, str]:
 
 
 def check_versions(purpose: str) -> None:
-    """Refuse to carry out a recipe on versions that only the callback runs on.
+    """Refuse to run a recipe with versions on which only the callback runs.
 
     Raises:
-        DependencyError: with what to install.
+        DependencyError: names what to install.
     """
     if unfit := unfit_for_recipes():
         requirements = list(unfit)

@@ -1,8 +1,7 @@
-"""A separate process that runs one call after the other while this one continues.
+"""A separate process that runs calls one after the other while this one continues.
 
-What is costly to import is imported there once, and whatever it does to its threads, signals and
-memory stays there. What it prints goes to a file, and this package's warnings also come with the
-answer, to be shown here.
+Expensive imports happen there once, and its threads, signals and memory stay separate. Its output
+goes to a file; this package's warnings are also returned with the answer and shown here.
 """
 
 from __future__ import annotations
@@ -30,21 +29,21 @@ _START = "from moe_finetune.io.worker import serve; serve({})"
 
 
 class WorkerError(MoeFinetuneError, RuntimeError):
-    """A call that ended its process, or that raised what no user can fix."""
+    """A call ended its process, or raised an error that no user can fix."""
 
 
 class Pending(Generic[T]):
-    """A call that was handed over."""
+    """A call that the worker has received."""
 
     def __init__(self, worker: Worker):
         self._worker = worker
         self._answer: tuple[bool, Any] | None = None
 
     def result(self) -> T:
-        """Wait for what the call returns.
+        """Wait for the call and return its result.
 
         Raises:
-            MoeFinetuneError: what the call raised.
+            MoeFinetuneError: the error that the call raised.
             WorkerError: it raised something else (its traceback is in the log), or the process
                 ended.
         """
@@ -57,11 +56,11 @@ class Pending(Generic[T]):
 
 
 class Worker:
-    """Starts the process at once; leave the context to end it, whatever it does.
+    """Starts the process immediately; leaving the context ends it, even in the middle of a call.
 
     Args:
-        log: file that it appends to whatever it prints.
-        environment: variables laid over ours.
+        log: file to which its output is appended.
+        environment: variables that override ours.
     """
 
     def __init__(self, log: Path, environment: Mapping[str, str] | None = None):
@@ -84,7 +83,7 @@ class Worker:
         self._connection = Connection(ours.detach())
 
     def begin(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Pending[T]:
-        """Hand over a call of a module's function; calls are done in their order."""
+        """Submit a call of a module-level function; calls run in order."""
         pending = Pending[T](self)
         self._waiting.append(pending)
         with suppress(BrokenPipeError):  # the process has ended; result() says why
@@ -117,7 +116,7 @@ class Worker:
 
 
 class _WarningsKept(Terminal):
-    """Writes into the log, and keeps the warnings for the one who asked."""
+    """Writes into the log, and keeps warnings for the caller."""
 
     warnings: list[str]
 
@@ -129,7 +128,7 @@ class _WarningsKept(Terminal):
 
 
 def serve(descriptor: int) -> None:
-    """Do the calls that come, until the other side is gone."""
+    """Run incoming calls until the other side is gone."""
     console = _WarningsKept("plain")
     use_terminal(console)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[Records()])
@@ -155,5 +154,5 @@ def serve(descriptor: int) -> None:
 def _travels(error: Exception) -> bool:
     try:
         return str(pickle.loads(pickle.dumps(error))) == str(error)
-    except Exception:  # an error's own constructor raises what it likes
+    except Exception:  # an exception's constructor may raise anything
         return False

@@ -1,4 +1,4 @@
-"""The one reader of YAML: data only, and without a key that is set twice."""
+"""The package's YAML reader: data only, and no duplicate keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_BYTES = 1 << 20
 
 
 class YamlError(TextError):
-    """Text that is not YAML, or not of the kind that is read here."""
+    """Text that is not YAML, or uses YAML that is not supported here."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -30,10 +30,11 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str) -> tuple[yaml.Node | None, Any]:
-    """The document's node (None when it is empty), which knows lines, and its value.
+    """The document's node, which has line numbers (None if empty), and its value.
 
     Raises:
-        YamlError: not YAML, too large, a key twice in a mapping, or an alias inside its own value.
+        YamlError: not YAML, too large, a duplicate key in a mapping, or an alias inside its own
+            value.
     """
     if len(text) > MAX_BYTES:
         raise YamlError(f"has more than {MAX_BYTES >> 10} KiB")
@@ -58,7 +59,7 @@ def parse_yaml(text: str) -> tuple[yaml.Node | None, Any]:
     except YamlError:
         raise
     except (ValueError, OverflowError, TypeError, AttributeError, KeyError) as problem:
-        # PyYAML lets through what dates, numbers and characters raise.
+        # PyYAML does not catch the errors of dates, numbers and characters.
         raise YamlError(f"not YAML ({problem})") from None
     return node, value
 
@@ -67,13 +68,13 @@ def read_yaml(file: Path, refused: type[MoeFinetuneError]) -> Any:
     """The value in ``file``, None when it is empty.
 
     Raises:
-        refused: it cannot be read, or see :func:`parse_yaml`.
+        refused: the file cannot be read or parsed; see :func:`parse_yaml`.
     """
     return parse_file(file, refused)[1]
 
 
 def parse_file(file: Path, refused: type[MoeFinetuneError]) -> tuple[yaml.Node | None, Any]:
-    """:func:`parse_yaml` of a file, with its errors as ``refused`` and by file and line."""
+    """:func:`parse_yaml` of a file; errors are raised as ``refused`` with file and line."""
     try:
         with file.open("rb") as stream:
             raw = stream.read(MAX_BYTES + 1)
@@ -88,9 +89,9 @@ def parse_file(file: Path, refused: type[MoeFinetuneError]) -> tuple[yaml.Node |
 
 
 def _check_keys(node: yaml.Node, checked: dict[int, bool], path: tuple[str, ...] = ()) -> None:
-    """Refuse a key that a mapping sets twice, of which PyYAML takes the last in silence.
+    """Refuse a key that a mapping sets twice; PyYAML silently takes the last.
 
-    ``checked`` says of each node that was met whether all inside it was checked.
+    ``checked`` records for each visited node whether everything inside it has been checked.
     """
     if id(node) in checked:  # an alias
         if not checked[id(node)]:
