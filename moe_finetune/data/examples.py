@@ -1,12 +1,12 @@
-"""The recipe's ``data:`` -> token ids and labels, in an order that the seed fixes.
+"""From the recipe's ``data:`` to token ids and labels, in an order that the seed fixes.
 
-The result has ``input_ids`` and ``labels``, which TRL's ``SFTTrainer`` takes unchanged: it only
-packs them (``packing_strategy``) or pads them. Truncated and dropped rows are counted and logged.
+The result has ``input_ids`` and ``labels``, which TRL's ``SFTTrainer`` only packs
+(``packing_strategy``) or pads. Truncated and dropped rows are counted and logged.
 
 Rows go to disk as they are read and as they are tokenized, and the result is memory-mapped from the
 cache folder, so memory does not grow with the data. A prepared dataset's folder is named by a hash
-of all that decides its content (see :mod:`moe_finetune.data.prepared`): the same recipe prepares
-nothing a second time, and of several processes one prepares while the others wait.
+of everything that determines its content (see :mod:`moe_finetune.data.prepared`). The same recipe
+thus prepares its data once, and one of several processes prepares it while the others wait.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Examples:
-    """The training, validation and measured rows of a run.
+    """The training and validation rows of a run, and the rows on which routing is measured.
 
     Attributes:
         train: shuffled by the seed.
         validation: in the files' order; None without ``data.validation``.
-        sources: the rows of each source that is measured, validation or else training, in its
-            order, by the source's path.
-        date: the day (ISO) that the chat templates write; None where they write none.
-        tokenizer: for a trainer that renders turns itself; its chat template writes that date and
-            reads what rows carry with their turns.
+        sources: by path, the rows of each validation source, or of each training source if there is
+            no validation data, in the source's order.
+        date: the ISO date that the chat templates write; None if they write none.
+        tokenizer: for a trainer that renders turns itself; its chat template writes ``date`` and
+            reads the tools and variables in the rows' turns.
     """
 
     train: Dataset
@@ -57,20 +57,20 @@ class Examples:
 
 
 def load_examples(data: DataSection, tokenizer: Any, seed: int) -> Examples:
-    """Training and validation examples with ``input_ids`` and ``labels`` (-100: not learned).
+    """Return training and validation examples with ``input_ids`` and ``labels`` (-100: no loss).
 
     Sets the tokenizer's chat template when ``data.chat_template`` names one. ``data.seed``, or
-    ``seed`` when that is unset, shuffles the training rows and draws those that a ``limit`` keeps.
-    Validation keeps the file's order, and its draw is the same for all seeds.
+    ``seed`` when that is unset, shuffles the training rows and draws the rows for a ``limit``.
+    Validation keeps the file's order, and its draw does not depend on the seed.
 
     Raises:
-        DataError: a file, line or row that cannot be used, fewer rows than a ``limit`` asks for,
-            or nothing left to train on.
+        DataError: a file, line or row cannot be used, there are fewer rows than a ``limit``, or no
+            training rows remain.
     """
     set_chat_template(tokenizer, data.chat_template)
     order = data.seed if data.seed is not None else seed
     rows, counts = prepare(data.train, data, tokenizer, "train", order)
-    # An order of the rows in memory is 8 bytes a row; on disk it would be a file a seed.
+    # The order takes 8 bytes per row in memory; on disk it would be one file per seed.
     train, validation, measured = rows.shuffle(order, keep_in_memory=True), None, data.train
     date = counts.date
     if data.validation is not None:
@@ -86,11 +86,11 @@ def load_examples(data: DataSection, tokenizer: Any, seed: int) -> Examples:
 def prepare(
     sources: Paths, data: DataSection, tokenizer: Any, name: str, seed: int = 0
 ) -> tuple[Dataset, Counts]:
-    """Rows of ``sources`` in their order, tokenized and truncated, and their counts; logs these.
+    """Return the rows of ``sources`` in order, tokenized and truncated, and log their counts.
 
     Args:
-        sources: what to read: ``data.train`` or ``data.validation``.
-        tokenizer: a fast tokenizer; its content is part of what the result is known by.
+        sources: ``data.train`` or ``data.validation``.
+        tokenizer: a fast tokenizer; its content is part of the cache key.
         name: "train" or "validation", for messages. Validation data may have fewer rows than
             ``data.limit``.
         seed: decides which rows a ``limit`` keeps.
@@ -138,10 +138,10 @@ def prepare(
 
 
 def detected(sources: list[DataSource], data: DataSection) -> Iterator[str]:
-    """Yield for each source the layout that its first row was found to have."""
+    """Yield the detected layout of each source's first row."""
     for source in sources:
         reader = SourceReader.of(source, data)
-        # Without its limit: a draw would read the whole source.
+        # Without the limit, whose draw would read the whole source.
         reader = dataclasses.replace(
             reader, source=reader.source.model_copy(update={"limit": None})
         )
@@ -159,7 +159,7 @@ def _identity(source: DataSource, data: DataSection) -> list[Any]:
 def _rows(
     sources: list[DataSource], data: DataSection, name: str, seed: int, unread: set[str]
 ) -> Iterator[Placed]:
-    """Formed rows of all sources; ``unread`` gets the columns that nothing read."""
+    """Yield the formed rows of all sources; ``unread`` receives the columns that nothing reads."""
     rows = itertools.chain.from_iterable(
         _source_rows(source, data, seed, index, unread) for index, source in enumerate(sources)
     )
@@ -180,7 +180,7 @@ def _at_most(rows: Iterator[Placed], limit: int, seed: int) -> Iterator[Placed]:
 def _source_rows(
     source: DataSource, data: DataSection, seed: int, index: int, unread: set[str]
 ) -> Iterator[Placed]:
-    """Rows of the source, each with its ``index`` in the field ``source``."""
+    """Yield the rows of the source, with ``index`` in the field ``source``."""
     reader = SourceReader.of(source, data, seed + index)
     for location, row in reader:
         yield location, {**row, "source": index}

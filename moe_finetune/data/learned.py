@@ -1,10 +1,10 @@
 """The characters of a conversation that are learned: its answers in a chat template's text.
 
-Of an answer is learned what the template writes beyond the prompt that a model is given, up
-to its end-of-turn mark, as the text was when the answer was the last. Where a template marks its
-assistant's text (``{% generation %}``), or TRL has a copy of it that does and writes the same text,
-only marked characters are learned. An answer that the template writes differently once the
-conversation goes on is not learned.
+The learned part of an answer is what the template writes after the generation prompt, up to the
+end-of-turn mark, in the text in which the answer comes last. If a template marks the assistant's
+text (``{% generation %}``), or TRL has a marked copy that writes the same text, only marked
+characters are learned. An answer that the template renders differently once the conversation goes
+on is not learned.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from moe_finetune.data.unread import UnreadFields, changed, kind_of
 
 @dataclass(frozen=True)
 class LearnedText:
-    """The text of a conversation and what is learned of it.
+    """The text of a conversation, and its learned characters.
 
     Attributes:
-        spans: the characters of each answer that is learned.
-        others: those of answers that are not to be learned.
-        rewritten: whether the template writes an earlier answer otherwise.
-        unread: fields that nothing reads.
+        spans: the character ranges of each learned answer.
+        others: the character ranges of answers that are not learned.
+        rewritten: whether the template renders an earlier answer differently.
+        unread: fields that the template does not read.
     """
 
     text: str
@@ -37,7 +37,7 @@ class LearnedText:
 
 
 class Learner:
-    """A chat template, its unread fields, and the kinds of answers that were checked with it."""
+    """A chat template, its unread fields, and the kinds of answers already checked with it."""
 
     def __init__(self, template: Template):
         self.template = template
@@ -47,7 +47,7 @@ class Learner:
     def shown(
         self, turns: Sequence[Turn], extra: Mapping[str, Any], prompt: bool, checked: bool
     ) -> tuple[str, list[Turn]]:
-        """The text of the conversation, and its turns in the kind that the template takes.
+        """The text of the conversation, and its turns in the form that the template accepts.
 
         Raises:
             RenderingError: the template refuses the turns or, if ``checked``, omits a part of
@@ -60,7 +60,7 @@ class Learner:
         return text, turns
 
     def learned(self, turns: Sequence[Turn], extra: Mapping[str, Any]) -> LearnedText:
-        """The text of the conversation and what is learned of it.
+        """The text of the conversation, and its learned characters.
 
         Raises:
             RenderingError: the template refuses the turns or omits a part of them.
@@ -102,7 +102,7 @@ class Learner:
         text: str,
         marks: Sequence[Span],
     ) -> list[Span] | None:
-        """Characters of answer ``index`` with its end mark; None where its text is not kept."""
+        """Characters of answer ``index`` with its end mark; None if the text differs."""
         last = index == len(turns) - 1
         until = text if last else self.template.render(turns[: index + 1], extra)
         end = len(until.rstrip())
@@ -123,7 +123,7 @@ class Learner:
         inside = [(max(a, start), b) for a, b in marks if a < end and b > start]
         if not inside:
             return [(start, end)]
-        # The end-of-turn mark is the assistant's, whether or not the template marks it.
+        # The end-of-turn mark belongs to the assistant, whether or not the template marks it.
         return [*inside[:-1], (inside[-1][0], end)]
 
     def _check_own(
@@ -133,7 +133,7 @@ class Learner:
         extra: Mapping[str, Any],
         pieces: Sequence[Span] | None,
     ) -> None:
-        """Refuse a template that writes other turns' texts into an answer's characters."""
+        """Refuse a template that writes the text of other turns into an answer."""
         previous_role = turns[index - 1]["role"] if index else ""
         key = (previous_role, *kind_of(turns[index]))
         if pieces is None or key in self._checked_answers:
@@ -147,7 +147,7 @@ class Learner:
             other = self.template.render(altered, extra)
             marks = self.template.marks(altered, extra, other)
             moved = self._answer(altered, index, extra, other, marks)
-        except Exception:  # it checks what the other turns say
+        except Exception:  # the template checks the content of the other turns
             self._checked_answers.add(key)
             return
         ours = [now[a:b] for a, b in pieces]

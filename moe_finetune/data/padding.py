@@ -16,12 +16,12 @@ Row = TypeVar("Row")
 
 
 def fill(rows: Iterable[Row], positions: int, length: Callable[[Row], int]) -> Iterator[list[Row]]:
-    """Batches of consecutive rows: at most ``positions`` with padding, or one row, a batch.
+    """Yield batches of consecutive rows with at most ``positions`` padded tokens, or a single row.
 
     Args:
-        rows: what is batched; sorted by length there is least padding.
-        positions: most rows times the longest of them.
-        length: tokens of a row.
+        rows: sorted by length, they need the least padding.
+        positions: upper bound on rows times the longest row's tokens.
+        length: returns the number of tokens in a row.
     """
     batch: list[Row] = []
     longest = 0
@@ -36,11 +36,11 @@ def fill(rows: Iterable[Row], positions: int, length: Callable[[Row], int]) -> I
 
 
 def pad(rows: Sequence[Sequence[int] | np.ndarray], value: int = 0) -> Tensor:
-    """``(B, S)`` int64: each row, and ``value`` after it."""
+    """``(B, S)`` int64: each row, padded with ``value``."""
     tensors = [torch.as_tensor(np.asarray(row, np.int64)) for row in rows]
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
 
 
 def mask(rows: Sequence[Sequence[int] | np.ndarray]) -> Tensor:
-    """``(B, S)`` int64: 1 at each row's own positions, 0 after them."""
+    """``(B, S)`` int64: 1 at each row's tokens, 0 at the padding."""
     return pad([np.ones(len(row), np.int64) for row in rows])

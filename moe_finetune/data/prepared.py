@@ -1,8 +1,8 @@
-"""Prepared data on disk: made once, found by a hash of its inputs, mapped by every process.
+"""Prepared data on disk: written once, found by a hash of its inputs, memory-mapped by readers.
 
-A folder ``data/<key>`` of the cache holds ``rows/`` (a dataset that maps into memory) and
-``counts.json``, and appears whole. One process prepares it while the others, ranks of the same run
-or other runs, wait for its lock. A folder that no run reads can be deleted; it is made again.
+A folder ``data/<key>`` of the cache holds ``rows/`` (a memory-mapped dataset) and ``counts.json``,
+and appears whole. One process prepares it while others, of the same or another run, wait for its
+lock. A folder that no run is reading can be deleted; the next run prepares it again.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def data_key(tokenizer: Any, *decides: Any) -> str:
 def prepared_once(
     key: str, make: Callable[[Path], dict[str, Any]]
 ) -> tuple[Dataset, dict[str, Any], bool]:
-    """The dataset of ``key``, its counts, and whether it existed.
+    """Return the dataset for ``key``, its counts, and whether it already existed.
 
     Args:
-        make: writes the dataset into ``rows`` of the folder it gets and returns what it counted.
+        make: writes the dataset to ``rows`` in the given folder and returns the counts.
 
     Raises:
-        DataError: the cache cannot be written; whatever ``make`` raises.
+        DataError: the cache cannot be written. Errors of ``make`` pass through.
     """
     from datasets import load_from_disk
 
@@ -75,7 +75,7 @@ def prepared_once(
 
 
 def date_of(key: str) -> str | None:
-    """The day that the chat templates write in the dataset of ``key``; None where there is none."""
+    """The date that chat templates wrote into the dataset for ``key``; None if they wrote none."""
     counts = cache_folder() / "data" / key / _COUNTS
     if not counts.is_file():
         return None

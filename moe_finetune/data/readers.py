@@ -1,4 +1,4 @@
-"""The sources of a recipe's data, each with its own columns: read, drawn, brought into a form."""
+"""Read the sources of a recipe's data, each with its own columns and limit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_finetune.recipe.data import DataSection, DataSource, Paths
 
 
 def listed(sources: Paths, name: str) -> list[DataSource]:
-    """The sources of ``data.NAME``, one or several, each with its path as a source.
+    """The sources of ``data.NAME`` as a list; a path becomes a source.
 
     Raises:
         DataError: there is none.
@@ -28,10 +28,10 @@ def listed(sources: Paths, name: str) -> list[DataSource]:
 
 @dataclass
 class SourceReader:
-    """Reads one source of ``data``; iterate once. ``former.form`` then says what it holds.
+    """Reads one source of ``data``; iterate once. ``former.form`` is then the form of its rows.
 
     Raises:
-        DataError: a row that cannot be used, by place, or no row at all.
+        DataError: a row cannot be used (names its place), or there are no rows.
     """
 
     source: DataSource
@@ -43,7 +43,7 @@ class SourceReader:
     def of(cls, source: DataSource, data: DataSection, seed: int = 0) -> SourceReader:
         """The reader of a source, with the section's settings as defaults.
 
-        ``seed`` decides which rows a source with a ``limit`` gives.
+        ``seed`` decides which rows a source with a ``limit`` yields.
         """
         has_columns = bool(source.columns or source.template)
         former = Former(
@@ -87,12 +87,12 @@ class SourceReader:
 
 
 def draw(rows: Iterator[Placed], limit: int, seed: int, requested_by: str) -> Iterator[Placed]:
-    """``limit`` of ``rows``, drawn uniformly by the seed, in their order.
+    """Yield ``limit`` of ``rows``, drawn uniformly by the seed, in their original order.
 
     One pass, with ``limit`` rows in memory (reservoir sampling).
 
     Raises:
-        DataError: there are fewer; ``requested_by`` names the setting.
+        DataError: there are fewer than ``limit``; ``requested_by`` names the setting.
     """
     generator = np.random.default_rng([seed, limit])
     reservoir: list[tuple[int, Placed]] = []

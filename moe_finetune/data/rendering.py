@@ -1,4 +1,4 @@
-"""A chat template: its text of a conversation, in the kinds of content and calls that it takes."""
+"""Render conversations with a chat template, in the forms of content and calls it accepts."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _NAME = f"f{MARK}"
 
 
 class RenderingError(DataError):
-    """A conversation that this template cannot render, or would render without a part of it."""
+    """The template cannot render a conversation, or would omit a part of it."""
 
 
 class TemplateLimitError(DataError):
-    """A chat template takes more time or memory than a conversation gets."""
+    """A chat template exceeds the limits of time or memory for one conversation."""
 
 
 SECONDS = 10.0
@@ -52,10 +52,10 @@ class OutOfMemory(BaseException):
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """Limit the time and memory of what a template does inside, in the main thread.
+    """Limit time and memory while a template renders; the time limit needs the main thread.
 
     Raises:
-        TemplateLimitError: it takes more.
+        TemplateLimitError: a limit is exceeded.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -90,12 +90,12 @@ def _out_of_time(signum: int, frame: FrameType | None) -> None:
 
 
 class Template:
-    """A chat template, and the kinds of content and calls that it takes.
+    """A chat template, and the forms of content and calls that it accepts.
 
     Args:
         text: the template.
-        marked: a copy of it that marks the assistant's text; None where there is none.
-        variables: names of special tokens, as the tokenizer gives them to a template.
+        marked: a copy that marks the assistant's text; None if there is none.
+        variables: the special tokens that the tokenizer passes to a template, by name.
     """
 
     def __init__(self, text: str, marked: str | None, variables: Mapping[str, Any]):
@@ -104,13 +104,13 @@ class Template:
         self._calls: tuple[bool, bool] | None = None
 
     def render(self, turns: Sequence[Turn], extra: Mapping[str, Any], prompt: bool = False) -> str:
-        """The text of ``turns``; with ``prompt`` followed by what opens an answer."""
+        """The text of ``turns``; with ``prompt`` it ends with the generation prompt."""
         return self._render(self.text, turns, extra, prompt, False)[0]
 
     def marks(self, turns: Sequence[Turn], extra: Mapping[str, Any], text: str) -> list[Span]:
-        """Marked characters of ``text``, which the template makes of ``turns``.
+        """The marked characters of ``text``, the template's rendering of ``turns``.
 
-        Empty where no copy of the template marks the assistant's text and writes the same.
+        Empty if no copy of the template marks the assistant's text and writes the same text.
         """
         if self.marked is None:
             return []
@@ -146,7 +146,7 @@ class Template:
         return texts[0], list(marks[0]) if marked else []
 
     def adapted(self, turns: Sequence[Turn]) -> list[Turn]:
-        """``turns`` with contents and calls in the kind that the template takes."""
+        """``turns`` with contents and calls in the form that the template accepts."""
         return [self._adapted(turn) for turn in turns]
 
     def _adapted(self, turn: Turn) -> Turn:
@@ -175,7 +175,7 @@ class Template:
         return self._kinds[role]
 
     def _probe(self, role: str, content: Any) -> list[Turn]:
-        """A conversation that ends with a turn of ``role``."""
+        """A test conversation that ends with a turn of ``role``."""
         turn, question = {"role": role, "content": content}, {"role": "user", "content": "x"}
         if role == "assistant":
             return [question, turn]
@@ -204,10 +204,10 @@ class Template:
         return self._calls
 
     def _tried(self, turns: Sequence[Turn], *parts: str) -> str | None:
-        """The text of ``turns`` where it has all ``parts``."""
+        """The text of ``turns`` if it contains all ``parts``, else None."""
         try:
             text = self.render(turns, {})
-        except Exception:  # templates raise what they like
+        except Exception:  # templates may raise anything
             return None
         return text if all(part in text for part in parts) else None
 
@@ -221,7 +221,7 @@ class Template:
         """
         try:
             return self.render(turns, extra, prompt)
-        except Exception as error:  # templates raise what they like, through jinja
+        except Exception as error:  # templates may raise anything through jinja
             raise RenderingError(f"the chat template rejects these messages: {error}") from error
 
 
@@ -234,7 +234,7 @@ def _with_arguments(call: Mapping[str, Any], text: bool) -> dict[str, Any]:
     """``call`` with its arguments as JSON text, or as an object."""
     function = dict(call["function"])
     if text:
-        # The row's own text, where it had one: models write it in other ways than we would.
+        # The row's text if it has one: models format JSON differently than we would.
         original = function.pop("arguments_text", None)
         arguments = function["arguments"]
         if not isinstance(arguments, str):

@@ -38,12 +38,12 @@ class Former:
     Args:
         form: the recipe's ``data.format``; "auto" decides by the first row's fields.
         columns: our field -> the file's field.
-        template: our field -> a text with the file's fields in braces; a list of texts is filled
-            in with one a line.
-        ignore: columns, fields of turns and kinds of content that are left out.
+        template: our field -> a text with the file's fields in braces; a list in the file becomes
+            one line per item.
+        ignore: columns, fields of turns and types of content to leave out.
 
     Attributes:
-        unread: columns with a value that nothing read so far.
+        unread: columns with values that nothing has read so far.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Former:
             _names(pattern, f"data.template.{field}")
 
     def __call__(self, location: str, row: Row) -> Row:
-        """The row in its form; raise DataError with ``location`` when it has none."""
+        """Return the row in its form; raise DataError with ``location`` if it has none."""
         all_fields, row = row, self._mapped(location, row)
         if self.form == "auto" and not self.detected:
             self.detected = " and ".join(FIELDS[_detect(location, row)])
@@ -144,7 +144,7 @@ class Former:
         return renamed(location, row, self.columns)
 
     def _known(self, row: Row) -> Mapping[str, str]:
-        """The template of a layout that many data sets share; none for any other row."""
+        """The template for a common published layout; empty for any other row."""
         if {"question", "answer"} <= row.keys():
             has_prefix = str(row["question"]).lstrip().startswith("Question:")
             template = _ASKED if has_prefix else QUESTION_TEMPLATE
@@ -152,7 +152,7 @@ class Former:
             return template
         if {"instruction", "output"} <= row.keys():
             more = row.get("input")
-            if self.form == "messages":  # the chat template says who speaks
+            if self.form == "messages":  # the chat template writes the speaker
                 asked_with = "{instruction}\n\n{input}" if more else "{instruction}"
                 self.detected = "Alpaca: instruction, input and output are read as a chat"
                 return {"prompt": asked_with, "completion": "{output}"}

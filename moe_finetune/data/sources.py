@@ -19,10 +19,10 @@ def read_rows(source: str, split: str = "train") -> Iterator[Placed]:
 
     The location is ``file:line`` for JSONL and CSV and ``file: row N`` (from 1) otherwise. A hub id
     may name a configuration: ``openai/gsm8k:main``. A ``.txt`` file is one row of ``text``; in a
-    folder with files of rows it is taken for a note about them and left out.
+    folder with files of rows it counts as a note and is skipped.
 
     Raises:
-        DataError: no such file or dataset, or a line that cannot be parsed.
+        DataError: no such file or dataset, or a line cannot be parsed.
     """
     path = Path(source).expanduser()
     if path.is_file():
@@ -36,10 +36,10 @@ def read_rows(source: str, split: str = "train") -> Iterator[Placed]:
 
 
 def source_identity(source: str, split: str = "train") -> list[Any]:
-    """The content of a source as plain values, equal where :func:`read_rows` gives equal rows.
+    """Plain values that identify a source's content: equal if :func:`read_rows` yields equal rows.
 
-    Files count by their content, so a copy is the same source and a changed file another; a hub
-    dataset counts by its fingerprint.
+    Files are identified by content, so a copy is the same source and a changed file is not; a hub
+    dataset by its fingerprint.
 
     Raises:
         DataError: no such file or dataset.

@@ -1,7 +1,7 @@
 """Rows of preferences, labels or prompts, checked and brought into their stage's form.
 
 Forms: ``{"prompt", "chosen", "rejected"}``, ``{"prompt", "completion", "label"}`` and ``{"prompt",
-...}`` with whatever other fields a reward reads. A text is taken as it is; a list of turns goes
+...}`` with any other fields that a reward reads. A text is used unchanged; a list of turns goes
 through the chat template with the row's ``tools`` and ``variables``, see
 :mod:`moe_finetune.data.turns`. A row that has none of them is refused with its file and line.
 """
@@ -33,11 +33,11 @@ class StageFormer:
 
     Args:
         columns: our field -> the file's field.
-        rewards: by name, whose fields each row must have.
-        ignore: columns, fields of turns and kinds of content that are left out.
+        rewards: names of rewards, whose fields each row must have.
+        ignore: columns, fields of turns and types of content to leave out.
 
     Attributes:
-        unread: columns with a value that nothing read so far; rewards may read any.
+        unread: columns with values that nothing has read so far; rewards may read any.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class StageFormer:
                 raise DataError(f"data.columns.{field}: unknown{did_you_mean(field, self._fields)}")
 
     def __call__(self, location: str, row: Row) -> Row:
-        """The row in its form; raise DataError with ``location`` when it has none."""
+        """Return the row in its form; raise DataError with ``location`` if it has none."""
         row = _published(renamed(location, row, self.columns), self.form)
         if self.form == "preference" and "prompt" not in row:
             row = {**row, **_common_prompt(location, row)}
@@ -95,7 +95,7 @@ class StageFormer:
         return {**row, **formed} if self.form == "prompts" else formed
 
     def _checked(self, location: str, field: str, row: Row) -> Row:
-        """A field of texts or turns; and what else a template reads."""
+        """A checked field of texts or turns, with the tools and variables that a template reads."""
         value, answer = row[field], field != "prompt"
         if isinstance(value, str):
             if not value.strip():
@@ -133,7 +133,7 @@ class StageFormer:
 
 
 def _check_read(location: str, row: Row, field: str, reward: str) -> None:
-    """Refuse a row whose ``field`` the reward of this name cannot read."""
+    """Refuse a row whose ``field`` the named reward cannot read."""
     if field not in row:
         raise DataError(
             f"{location}: no field '{field}', which rewards: '{reward}' reads; the row has "
@@ -157,13 +157,13 @@ def _check_read(location: str, row: Row, field: str, reward: str) -> None:
 
 
 def _has_code(text: str) -> bool:
-    """Whether a test does something; any program passes an empty one."""
+    """Return whether a test contains code; any program passes an empty one."""
     lines = (line.strip() for line in text.splitlines())
     return any(line and not line.startswith("#") and line != "pass" for line in lines)
 
 
 def _common_prompt(location: str, row: Row) -> Row:
-    """Prompt and answers of two whole conversations: the turns that both begin with."""
+    """Split two whole conversations into their common first turns, the prompt, and the answers."""
     chosen, rejected = row.get("chosen"), row.get("rejected")
     if not (isinstance(chosen, list) and isinstance(rejected, list)):
         return {}
@@ -179,7 +179,7 @@ def _common_prompt(location: str, row: Row) -> Row:
 
 
 def _published(row: Row, form: str) -> Row:
-    """OpenAI's and ShareGPT's layouts of preferences and labels under our names."""
+    """Rename OpenAI's and ShareGPT's fields of preferences and labels to ours."""
     row = dict(row)
     if isinstance(row.get("input"), dict) and {"preferred_output", "non_preferred_output"} <= set(
         row

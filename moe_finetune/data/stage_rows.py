@@ -1,4 +1,4 @@
-"""Rows of stages that learn from preferences, labels or prompts, which their trainers tokenize."""
+"""Rows for stages that train on preferences, labels or prompts, tokenized by their trainers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MEASURED = 256
 
 
 def load_for_stage(recipe: Recipe, tokenizer: Any) -> Examples:
-    """The examples of ``recipe``, in the form of its stage.
+    """Load the examples of ``recipe``, in the form of its stage.
 
     Raises:
         DataError: see :func:`load_examples` and :func:`load_stage_rows`.
@@ -66,20 +66,20 @@ def load_stage_rows(
     room: int = 0,
     rewards: Sequence[str | None] = (),
 ) -> Examples:
-    """Training and validation rows of a stage whose trainer tokenizes them.
+    """Load training and validation rows of a stage whose trainer tokenizes them.
 
     Args:
-        tokenizer: a fast tokenizer; gets the chat template that ``data`` names.
-        seed: shuffles the training rows and draws those that a ``limit`` keeps.
+        tokenizer: a fast tokenizer; its chat template is set to the one that ``data`` names.
+        seed: shuffles the training rows and draws the rows for a ``limit``.
         room: tokens that the trainer adds to a prompt.
-        rewards: by name, whose fields each row must have.
+        rewards: names of rewards, whose fields each row must have.
 
     Returns:
         Rows with the stage's fields; ``sources`` have ``input_ids`` and ``labels`` of prompt and
-        (chosen) answer, for measures of routing.
+        (chosen) answer, to measure routing.
 
     Raises:
-        DataError: a file, line or row that cannot be used, or nothing left to train on.
+        DataError: a file, line or row cannot be used, or no training rows remain.
     """
     set_chat_template(tokenizer, data.chat_template)
     date = (data.date or today()) if depends_on_date(tokenizer) else None
@@ -120,7 +120,7 @@ def _read(
             rows = draw(rows, data.limit, seed, f"data.limit of data.{name}")
         for location, row in rows:
             adapted, length = _adapted(location, row, tokenizer)
-            # A cut answer would change what is preferred, so none is cut.
+            # A truncated answer could change the preference, so none is truncated.
             if _fits(location, length + room, data):
                 fitting.append(adapted)
             else:
@@ -166,7 +166,7 @@ def _source(
 
 
 def _features(rows: list[Row]) -> Any:
-    """Features that keep turns unchanged: in a table all objects would get the same fields."""
+    """Features that keep turns unchanged: in a plain table all objects would get the same fields."""
     from datasets import Dataset, Features, Json
 
     turns = [name for name in TURNS if any(isinstance(row.get(name), list) for row in rows)]
@@ -187,10 +187,10 @@ def _fits(location: str, length: int, data: DataSection) -> bool:
 
 
 def _adapted(location: str, row: Row, tokenizer: Any) -> tuple[Row, int]:
-    """The row as TRL takes it, and the tokens of its prompt with the longest answer.
+    """The row in TRL's form, and the number of tokens of its prompt with the longest answer.
 
-    Turns are in the kind that the chat template takes; what else it reads, the row's tools
-    and variables, travels on the first turn.
+    Turns are in the form that the chat template accepts; the row's tools and variables are stored
+    in the first turn.
     """
     row = dict(row)
     extras = {"tools": row.pop("tools", None), **(row.pop("variables", None) or {})}
@@ -216,7 +216,7 @@ def _adapted(location: str, row: Row, tokenizer: Any) -> tuple[Row, int]:
 
 
 def _tokens(rows: list[Row], tokenizer: Any, max_length: int) -> Dataset:
-    """Ids and labels of prompt and first answer, as a supervised run would have them."""
+    """Ids and labels of prompt and first answer, as in a supervised run."""
     from datasets import Dataset
 
     tokenized = []
@@ -229,10 +229,10 @@ def _tokens(rows: list[Row], tokenizer: Any, max_length: int) -> Dataset:
 
 
 def prompt_and_answer(row: Row, tokenizer: Any, answer: str | None = None) -> Tokens:
-    """Ids of a row's prompt and answer, of which the answer is learned; of a prompt, all of it.
+    """Ids of a row's prompt and answer, with labels on the answer, or on the prompt if it is alone.
 
     Args:
-        answer: the field of the answer; default: the one that is preferred.
+        answer: the field of the answer; default: the preferred one.
     """
     answer = answer or next((name for name in ("chosen", "completion") if name in row), None)
     prompt = row["prompt"]

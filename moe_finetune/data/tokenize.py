@@ -1,4 +1,4 @@
-"""A row -> token ids and labels; -100 where a token is not learned.
+"""Turn a row into token ids and labels; -100 where a token is not learned.
 
 Labels come from character spans of the rendered text (:mod:`moe_finetune.data.rendering`), and the
 ids are those of the whole text, as the model reads them.
@@ -47,7 +47,7 @@ TRAINING = "training"
 
 @dataclass(frozen=True)
 class Tokens:
-    """One example: ``input_ids``, ``labels`` of equal length, and what to report.
+    """One example: ``input_ids`` and ``labels`` of equal length, and what to report.
 
     ``rewritten``: the chat template renders some earlier answer differently once more turns
     follow, so that answer is not learned. ``straddled``: prompt and completion meet inside a token.
@@ -65,11 +65,11 @@ def set_chat_template(tokenizer: Any, name: str | None) -> None:
     """Give ``tokenizer`` the chat template ``name``, in place.
 
     Args:
-        name: chatml, plain, a Jinja file, or ``training``: the variant of the tokenizer's own that
-            TRL trains with.
+        name: chatml, plain, a Jinja file, or ``training``: TRL's training variant of the
+            tokenizer's template.
 
     Raises:
-        DataError: neither a known name nor a file, or TRL has no variant.
+        DataError: ``name`` is neither a known name nor a file, or TRL has no variant.
     """
     if name is None:
         return
@@ -95,7 +95,7 @@ def set_chat_template(tokenizer: Any, name: str | None) -> None:
 
 
 def today() -> str:
-    """The day (ISO) on this machine."""
+    """Today's ISO date on this machine."""
     return datetime.date.today().isoformat()
 
 
@@ -106,9 +106,9 @@ def on_day(tokenizer: Any, day: str) -> Any:
 
 
 def with_carried(tokenizer: Any) -> Any:
-    """A copy of ``tokenizer`` whose chat templates read what the first turn carries for them.
+    """A copy of ``tokenizer`` whose chat templates read tools and variables from the first turn.
 
-    TRL's trainers give a template the turns of a row, and most of them nothing else of it.
+    Most of TRL's trainers pass only the turns of a row to a template.
     """
     return _with_templates(tokenizer, with_carried_variables)
 
@@ -147,9 +147,9 @@ def tokenize_rows(
 ) -> Iterator[Tokens]:
     """Yield token ids and labels of formed rows (see :mod:`moe_finetune.data.rows`).
 
-    A chat learns every assistant turn, its calls and its end-of-turn token included; a completion
-    learns itself and the end-of-text token; a text learns everything. ``completion_only=False``
-    learns all but answers with ``train: False``.
+    In a chat every assistant turn is learned, with its calls and end-of-turn token; in a prompt and
+    completion, the completion and the end-of-text token; in a text, everything. With
+    ``completion_only=False`` all is learned except answers with ``train: False``.
 
     Raises:
         DataError: the chat template is missing, refuses the messages, omits a part of them or
@@ -169,15 +169,15 @@ def tokenize_rows(
 def rendered(
     row: Mapping[str, Any], tokenizer: Any, prompt: bool = False, checked: bool = True
 ) -> tuple[str, list[Row]]:
-    """The text of ``messages``, and the turns in the kind that the chat template takes.
+    """The text of ``messages``, and the turns in the form that the chat template accepts.
 
     Args:
         row: ``messages``, ``tools`` and ``variables``, see :mod:`moe_finetune.data.turns`.
-        prompt: end with what opens an answer.
+        prompt: end with the generation prompt.
         checked: refuse a template that omits a part of the turns.
 
     Raises:
-        TemplateLimitError: the chat template takes more than its time or memory.
+        TemplateLimitError: the chat template exceeds its limits of time or memory.
         DataError: the chat template is missing, refuses the messages or omits a part of them.
     """
     with _learner(row, tokenizer) as learner:
@@ -186,7 +186,7 @@ def rendered(
 
 @contextmanager
 def _learner(row: Mapping[str, Any], tokenizer: Any) -> Iterator[Learner]:
-    """The chat template for ``row``, to be used inside; its errors become DataErrors."""
+    """Context with the chat template for ``row``; its errors become DataErrors."""
     if not tokenizer.chat_template:
         raise DataError(
             "the data are chat messages, but the tokenizer has no chat template; choose one "
@@ -203,7 +203,7 @@ def _learner(row: Mapping[str, Any], tokenizer: Any) -> Iterator[Learner]:
             yield learner
         except (DataError, MemoryError):
             raise
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates may raise anything
             raise DataError(str(error) or type(error).__name__) from error
 
 
@@ -264,7 +264,7 @@ def _chat(learned: LearnedText, tokenizer: Any, completion_only: bool) -> Tokens
 def _labels(
     ids: list[int], offsets: list[tuple[int, int]], spans: list[tuple[int, int]]
 ) -> list[int]:
-    """``ids`` where a token's characters reach into a span. A token has one place in the text."""
+    """``ids`` where a token's characters overlap a span, else -100."""
     labels = []
     for token, (start, end) in zip(ids, offsets, strict=True):
         inside = any(start < last and first < end for first, last in spans)

@@ -43,7 +43,7 @@ class Counts:
     date: str | None = None
 
     def lines(self, max_length: int) -> list[str]:
-        """Sentences for the log; the first always, the others where something was lost."""
+        """Sentences for the log: the first always, the others if something was lost."""
         lines = [f"{self.rows} rows, {self.tokens} tokens, {self.learned} of them learned"]
         if self.truncated:
             lines.append(
@@ -112,7 +112,7 @@ def write_tokenized(
             | dict.fromkeys(("dropped", "unlearned", "rewritten", "straddled"), flag)
         ),
         cache_file_name=str(folder / "tokens.arrow"),
-        new_fingerprint="tokens",  # hashing the tokenizer for one would take longer than small data
+        new_fingerprint="tokens",  # hashing the tokenizer takes longer than tokenizing small data
         load_from_cache_file=False,
         desc=f"Tokenizing {name}",
     )
@@ -156,7 +156,7 @@ def _chat_text(location: str, row: Row) -> str:
 def _tokenize(
     batch: dict[str, list[Any]], tokenizer: Any, data: DataSection
 ) -> dict[str, list[Any]]:
-    """Rows' ids and labels within ``max_length``, and what each lost."""
+    """Ids and labels of rows within ``max_length``, and what each row lost."""
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
     formed = [{**row, **json.loads(row["chat"])} if row["chat"] else row for row in rows]
     tokenized: list[dict[str, Any]] = []

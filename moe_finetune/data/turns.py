@@ -1,10 +1,10 @@
-"""Turns of a conversation as a chat template takes them, from the layouts that people publish.
+"""Convert published layouts of conversations to the turns that chat templates accept.
 
 OpenAI's (``messages``, ``tools``, ``tool_calls`` with arguments as JSON text, per-turn ``weight``),
 TRL's (arguments as objects, ``chat_template_kwargs``) and ShareGPT's (``from`` and ``value``,
 ``function_call``, ``observation``, a column ``system``) become one: ``role``, ``content`` (text, a
-list of text parts, or null with a call), ``tool_calls``, ``reasoning_content`` and whatever else
-a turn has. ``train: False`` stays with an answer that is not to be learned.
+list of text parts, or null with a call), ``tool_calls``, ``reasoning_content`` and any other fields
+of a turn. ``train: False`` marks an answer that is not learned.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ def conversation(
     ignore: Collection[str] = (),
     field: str = "messages",
 ) -> Row:
-    """``messages``, and ``tools`` and ``variables`` of the template where the row has them.
+    """Return ``messages``, and the template's ``tools`` and ``variables`` if the row has them.
 
     Args:
         where: the row's location, for messages.
-        turns: as the row has them.
-        row: whose ``tools``, ``functions``, ``system`` and ``chat_template_kwargs`` count.
-        ignore: columns, fields of turns and kinds of content that are left out.
+        turns: the row's turns, unchecked.
+        row: read for ``tools``, ``functions``, ``system`` and ``chat_template_kwargs``.
+        ignore: columns, fields of turns and types of content to leave out.
         field: where the row has the turns, for messages.
 
     Raises:
-        DataError: whatever cannot be used, with the location.
+        DataError: anything cannot be used; names the location.
     """
     for column in _MEDIA:
         if row.get(column) and column not in ignore:
@@ -67,7 +67,7 @@ def conversation(
         checked = turn_of(f"{where}: {field}[{index}]", turn, ignore)
         calls = index and _is_call(turn) and _is_call(turns[index - 1])
         if calls and formed["messages"][-1].get("train") == checked.get("train"):
-            # Each call has a turn in this layout; those that follow each other are one answer.
+            # This layout has one turn per call; consecutive calls are one answer.
             formed["messages"][-1]["tool_calls"] += checked["tool_calls"]
         else:
             formed["messages"].append(checked)
@@ -97,7 +97,7 @@ def conversation(
 
 
 def each_answer(formed: Row) -> list[Row]:
-    """An example of every answer that is learned, each with the turns before it."""
+    """One example for each learned answer, with the turns before it."""
     turns = formed["messages"]
     examples = []
     for index, turn in enumerate(turns):
@@ -119,7 +119,7 @@ def turn_of(where: str, turn: Any, ignore: Collection[str] = ()) -> Row:
     """One turn, checked; ``where`` is its location, for messages."""
     if not isinstance(turn, dict):
         raise DataError(f"{where}: expected {{role, content}}, got {short(turn)}")
-    # A table fills in null where another row has a field.
+    # A table adds null for fields that only other rows have.
     fields = {k: v for k, v in turn.items() if v is not None and k not in ignore}
     named = fields.pop("role", None) or fields.pop("from", None)
     fields.pop("from", None)
@@ -133,7 +133,7 @@ def turn_of(where: str, turn: Any, ignore: Collection[str] = ()) -> Row:
         content = None
     if role not in ROLES:
         raise DataError(f"{where}: role {named!r}{did_you_mean(str(named), ROLES)}")
-    if "function_call" in fields:  # OpenAI's, before there were several calls in a turn
+    if "function_call" in fields:  # OpenAI's layout before turns could have several calls
         fields["tool_calls"] = [fields.pop("function_call")]
     if fields.get("tool_calls"):
         if role != "assistant":
@@ -155,12 +155,12 @@ def turn_of(where: str, turn: Any, ignore: Collection[str] = ()) -> Row:
 
 
 def _is_call(turn: Mapping[str, Any]) -> bool:
-    """Whether the turn is a call by its role, as ShareGPT's ``function_call`` is."""
+    """Return whether the turn's role marks a call, as in ShareGPT's ``function_call``."""
     return (turn.get("role") or turn.get("from")) in _CALLS
 
 
 def _trained(where: str, role: str, fields: Row) -> bool:
-    """Whether the turn is learned; takes the switches out of ``fields``."""
+    """Return whether the turn is learned; remove the keys that decide this from ``fields``."""
     train = True
     for name in _SWITCHES:
         value = fields.pop(name, None)
@@ -218,8 +218,8 @@ def _parts(where: str, parts: list[Any], ignore: Collection[str]) -> list[Row]:
 def _calls(where: str, calls: Any) -> list[Row]:
     """Calls as ``{type, function: {name, arguments}}``, arguments as an object.
 
-    Arguments that were JSON text are also kept as ``arguments_text``, for templates that write
-    text as it is.
+    Arguments that were JSON text are also kept as ``arguments_text``, for templates that write text
+    unchanged.
     """
     if isinstance(calls, str):
         calls = _parsed(where, calls)
@@ -282,6 +282,6 @@ def as_text(formed: Mapping[str, Any]) -> str:
     """A formed conversation as JSON, in the order of its fields; a table would add nulls.
 
     Raises:
-        TypeError, ValueError: a value that JSON has not, such as bytes.
+        TypeError, ValueError: a value is not valid in JSON, such as bytes.
     """
     return json.dumps(dict(formed), allow_nan=False)

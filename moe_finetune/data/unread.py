@@ -17,17 +17,17 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 class UnreadFields:
-    """What ``template`` does not read, remembered for each kind of turn."""
+    """The fields that ``template`` does not read, cached for each kind of turn."""
 
     def __init__(self, template: Template):
         self._template = template
         self._unread: dict[Any, bool] = {}
 
     def of(self, turns: Sequence[Turn], extra: Mapping[str, Any]) -> Iterator[str]:
-        """Names of fields that the template does not read and that carry no meaning by themselves.
+        """Yield names of fields that the template does not read and that carry no meaning.
 
         Raises:
-            RenderingError: it does not read one that matters.
+            RenderingError: the template does not read a field that matters.
         """
         if extra.get("tools") and "tools" not in self._unread:
             if self._same(turns, extra, turns, {**extra, "tools": None}):
@@ -101,18 +101,18 @@ class UnreadFields:
         try:
             text = self._template.render(turns, extra, prompt)
             return text == self._template.render(changed, changed_extra, prompt)
-        except Exception:  # it reads the field, and does not like it
+        except Exception:  # the template reads the field and refuses its value
             return False
 
 
 def kind_of(turn: Turn) -> tuple[Any, ...]:
-    """The role and the fields of a turn, by which templates treat it."""
+    """The role and the fields of a turn, on which a template's treatment depends."""
     fields = sorted(key for key, value in turn.items() if value not in (None, "", [], {}))
     return turn["role"], *fields
 
 
 def _changes(turn: Turn, field: str) -> Iterator[Turn]:
-    """``turn`` with something of ``field`` changed, in each way that a template may miss."""
+    """``turn`` with a change in ``field``, once for each part that a template may not read."""
     value = turn[field]
     if field == "tool_calls":
         named, with_argument = copy.deepcopy(value), copy.deepcopy(value)
@@ -131,7 +131,7 @@ def _changes(turn: Turn, field: str) -> Iterator[Turn]:
 
 
 def changed(turn: Turn, field: str) -> Turn:
-    """``turn`` with more text in ``field``, or without it where it is not text."""
+    """``turn`` with text added to ``field``, or without ``field`` if it is not text."""
     value = turn.get(field)
     if isinstance(value, str):
         return {**turn, field: f"{value} {MARK}"}

@@ -82,8 +82,8 @@ def open_backend(
 
     Args:
         checkpoint: folder of an ordinary checkpoint, or its hub id.
-        backend: ``"vllm"``, ``"hf"``, ``"server"``; None takes vLLM where it can be used and
-            transformers, with a visible line, where it cannot.
+        backend: ``"vllm"``, ``"hf"``, ``"server"``; None selects vLLM if it can be used, otherwise
+            transformers, and prints which.
         vllm: engine arguments passed through (``tensor_parallel_size``, ``max_model_len``,
             ``gpu_memory_utilization`` with default 0.9, ...).
         adapter: PEFT adapter to load over the checkpoint (transformers only).
@@ -98,7 +98,7 @@ def open_backend(
     Raises:
         CaptureError: ``determinantal`` cannot replace this router's choice.
         CheckpointError: the folder is not a checkpoint.
-        DependencyError: the backend was asked for and cannot be used.
+        DependencyError: the requested backend cannot be used.
         EvaluationError: unknown backend, contradictory arguments, server down or wrong model.
     """
     _refuse_contradictions(backend, dtype, adapter, base_url, model, determinantal, candidates)

@@ -30,11 +30,11 @@ class ReplyStore:
     May be used by several threads, one at a time.
 
     Args:
-        path: the file; its folder is made.
-        identity: what all replies depend on (checkpoint hash, settings).
+        path: the file; its folder is created.
+        identity: everything that all replies depend on (checkpoint hash, settings).
 
     Raises:
-        EvaluationError: the file holds replies for another identity, or is not such a file.
+        EvaluationError: the file has replies for another identity, or is not a reply store.
         OutputBusyError: another process is writing to it.
     """
 
@@ -113,7 +113,7 @@ def answer_all(
         kind: request type ("loglikelihood", "generate_until", ...), part of the key.
         arguments: one tuple of JSON values per request.
         ask: indices of one chunk -> their replies.
-        progress: called after each chunk with its indices and whether it was stored already.
+        progress: called after each chunk with its indices and whether it was already stored.
     """
     seen: dict[str, int] = {}
     keys = []

@@ -212,7 +212,7 @@ class Catalog:
         return Leaf(config["task"], config, files, tuple(missing), entry.template, tested, examples)
 
     def load(self, entry: SuiteTask, leaves: list[Leaf], seed: int = 0) -> Any:
-        """Return lm-eval's tasks of a line, which read local files where ``leaves`` have them."""
+        """Return lm-eval's tasks of a line, which read local files if ``leaves`` have them."""
         tasks = self._manager.task_index
         for leaf in leaves:
             config = dict(leaf.config)
@@ -253,7 +253,7 @@ def prepare(suite: Suite, data_dir: str | Path | None) -> tuple[Catalog, dict[st
 
 @functools.cache  # with its own tasks, lm-eval reads 14,000 files
 def _indexed(folder: str, include_defaults: bool) -> tuple[Any, Mapping[str, Any]]:
-    """lm-eval's TaskManager, and its index as it was before a catalog loaded local files."""
+    """lm-eval's TaskManager, and its index before a catalog added local files."""
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:

@@ -48,7 +48,7 @@ class Speaker:
     ids: list[int] = field(default_factory=list)
 
     def reply(self, prompt_text: str, most: int) -> str:
-        """The greedy continuation of the conversation by up to ``most`` tokens.
+        """Continue the conversation greedily by up to ``most`` tokens.
 
         Without a chat template, each text is continued independently.
         """
@@ -165,7 +165,7 @@ def visible(text: str) -> str:
 
 
 def beside(replies: dict[str, str], columns: bool) -> Any:
-    """Replies by name: in columns, or as lines where the output is not a terminal."""
+    """Replies by name: in columns on a terminal, otherwise as lines."""
     if not columns:
         return Text("\n".join(f"{name}: {reply.strip()}" for name, reply in replies.items()))
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, expand=True)
@@ -176,7 +176,7 @@ def beside(replies: dict[str, str], columns: bool) -> Any:
 
 
 def experts_table(speakers: Sequence[Speaker]) -> Any:
-    """Experts of each model's last token, a row a layer: ``expert (weight)``."""
+    """Experts of each model's last token, one row per layer: ``expert (weight)``."""
     if not all(speaker.ids for speaker in speakers):
         return Text("no message yet; ask something first")
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)

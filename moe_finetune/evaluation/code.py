@@ -41,8 +41,8 @@ def mbpp_program(doc: dict[str, Any], reply: str) -> Program:
 
     Args:
         doc: row with ``test_list``, and ``test_setup_code``, ``test_imports`` and ``code`` (the
-            reference solution, for the names that it defines) where it has them.
-        reply: what the model wrote, up to ``[DONE]`` or a fence.
+            reference solution, for the names that it defines) if present.
+        reply: the model's text, up to ``[DONE]`` or a fence.
     """
     imports = "\n".join(doc.get("test_imports") or [])
     # The set-up builds objects from the program's classes, so it runs with the tests.
@@ -51,7 +51,7 @@ def mbpp_program(doc: dict[str, Any], reply: str) -> Program:
     if code is None:
         code = reply.split("[DONE]")[0].split("```")[0]
     entry = required_names(tests, imports, doc.get("code") or "")
-    # Modules that the tests use without an import are Python's, not the program's.
+    # Modules that the tests use without an import come from Python, not from the program.
     modules = sorted((free_names(f"{imports}\n{tests}") & sys.stdlib_module_names) - set(entry))
     setup = "\n".join([imports, *(f"import {name}" for name in modules)])
     return Program(f"{imports}\n{code}", tests, setup, entry)
@@ -80,11 +80,12 @@ def score_code(
     Args:
         samples: ``samples.jsonl`` as :func:`moe_finetune.evaluation.engine.evaluate` wrote it.
         form: ``"humaneval"`` or ``"mbpp"``.
-        sandbox: one to use; otherwise one is opened and closed.
+        sandbox: an open sandbox to use; by default one is opened and closed.
 
     Returns:
         ``{"pass@1", "stderr", "n", "passed", "sandbox", "samples"}``; with several replies an item
-        pass@1 is the mean over them. ``<samples>.scored.jsonl`` holds the verdict of every reply.
+        pass@1 is the mean over them. ``<samples>.scored.jsonl`` contains the verdict on every
+        reply.
 
     Raises:
         DependencyError: no sandbox works here.

@@ -50,7 +50,7 @@ def task_result(entry: SuiteTask, leaves: list[Leaf], raw: dict[str, Any]) -> Ta
         "shots": entry.shots,
         "metric": entry.metric,
         "filter": entry.filter,
-        # None where the tasks declare no direction (a program's pass@1), or different ones.
+        # None if the tasks declare no direction (a program's pass@1), or different ones.
         "higher_is_better": declared.pop() if len(declared) == 1 else None,
         "value": top["value"],
         "stderr": top["stderr"],

@@ -96,7 +96,7 @@ def run(request: Request) -> int:
 
 
 def is_results(source: str | Path) -> bool:
-    """Whether ``source`` is a folder of results rather than a checkpoint."""
+    """Return whether ``source`` is a folder of results rather than a checkpoint."""
     folder = Path(source)
     return (folder / RESULTS_FILE).is_file() and not (folder / "config.json").is_file()
 
@@ -138,7 +138,7 @@ def _check(request: Request) -> int:
 def _parity(request: Request, output: Path) -> int:
     from moe_finetune.evaluation.parity import parity
 
-    # In lower precision near ties fall either way, so the default type is float32 here.
+    # In lower precision near ties can go either way, so the default dtype is float32.
     chosen = {k: v for k, v in request.engine.items() if (k, v) != ("dtype", "auto")}
     lines = parity(
         request.sources[0],

@@ -1,6 +1,6 @@
 """Compare finished evaluations with the first, task by task.
 
-Results of other items or prompts are refused, because the difference would not be the models'. Each
+Results with different items or prompts are refused, because they would explain the difference. Each
 task is tested by :func:`compare_scores`, and p values are corrected over the tasks (Holm).
 """
 
@@ -149,7 +149,7 @@ def _folder(path: str | Path) -> Path:
 
 
 def result_names(results: Iterable[str | Path]) -> list[str]:
-    """Return a short name for each folder of results, no two alike."""
+    """Return a short, unique name for each folder of results."""
     names = []
     for path in results:
         folder = _folder(path).resolve()

@@ -213,7 +213,7 @@ class _Run:
         )
         set_seed(self.seed)
         try:
-            # `simple_evaluate` would also run git and pip, for a record that nobody reads.
+            # `simple_evaluate` would also run git and pip for a record that is not used.
             raw = lm_eval.evaluate(
                 lm=lm,
                 task_dict=self.catalog.load(entry, leaves, self.seed),

@@ -1,4 +1,4 @@
-r"""Whether two final answers are the same mathematics: ``2\sqrt{3}`` and ``\sqrt{12}``.
+r"""Compare two final answers mathematically: ``2\sqrt{3}`` equals ``\sqrt{12}``.
 
 :mod:`moe_finetune.evaluation.extract` compares texts and numbers. Everything else goes to
 math-verify in a child process: a model may write ``9^{9^{9}}``, on which computer algebra spends
@@ -42,7 +42,7 @@ def require() -> None:
 
 
 def same_answer(answer: str | None, reference: str) -> bool:
-    """Whether ``answer`` is ``reference``: as text, as a number, or by computer algebra.
+    """Return whether ``answer`` equals ``reference`` as text, as a number, or by computer algebra.
 
     Args:
         answer: LaTeX or text, as :func:`moe_finetune.evaluation.extract.math_answer` finds it.
@@ -64,8 +64,8 @@ def same_answer(answer: str | None, reference: str) -> bool:
 def compare(answer: str, reference: str, seconds: int) -> bool:
     """Compare two answers by computer algebra, within limits on this process.
 
-    The kernel ends the process after ``seconds`` more of its processor time; more than
-    ``MEMORY_BYTES`` is a MemoryError.
+    The kernel kills the process after ``seconds`` more of processor time; using more than
+    ``MEMORY_BYTES`` raises MemoryError.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + seconds + 1, hard))
@@ -86,12 +86,12 @@ def compare(answer: str, reference: str, seconds: int) -> bool:
             for text in (answer, reference)
         )
         return bool(target and gold) and math_verify.verify(gold, target, timeout_seconds=None)
-    except (Exception, RecursionError):  # whatever computer algebra raises on a strange answer
+    except (Exception, RecursionError):  # computer algebra may raise anything on a strange answer
         return False
 
 
 class _Comparer:
-    """The comparing process, started on first use and again after it ended."""
+    """The process that compares, started on first use and restarted after it ended."""
 
     def __init__(self) -> None:
         self._worker: Worker | None = None

@@ -1,6 +1,6 @@
-"""One request to a model server, and what went wrong with it.
+"""One request to a model server, and its errors.
 
-A redirect is an error: the other address was not asked for, and must not get the key.
+A redirect is an error: the user did not choose the other address, and it must not get the key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TRANSIENT = (408, 409, 425, 429, 500, 502, 503, 504)
 
 
 class ServerError(EvaluationError):
-    """A server that cannot be reached, refuses, or answers what it should not.
+    """A server cannot be reached, refuses the request, or sends an invalid reply.
 
     Attributes:
         transient: the same request may succeed later.
@@ -37,8 +37,8 @@ def check_address(url: str, name: str) -> str:
     """``url`` without slashes at its end.
 
     Raises:
-        EvaluationError: no address of a web server, or one that contains a password, which would
-            be stored and printed with it; ``name`` begins the message.
+        EvaluationError: not a web address, or one that contains a password, which would be stored
+            and printed; ``name`` begins the message.
     """
     try:
         parts = urlsplit(url)
@@ -65,7 +65,8 @@ def ask(url: str, body: Mapping[str, Any] | None = None, key: str = "", seconds:
         seconds: for the connection, and for each part of the reply.
 
     Raises:
-        ServerError: no reply in time, another status than 200, a redirect, or no strict JSON.
+        ServerError: no reply in time, a status other than 200, a redirect, or a reply that is not
+            strict JSON.
     """
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     method = "GET" if body is None else "POST"
@@ -87,7 +88,7 @@ def ask(url: str, body: Mapping[str, Any] | None = None, key: str = "", seconds:
 
 
 def failure(status: int, text: str, headers: Mapping[str, str]) -> ServerError:
-    """Return the error for a reply of another status than 200."""
+    """Return the error for a reply with a status other than 200."""
     if 300 <= status < 400 and "Location" in headers:
         return ServerError(
             f"HTTP {status}: it redirects to {headers['Location']}, and redirects are not "
@@ -98,7 +99,7 @@ def failure(status: int, text: str, headers: Mapping[str, str]) -> ServerError:
 
 
 def retry_after(value: str | None) -> float | None:
-    """Return the seconds that a Retry-After header asks for, at least 0; None when it says none."""
+    """Return the seconds that a Retry-After header asks for, at least 0; None if it gives none."""
     if not value:
         return None
     try:

@@ -1,8 +1,8 @@
 r"""Rule-based extraction of final answers, and their comparison as numbers.
 
 Numbers are compared as exact fractions, so ``1,000`` is ``1000.00``, ``0.5`` is ``1/2`` is
-``\frac{1}{2}``, ``$18`` is ``18`` and ``50%`` is ``50`` (GSM8K writes percentages without sign).
-Text after the number (units, a full stop, another sentence) does not matter.
+``\frac{1}{2}``, ``$18`` is ``18`` and ``50%`` is ``50`` (GSM8K writes percentages without the
+sign). Text after the number (units, a period, another sentence) does not matter.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from fractions import Fraction
 
 _UNSIGNED = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
-# A minus is a sign only where no operand stands before it: 10-5 and 10 - 5 contain 10 and 5.
+# A minus is a sign only if no operand precedes it: 10-5 and 10 - 5 contain 10 and 5.
 _SIGN = r"(?<![\w.)\]}%])(?:[-\u2212\u2013](?=\S)|(?<![\w.)\]}%]\s)[-\u2212\u2013]\s)"
 _CURRENCY = r"\\?[$€£¥]\s?"
 _NUMBER = re.compile(
@@ -113,7 +113,7 @@ def _text(match: re.Match[str]) -> str:
 
 
 def math_equal(answer: str | None, reference: str) -> bool:
-    """Whether two MATH-style answers are the same after normalization, or as numbers."""
+    """Return whether two MATH-style answers are equal after normalization or as numbers."""
     if answer is None:
         return False
     normalized, target = normalize_math(answer), normalize_math(reference)
@@ -126,8 +126,8 @@ def math_equal(answer: str | None, reference: str) -> bool:
 def math_answer(text: str) -> str | None:
     r"""Return the final answer of a MATH-style solution: the last ``\boxed{}``, else the sentence.
 
-    The fallback is what follows the last "answer is", to the end of its line, without ``$``; a
-    reply of one line is its own answer.
+    The fallback is the text after the last "answer is" to the end of its line, without ``$``; a
+    one-line reply is the answer itself.
     """
     if (inside := boxed(text)) is not None:
         return inside

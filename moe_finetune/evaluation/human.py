@@ -27,7 +27,7 @@ _NO = {"incorrect", "no", "n", "0", "false", "wrong"}
 
 @dataclass(frozen=True)
 class Sheets:
-    """Files of :func:`export_sheets`; annotators get ``csv`` or ``html``, but not ``key``."""
+    """Files of :func:`export_sheets`; give annotators ``csv`` or ``html``, but not ``key``."""
 
     csv: Path
     html: Path
@@ -42,15 +42,15 @@ def export_sheets(
 ) -> Sheets:
     """Write a blinded sheet over the answers of one or more methods.
 
-    The same items are drawn for every method; rows are shuffled and have a code that reveals
-    neither method nor item. A separate key file resolves the codes.
+    The same items are drawn for every method; rows are shuffled, and their codes reveal neither
+    method nor item. A separate key file resolves the codes.
 
     Args:
         answers: method -> item (task, doc_id, hash) -> question, reference and answer.
         folder: where ``annotate.csv``, ``annotate.html`` and ``key.json`` go.
 
     Raises:
-        EvaluationError: no item that all methods answered.
+        EvaluationError: there is no item that all methods answered.
     """
     folder = Path(folder)
     common = sorted(set.intersection(*(set(items) for items in answers.values())))

@@ -25,7 +25,7 @@ from moe_finetune.io.json_file import JsonError, parse_json
 
 DEFAULT_URL = "https://api.openai.com/v1"
 CONCURRENCY, MAX_TOKENS = 8, 200  # requests under way at a time; length of a verdict
-LONGEST_WAIT = 60.0  # seconds before the next try; a judge that asks for more is given up
+LONGEST_WAIT = 60.0  # seconds before each retry; a judge that asks for a longer wait is an error
 
 INSTRUCTION = (
     "You judge whether an answer to a question is correct. Compare its final result with the "
@@ -53,7 +53,7 @@ _SCHEMA = {
 
 @dataclass(frozen=True)
 class JudgeVerdict:
-    """One verdict; ``stored``: it came from the cache."""
+    """One verdict; ``stored`` if it came from the cache."""
 
     correct: bool
     reason: str
@@ -68,7 +68,7 @@ class Judge:
     Args:
         base_url: the endpoint; a local vLLM server works.
         api_key: bearer token; ``OPENAI_API_KEY`` unless given.
-        cache: file for verdicts; nothing is stored without it.
+        cache: file for verdicts; without it nothing is stored.
         retries: further tries after overload, time-outs and replies without a verdict.
     """
 
@@ -108,7 +108,7 @@ class Judge:
         return verdict
 
     def judge_all(self, items: Sequence[tuple[str, str, str]]) -> list[JudgeVerdict]:
-        """Judge (question, reference, answer) triples side by side; verdicts in their order."""
+        """Judge (question, reference, answer) triples in parallel; return verdicts in order."""
         with ThreadPoolExecutor(CONCURRENCY) as pool:
             futures = [pool.submit(self.judge, *item) for item in items]
             try:

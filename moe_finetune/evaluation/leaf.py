@@ -1,6 +1,6 @@
 """One lm-evaluation-harness task of a suite's line: its definition and local files.
 
-Their rows are checked before a model is asked anything.
+The rows of local files are checked before any model request.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ def load_rows(path: Path, template: str | None = None) -> Any:
     """Return the rows of a local file as a ``datasets.Dataset``.
 
     Args:
-        path: see :func:`moe_finetune.io.rows.read_rows` for the kinds of file.
+        path: see :func:`moe_finetune.io.rows.read_rows` for the file types.
         template: the template of these rows, which are checked and converted to its form.
 
     Raises:
-        DataError: a row that is malformed, lacks a field of the first one, or has another type
-            there; the message names file, line and field.
+        DataError: a row is malformed, lacks a field of the first row, or has a different type in
+            one; the message names file, line and field.
     """
     return _load(path, path.stat().st_mtime_ns, template)
 
@@ -60,7 +60,7 @@ def _load(path: Path, modified_ns: int, template: str | None) -> Any:
 
 
 def _odd_types(rows: list[Row], places: list[str]) -> Iterator[tuple[str, Any, str, Any]]:
-    """Fields whose type is not the first row's: (field, first value, place, value)."""
+    """Yield fields whose type differs from the first row's: (field, first value, place, value)."""
     for name, first in rows[0].items():
         for row, origin in zip(rows, places, strict=True):
             value = row[name]
@@ -129,7 +129,7 @@ class Leaf:
         missing: local files that do not exist.
         template: the template of the task.
         tested: the split whose rows are evaluated.
-        examples: the split that examples are drawn from; None without examples.
+        examples: the split that few-shot examples are drawn from; None without examples.
     """
 
     name: str

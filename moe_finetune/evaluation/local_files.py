@@ -12,12 +12,12 @@ _SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".csv")
 
 
 def shots_of(entry: SuiteTask, config: dict[str, Any]) -> int:
-    """Number of examples: the suite's, else the task's own."""
+    """Number of few-shot examples: the suite's, else the task's."""
     return entry.shots if entry.shots is not None else config.get("num_fewshot") or 0
 
 
 def splits_of(entry: SuiteTask, config: dict[str, Any]) -> tuple[str | None, str | None]:
-    """Return the tested split, and the one that examples are drawn from."""
+    """Return the tested split, and the split that examples are drawn from."""
     tested = config.get("test_split") or config.get("validation_split")
     if not shots_of(entry, config) or (config.get("fewshot_config") or {}).get("samples"):
         return tested, None
@@ -28,7 +28,7 @@ def splits_of(entry: SuiteTask, config: dict[str, Any]) -> tuple[str | None, str
 def local_file(
     suite: Suite, entry: SuiteTask, config: dict[str, Any], split: str, data_dir: Path | None
 ) -> Path | None:
-    """Path of a split's local file, which may not exist; None where the hub has the data.
+    """Path of a split's local file, which may not exist; None if the data comes from the hub.
 
     Args:
         config: the task's YAML.

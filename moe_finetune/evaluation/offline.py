@@ -21,12 +21,12 @@ class TaskCheck:
     Attributes:
         label: the line's key in results.json.
         runnable: whether the task can start (with a data folder: whether all files exist).
-        problem: why it cannot run, other than a missing file; or how it is run elsewhere.
-        external: whether its own package evaluates it.
+        problem: why it cannot run, apart from a missing file, or how to run it elsewhere.
+        external: whether another package evaluates it.
         items: number of items; None when the data comes from the hub.
         requests: model requests (one per choice in multiple choice).
         prompt_tokens: estimate from the first items, characters / 4 without a tokenizer.
-        reply_tokens: upper bound, all replies at their full length.
+        reply_tokens: upper bound, with all replies at maximum length.
     """
 
     label: str

@@ -25,7 +25,7 @@ class Parity:
     Attributes:
         task: the suite's label; ``n`` its items.
         equal_answers: items with the same choice (log-likelihood) or text (generation).
-        largest_difference: of any two log-probabilities, in nats; None for generation.
+        largest_difference: between the backends' log-probabilities, in nats; None for generation.
         differing: the first few items that differ: doc_id and both answers.
     """
 
@@ -62,11 +62,11 @@ def parity(
         output: folder for each backend's results and ``parity.json``.
         n: items per task.
         data_dir: see :func:`moe_finetune.evaluation.engine.evaluate`.
-        dtype: float32 by default; in lower precision near ties fall either way.
+        dtype: float32 by default; in lower precision near ties can go either way.
         options: for :func:`moe_finetune.evaluation.backends.open_backend`.
 
     Raises:
-        EvaluationError: fewer than two backends, or what evaluating raises.
+        EvaluationError: fewer than two backends, or an error of :func:`evaluate`.
     """
     if len(set(backends)) < 2:
         raise EvaluationError("parity needs two different backends")

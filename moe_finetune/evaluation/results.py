@@ -13,7 +13,7 @@ SCHEMA = 1
 
 
 class Metric(TypedDict):
-    """A metric's value with its standard error (None where lm-eval has none)."""
+    """A metric's value with its standard error (None if lm-eval has none)."""
 
     value: float | None
     stderr: float | None
@@ -86,10 +86,10 @@ def load_results(path: str | Path) -> Results:
 
 
 def step_results(run: Path) -> dict[int, Results]:
-    """The results of the states of ``evaluation.every`` that are scored, by step.
+    """The results of the scored states of ``evaluation.every``, by step.
 
     Raises:
-        EvaluationError: one is damaged.
+        EvaluationError: one of them is damaged.
     """
     files = {step: state.results for step, state in RunFolder(run).kept_steps().items()}
     results = {step: load_results(file) for step, file in files.items() if file.is_file()}

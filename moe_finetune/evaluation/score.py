@@ -1,4 +1,4 @@
-"""One benchmark's score: its value, its uncertainty, its items, and which way is better."""
+"""One benchmark's score: value, uncertainty, items, and direction."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from moe_finetune.metrics.statistics import (
 ZERO_ONE = ("exact_match", "acc", "acc_norm", "accuracy", "pass@1", "pass_at_1")
 # Key of an item (task, hash, occurrence) -> hash of its prompts, value of the headline metric.
 Items = dict[tuple[str, str, int], tuple[str, float]]
-# For results that declare no direction: names whose words say that less is better (lm-eval's
+# For results that declare no direction: words in names that mean lower is better (lm-eval's
 # registry, and the usual error rates).
 _LOWER_IS_BETTER = {"loss", "nll", "perplexity", "bits", "brier", "error", "errors", "mse", "rmse",
                     "mae", "wer", "cer", "ter", "ece"}  # fmt: skip
 
 
 def higher_is_better(task: Mapping[str, Any]) -> bool:
-    """Return which way a result's headline metric is better: as declared, else by its name.
+    """Return whether a higher headline metric is better: as declared, else by its name.
 
     Args:
         task: an entry of ``tasks`` in ``results.json``. lm-eval's declaration is stored with it.
@@ -124,18 +124,18 @@ def compare_scores(
 ) -> PairedTest:
     """Compare one benchmark's scores with the baseline's.
 
-    Where both answered the same prompts and the scores are means over their items, the test is over
-    items, and over seeds as well with several. Otherwise it is Student's paired t over seeds. Of a
-    single seed it is Newcombe's interval for shares of 0/1 items, else the normal test, both for
-    independent samples. The verdict is ``unknown`` where there is neither a test nor an interval,
-    and where metrics or their directions differ.
+    If both answered the same prompts and the scores are means over their items, the test is over
+    items, and also over seeds if there are several. Otherwise it is Student's paired t test over
+    seeds. A single seed gets Newcombe's interval for shares of 0/1 items, else the normal test,
+    both for independent samples. The verdict is ``unknown`` if there is neither a test nor an
+    interval, or if metrics or their directions differ.
 
     Args:
         baseline, arm: a score for each seed, in the same order; usually one.
         rng: the bootstrap's seed or generator.
 
     Raises:
-        ValueError: no score, or another number of seeds on the two sides.
+        ValueError: no score, or a different number of seeds on each side.
     """
     if len(baseline) != len(arm) or not arm:
         raise ValueError(
@@ -174,8 +174,8 @@ def _item_values(
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """The arm's and the baseline's values by item, shape (seeds, items) each.
 
-    None where a run answered other prompts, or where a score is not the mean of its items: a corpus
-    metric has no values by item, and a mean over groups of items is not theirs.
+    None if a run answered other prompts, or if a score is not the mean of its items: a corpus
+    metric has no values by item, and a mean over groups is not a mean over items.
     """
     everyone = [*baseline, *arm]
     keys = list(everyone[0].items)
@@ -197,7 +197,7 @@ def _item_values(
 
 
 def same_prompts(a: Score, b: Score) -> bool:
-    """Whether both scores are of the same items and prompts."""
+    """Return whether both scores are of the same items and prompts."""
     return a.items.keys() == b.items.keys() and all(
         a.items[key][0] == b.items[key][0] for key in a.items
     )

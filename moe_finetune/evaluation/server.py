@@ -37,7 +37,7 @@ class BadReply(EvaluationError):
 
 
 class _CheckedSession:
-    """A client session whose errors have the server's text, and which follows no redirect."""
+    """A client session that puts the server's text into errors and follows no redirects."""
 
     def __init__(self, session: Any):
         self._session = session
@@ -66,9 +66,9 @@ class CheckedCompletions(LocalCompletionsAPI):
     async def amodel_call(
         self, session: Any, *args: Any, cache_keys: Any = None, **kwargs: Any
     ) -> Any:
-        """Send one request, whose key names its item in an error.
+        """Send one request; its cache key names the item in errors.
 
-        lm-eval repeats a request that raises. What would not change is returned instead.
+        lm-eval repeats a request that raises, so permanent errors are returned instead.
         """
         checked = _CheckedSession(session)
         try:
@@ -102,7 +102,7 @@ def server_models(base_url: str) -> dict[str, str]:
     """Return the models that an OpenAI-compatible server offers: name -> folder, if reported.
 
     Raises:
-        EvaluationError: it does not answer, or not as such a server does.
+        EvaluationError: it does not answer, or is not an OpenAI-compatible server.
     """
     url = check_address(base_url, "base_url") + "/models"
     try:
@@ -226,8 +226,8 @@ def score(choice: dict[str, Any], tokens: int, context: int) -> tuple[float, boo
         context: tokens before it.
 
     Raises:
-        BadReply: log-probabilities are missing, too few, too many, no numbers, not finite or
-            positive; the best token of a position is less likely than the prompt's.
+        BadReply: log-probabilities are missing, too few, too many, not numbers, not finite or
+            positive, or the best token of a position is less likely than the prompt's.
     """
     logprobs = choice.get("logprobs")
     if not isinstance(logprobs, dict):
@@ -257,6 +257,6 @@ def score(choice: dict[str, Any], tokens: int, context: int) -> tuple[float, boo
 def _log_probability(value: Any, position: int) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise BadReply(f"log-probability {position} is {value!r:.40}")
-    if not -_LOWEST <= value <= _ROUNDING:  # not so with NaN either
+    if not -_LOWEST <= value <= _ROUNDING:  # also false for NaN
         raise BadReply(f"log-probability {position} is {value}, not the logarithm of a probability")
     return float(value)

@@ -30,11 +30,11 @@ class SuiteTask(BaseModel):
         shots: number of examples in the prompt.
         metric: the task's metric in tables.
         filter: which of the task's answer extractions ``metric`` is read from.
-        source: where the data comes from (hub id, or words).
+        source: where the data comes from (hub id or description).
         files: split -> file, relative to the data folder (or to the suite's file).
         limit: evaluate only the first items.
         chat: render prompts with the chat template.
-        max_tokens: cap on generated tokens, where the task's own is too small or too large.
+        max_tokens: cap on generated tokens, if the task's is too small or too large.
         code: generated programs are scored in the sandbox, in this form.
         aggregate: ``mean_acc`` is the unweighted mean of the group's accuracies.
         external: evaluated by its own package against a server, not by lm-eval; a note says how.
@@ -73,7 +73,7 @@ class SuiteTask(BaseModel):
 
 
 class Suite(BaseModel):
-    """A named list of tasks; ``folder`` is where relative data files are looked for."""
+    """A named list of tasks; relative data files are looked up in ``folder``."""
 
     model_config = ConfigDict(extra="forbid")
 

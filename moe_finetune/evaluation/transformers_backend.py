@@ -1,4 +1,4 @@
-"""transformers as an lm-eval model that decodes replies as vLLM's backend does."""
+"""transformers as an lm-eval model that decodes replies like vLLM's backend."""
 
 from __future__ import annotations
 

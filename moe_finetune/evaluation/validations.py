@@ -76,11 +76,11 @@ def generation_tasks(folders: Sequence[Path], only: Sequence[str] = ()) -> list[
     """Return the tasks whose answers are text, for every folder of results.
 
     Args:
-        only: labels to take; all unless given.
+        only: task labels; default: all.
 
     Raises:
-        DataError: samples that no evaluation wrote.
-        EvaluationError: an unknown label, or no task of this kind.
+        DataError: the samples were not written by an evaluation.
+        EvaluationError: an unknown label, or no task with text answers.
     """
     tasks = []
     labels: set[str] = set()

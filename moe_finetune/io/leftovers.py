@@ -59,7 +59,7 @@ def clear_beside(target: Path) -> None:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Remove hidden files of killed writers inside ``folder``, which must be known to be an output."""
+    """Remove hidden files of killed writers inside ``folder``, a known output."""
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
             if _hidden(name):

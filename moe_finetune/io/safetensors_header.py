@@ -58,7 +58,7 @@ class Header:
 
 
 def read_header(file: Path, error: type[MoeFinetuneError]) -> Header:
-    """Read and check the header of ``file``; raise ``error``, which names the file, for any defect."""
+    """Read and check the header of ``file``; any defect raises ``error`` with its name."""
 
     def broken(problem: str) -> MoeFinetuneError:
         return error(f"{file}: {problem}; copy or download this file again")

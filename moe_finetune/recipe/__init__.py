@@ -1,7 +1,7 @@
 """Recipes: YAML files as one tree, its sections and methods, validated.
 
-``tree`` reads files with ``extends`` and overrides; ``sections`` and ``method`` hold the keys;
-``schema`` makes them one :class:`~moe_finetune.recipe.schema.Recipe`.
+``tree`` reads files with ``extends`` and overrides; ``sections`` and ``method`` define the keys;
+``schema`` combines them into one :class:`~moe_finetune.recipe.schema.Recipe`.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ _POSITIVE = (lambda v: v > 0, "more than 0")
 _DECAY = (lambda v: 0 <= v < 1, "from 0 to below 1")
 _SEED = (lambda v: 0 <= v < 2**32, "from 0 to 4294967295")
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    # Above 1 every optimizer here makes weights of NaN after a step or two.
+    # Above 1 every optimizer here gives NaN weights after a step or two.
     "learning_rate": (lambda v: 0 <= v <= 1, "from 0 to 1, such as 1.0e-4"),
     "per_device_train_batch_size": _BATCH,
     "per_device_eval_batch_size": _BATCH,
@@ -88,7 +88,7 @@ def ranges() -> dict[str, str]:
 
 
 def check_trainer(trainer: Mapping[str, Any], stage: Stage) -> Iterator[str]:
-    """Yield one line for each ``trainer:`` key that is unknown, owned, mistyped or refused."""
+    """Yield a line for each ``trainer:`` key that is unknown, reserved, mistyped or refused."""
     fields, owned = _fields(stage), OWNED | stage.owned
     for name, value in trainer.items():
         if name in owned:
@@ -118,7 +118,7 @@ def check_trainer(trainer: Mapping[str, Any], stage: Stage) -> Iterator[str]:
 
 
 def _liger(trainer: Mapping[str, Any]) -> Iterator[str]:
-    """Parts of Liger's kernels that would replace what the losses read."""
+    """Yield a line for each part of Liger's kernels that replaces what the losses read."""
     config = trainer.get("liger_kernel_config") or {}
     if not trainer.get("use_liger_kernel"):
         if config:
@@ -138,7 +138,7 @@ def _liger(trainer: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _out_of_range(name: str, value: Any) -> str | None:
-    """What the number must be, when it is not."""
+    """The range that the number must be in; None if it is in range."""
     if name not in _RANGES or value is None:
         return None
     right, range_text = _RANGES[name]
@@ -153,7 +153,7 @@ def _fields(stage: Stage) -> dict[str, Any]:
 
 
 def _mismatch(hint: Any, value: Any) -> str | None:
-    """What ``hint`` wants, when ``value`` is not that; an enum's name counts as the enum."""
+    """The type that ``hint`` expects if ``value`` does not fit, else None; enums accept names."""
     members = typing.get_args(hint) or (hint,)
     enums = [m for m in members if isinstance(m, type) and issubclass(m, enum.Enum)]
     if enums and isinstance(value, str):

@@ -13,10 +13,10 @@ from moe_finetune.recipe.stages import STAGES
 
 
 class DataSource(Section):
-    """One of several sources, with its own columns; what is unset is the section's.
+    """One of several sources, with its own columns; unset keys default to the section's.
 
-    ``where`` keeps rows by a field's values; ``words`` turns a field's number into the word at that
-    place, as a label of a classification task; ``limit`` counts the rows that are kept.
+    ``where`` keeps rows by a field's values; ``words`` replaces a field's number by the word at
+    that index, such as a class label; ``limit`` counts the rows after ``where``.
     """
 
     path: str = Field(min_length=1, description="file, folder or hub id of a dataset")
@@ -49,7 +49,7 @@ def _kind(value: Any) -> str:
     return "Text" if isinstance(value, str) else "Source"
 
 
-# Told apart by their type, so that an error is the one of what was meant.
+# Distinguished by type, so that the error fits what was meant.
 Source = Annotated[
     Annotated[str, Tag("Text")] | Annotated[DataSource, Tag("Source")], Discriminator(_kind)
 ]
@@ -122,7 +122,7 @@ class DataSection(Section):
             raise ValueError(f"must be a date such as 2026-11-23, not {value!r}") from None
 
     def for_pretraining(self) -> DataSection:
-        """The section as pretraining takes it where a key is unset: texts, cut to rows, packed."""
+        """The section with pretraining's defaults for unset keys: texts, cut to rows, packed."""
         usual = {"format": "text", "packing": True, "packing_strategy": "bfd_split"}
         unset = {key: value for key, value in usual.items() if key not in self.model_fields_set}
         return DataSection.model_validate({**self.model_dump(exclude_unset=True), **unset})

@@ -33,7 +33,7 @@ class DiskSection(Section):
 
 
 class RowsSection(Section):
-    """What several sequences in a row, and padding, need, as in ``Rows``."""
+    """What packed sequences and padding need, as in ``Rows``."""
 
     masks_by_position: bool = Field(
         default=True, description="attention ends where positions start again"
@@ -52,9 +52,10 @@ class RowsSection(Section):
 class FamilySection(Section):
     """Facts of a family, by the names of ``Family``'s fields.
 
-    What depends on the config is the name of its key (``renormalize: norm_topk_prob``), or a value
-    that holds for all checkpoints of the type. ``score``, ``renormalize`` and ``scaling`` are how
-    the router turns its logits into weights and have no default: they cannot be seen from outside.
+    A fact that depends on the config is given as the config's key (``renormalize:
+    norm_topk_prob``), or as one value for all checkpoints of the type. ``score``, ``renormalize``
+    and ``scaling`` are how the router turns its logits into weights and have no default: they
+    cannot be detected.
     """
 
     model_type: str = Field(min_length=1, description="as in config.json")

@@ -1,4 +1,4 @@
-"""The ``lora:`` section of a recipe: what is adapted, with which rank, scaling and beginning."""
+"""The ``lora:`` section of a recipe: what is adapted, with which rank, scaling and initialization."""
 
 from __future__ import annotations
 
@@ -91,11 +91,11 @@ class LoraSection(Section):
 
     @property
     def changes_base(self) -> bool:
-        """Whether ``init`` takes the first product of the factors out of the base's weights."""
+        """Return whether ``init`` subtracts the initial ``B @ A`` from the base's weights."""
         return _RESIDUAL.fullmatch(self.init) is not None
 
     def adapted(self, router: str) -> set[str]:
-        """The parts that have factors when ``router.train`` is ``router``."""
+        """The adapted parts if ``router.train`` is ``router``."""
         return {*self.targets, *(["router"] if router == "lora" else [])}
 
     def conflicts(self, recipe: Any) -> Iterator[str]:
@@ -103,7 +103,7 @@ class LoraSection(Section):
         yield from self._start_conflicts(recipe)
 
     def _start_conflicts(self, recipe: Any) -> Iterator[str]:
-        """Why the adapter cannot begin as ``init``, ``start`` and ``use_dora`` ask."""
+        """Yield the conflicts of ``init``, ``start`` and ``use_dora``, one line each."""
         experts = recipe.parallel.experts
         others = {
             f"model.quantization '{recipe.model.quantization}'": (
@@ -134,7 +134,7 @@ class LoraSection(Section):
             )
 
     def problems(self, router: str) -> Iterator[str]:
-        """Combinations of the section's keys that cannot run, one line each."""
+        """Yield combinations of the section's keys that cannot run, one line each."""
         if self.rank is None:
             yield "lora.rank: required, but missing; set a whole number such as 32"
         if not self.targets and router == "frozen":

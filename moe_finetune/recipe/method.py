@@ -1,4 +1,4 @@
-"""The ``method:`` section: a preset and its changes -> validated losses and perturbations."""
+"""The ``method:`` section: from a preset and its changes to validated losses and perturbations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moe_finetune.recipe.validation import describe
 
 
 class Perturbations(Section):
-    """Noise that some methods put into routing while training."""
+    """Noise that some methods add to routing during training."""
 
     jitter: float | None = Field(
         default=None, gt=0, lt=1, description="random factor of the router's input, within 1 ± this"
@@ -36,7 +36,7 @@ class Perturbations(Section):
 class StrengthSection(Section):
     """When the losses' gradients are measured against the language loss's.
 
-    ``first``: in the first optimizer step; ``every``: again each time that so many steps are done.
+    ``first``: in the first optimizer step; ``every``: again after each ``every`` steps.
     """
 
     first: bool = Field(default=True, description="measure in the first optimizer step")
@@ -44,7 +44,7 @@ class StrengthSection(Section):
 
 
 class Method(Section):
-    """Which losses are added, and what else a method does to routing.
+    """The losses of a method and its other changes to routing.
 
     ``terms`` maps a loss's name to its validated options; a term of weight 0 is not in it. Build
     one with :func:`resolve_method`.
@@ -81,16 +81,16 @@ class Method(Section):
 
     @field_serializer("terms")
     def _with_removed(self, terms: dict[str, BaseModel]) -> dict[str, Any]:
-        """Say which of the preset's terms are off, so that the dump resolves to the same method."""
+        """Mark the preset's removed terms, so that the dump resolves to the same method."""
         removed = set(_preset(self.preset).get("terms", {})) - set(terms) if self.preset else ()
         dumped = {name: options.model_dump(mode="json") for name, options in terms.items()}
         return dumped | {name: {"weight": 0.0} for name in sorted(removed)}
 
 
 def resolve_method(method: str | dict[str, Any] | Method | None, **overrides: Any) -> Method:
-    """A preset's name or a ``method:`` mapping -> :class:`Method` with validated options.
+    """Resolve a preset's name or a ``method:`` mapping to a validated :class:`Method`.
 
-    ``overrides`` are keys of ``method:`` laid over it. A term of weight 0 is removed.
+    ``overrides`` are keys of ``method:`` that win over the mapping. Terms of weight 0 are removed.
 
     Raises:
         RecipeError: an unknown preset, term or option (with the nearest known one), or a value
@@ -130,7 +130,7 @@ WEIGHTED = ("load_balance", "z_loss")
 
 
 def _with_share(preset: str, method: dict[str, Any]) -> dict[str, Any]:
-    """Lay ``method.share`` over each of the preset's terms that ``terms`` gives no strength."""
+    """Apply ``method.share`` to each of the preset's terms without a strength in ``terms``."""
     share = method.get("share")
     if share is None:
         return method

@@ -28,13 +28,13 @@ CHANGEABLE_PREFIXES = ("trainer.eval_", "trainer.log_", "trainer.logging_", "tra
 
 
 def check_resumable(saved: Recipe, resumed: Recipe, where: str) -> list[str]:
-    """The dotted keys that differ, none of which changes a step that is trained already.
+    """The dotted keys that differ; none of them changes steps that are already trained.
 
     Args:
-        where: the file that ``saved`` comes from.
+        where: the file of ``saved``.
 
     Raises:
-        RecipeError: others differ; the message names them.
+        RecipeError: other keys differ; the message names them.
     """
     old, new = (dict(_leaves(recipe.to_mapping(), "")) for recipe in (saved, resumed))
     changed = sorted(key for key in {*old, *new} if old.get(key) != new.get(key))

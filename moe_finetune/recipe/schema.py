@@ -1,8 +1,8 @@
 """A recipe: everything that decides a run, validated, resolved and hashed.
 
 ``load_recipe(["recipe.yaml"], ["data.train=my.jsonl"])`` -> :class:`Recipe`. The resolved recipe is
-saved with the run, and loading that copy gives an equal recipe with the same hash. Its keys are in
-``sections.py``, ``data.py``, ``lora.py`` and ``method.py``, with the rules that they obey.
+saved with the run, and loading that copy gives an equal recipe with the same hash. Its keys and
+their rules are in ``sections.py``, ``data.py``, ``lora.py`` and ``method.py``.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from moe_finetune.recipe.validation import from_tree
 
 
 class Recipe(WholeRecipe):
-    """A run, completely described. A ``model.family`` is known to the process from then on.
+    """A complete description of a run. A ``model.family`` is registered in the process.
 
-    ``rewards`` are of stage grpo, ``teacher`` of stage distill.
+    ``rewards`` belong to stage grpo, ``teacher`` to stage distill.
     """
 
     stage: str = Field(
@@ -85,7 +85,7 @@ class Recipe(WholeRecipe):
     def _trainer(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         from moe_finetune.recipe.arguments import check_trainer
 
-        stage = info.data.get("stage")  # not there when it is refused itself
+        stage = info.data.get("stage")  # missing if the section itself is invalid
         problems = list(check_trainer(value, STAGES[stage])) if value and stage else []
         if problems:
             raise RecipeError("\n".join(problems))
@@ -104,7 +104,7 @@ class Recipe(WholeRecipe):
 
     @classmethod
     def from_preset(cls, preset: str, model: str, train: Paths, **sections: Any) -> Recipe:
-        """A recipe from a method's preset, a checkpoint and training data; the rest as keys.
+        """A recipe from a preset, a checkpoint and training data; other sections as keywords.
 
         ``Recipe.from_preset("erc", "my/checkpoint", "my.jsonl", trainer={"max_steps": 50})``
         """
@@ -113,7 +113,7 @@ class Recipe(WholeRecipe):
 
     @property
     def hash(self) -> str:
-        """SHA-256 of the resolved content, independent of the files it came from."""
+        """SHA-256 of the resolved content; independent of file names and layout."""
         text = json.dumps(self.to_mapping(), sort_keys=True, ensure_ascii=False)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -135,7 +135,7 @@ def load_recipe(paths: Sequence[str | Path] | str | Path, overrides: Sequence[st
 
 
 def recipe_from_tree(tree: Tree) -> Recipe:
-    """Validate merged values; raise RecipeError that names where each problem was written."""
+    """Validate merged values; raise a RecipeError with the place of each problem."""
     return from_tree(Recipe, tree)
 
 
@@ -155,7 +155,7 @@ def _conflicts(recipe: Recipe) -> Iterator[str]:
 
 
 def _stage_conflicts(recipe: Recipe) -> Iterator[str]:
-    """Keys that only one stage has."""
+    """Yield keys that belong to another stage."""
     stage = recipe.stage
     if recipe.rewards and stage != "grpo":
         yield f"rewards: only valid for stage grpo, and this is stage {stage}; leave it out"

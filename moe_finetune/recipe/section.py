@@ -21,13 +21,13 @@ _ASSIGNED = re.compile(rf"([\w.]*(?:{SECRET.pattern}\w*|\btoken)=)[^\s'\",;]+", 
 
 
 class Section(BaseModel):
-    """A mapping of the recipe: unknown keys and values of another type are refused."""
+    """A mapping of the recipe; unknown keys and values of the wrong type are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, validate_default=False)
 
 
 class WholeRecipe(Section):
-    """A recipe that has been resolved and is saved with what it made."""
+    """A resolved recipe that is saved with its results."""
 
     @model_validator(mode="after")
     def _no_secrets(self) -> Self:
@@ -42,17 +42,17 @@ class WholeRecipe(Section):
         return self.model_dump(mode="json")
 
     def to_yaml(self) -> str:
-        """The resolved recipe as YAML; what loads recipes reads it back to an equal one."""
+        """The resolved recipe as YAML; loading it gives an equal recipe."""
         return yaml.safe_dump(self.to_mapping(), sort_keys=False, allow_unicode=True)
 
 
 def hide_secrets(text: str) -> str:
-    """``text`` with stars for tokens, and for what is assigned to a key such as ``hf_token``."""
+    """``text`` with stars for tokens and for values assigned to keys such as ``hf_token``."""
     return _TOKEN.sub(r"\1\2***", _ASSIGNED.sub(r"\1***", text))
 
 
 def _secrets(value: Any, path: str = "") -> Iterator[str]:
-    """Keys of texts that a name such as ``hf_token`` calls a secret."""
+    """Yield keys whose names, such as ``hf_token``, mark their texts as secrets."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _secrets(inner, f"{path}.{name}" if path else str(name))

@@ -17,7 +17,7 @@ from moe_finetune.recipe.lora import LoraSection as LoraSection
 from moe_finetune.recipe.section import Section
 
 BEST = "load_best_model_at_end"
-# transformers' own; it would also take a hub id, and fetch code from there.
+# transformers' attention kernels; it would also accept a hub id and download code.
 Attention = Literal[
     "eager",
     "sdpa",
@@ -31,7 +31,7 @@ Attention = Literal[
 class ModelSection(Section):
     """The checkpoint to start from.
 
-    ``init: random`` takes only config and tokenizer from it, lays ``config`` over the former and
+    ``init: random`` reads only its config and tokenizer, overrides config keys by ``config``, and
     trains a model from scratch, without an adapter.
     """
 
@@ -143,8 +143,8 @@ class ParallelSection(Section):
 class RouterSection(Section):
     """How the routers learn: all weights, through LoRA, or not at all.
 
-    ``replay``, of stage grpo: a completion is trained with the experts that its tokens were given
-    when it was sampled, weighted by the present router.
+    ``replay``, of stage grpo: a completion is trained with the experts that its tokens selected
+    when it was sampled, weighted by the current router.
     """
 
     train: Literal["full", "lora", "frozen"] = Field(
@@ -179,7 +179,7 @@ class RouterSection(Section):
 
 
 class RewardSection(Section):
-    """A reward of reinforcement: one by name, or a function of the user's own Python file."""
+    """A reward for reinforcement learning: by name, or a function in the user's Python file."""
 
     name: str | None = Field(
         default=None,
@@ -233,10 +233,10 @@ class ExportSection(Section):
 
 
 class EvaluationSection(Section):
-    """What the merged checkpoint is tested on, and, with ``every``, the model on its way there.
+    """The suites for the merged checkpoint and, with ``every``, for states during training.
 
-    The states are kept apart from the training checkpoints and scored after training; then their
-    weights are deleted.
+    These states are separate from the training checkpoints. They are scored after training; then
+    their weights are deleted.
     """
 
     suite: str = Field(min_length=1, description="name of a suite, or its YAML file")
@@ -268,10 +268,10 @@ class EvaluationSection(Section):
 
 
 class NumericsSection(Section):
-    """What happens when numbers go wrong, and whether every operation must repeat exactly.
+    """What to do about NaN and routing collapse, and whether operations are deterministic.
 
-    ``max_violation`` and ``dead_experts`` are limits of a router that has not collapsed, see
-    :class:`moe_finetune.training.numerics.CollapseWatch`; ``patience`` counts logs.
+    ``max_violation`` and ``dead_experts`` are the limits beyond which routing counts as collapsed,
+    see :class:`moe_finetune.training.numerics.CollapseWatch`; ``patience`` counts logs.
     """
 
     on_nan: Literal["stop", "skip"] = Field(

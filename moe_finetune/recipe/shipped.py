@@ -1,4 +1,4 @@
-"""Where the recipes lie that come with the package."""
+"""The location of the recipes that come with the package."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def recipes_folder() -> Path:
 
 
 def find_recipe(path: Path) -> Path:
-    """``path`` itself; where there is no such file, ``recipes/...`` is the package's own."""
+    """``path`` if it exists; otherwise ``recipes/...`` means the package's file."""
     if path.parts[:1] != ("recipes",) or path.exists():
         return path
     shipped = recipes_folder().joinpath(*path.parts[1:])

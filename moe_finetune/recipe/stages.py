@@ -1,4 +1,4 @@
-"""The stages of training: TRL's trainer and arguments of each, and the form of its data.
+"""The stages of training: TRL's trainer, its arguments, and the form of the data.
 
 A new stage is an entry here. Nothing of TRL is imported before it is used.
 """
@@ -29,16 +29,16 @@ class Stage:
     """One stage of training.
 
     Attributes:
-        name: what ``stage:`` says.
-        title: for readers.
+        name: value of ``stage:``.
+        title: name for display.
         module: where TRL has the two classes.
         trainer: TRL's trainer.
         config: its arguments, a dataclass whose fields are the keys of ``trainer:``.
-        form: what a row of its data becomes: "tokens" (ids and labels, made here), "preference"
-            (prompt, chosen, rejected), "unpaired" (prompt, completion, label), or "prompts" (a
-            prompt, with whatever fields its rewards read).
-        reference: its loss needs the model that training began with.
-        owned: keys of ``trainer:`` that have another place in a recipe, and where.
+        form: the form of its rows: "tokens" (ids and labels, made here), "preference" (prompt,
+            chosen, rejected), "unpaired" (prompt, completion, label), or "prompts" (a prompt, with
+            any fields that its rewards read).
+        reference: whether the loss needs the initial model.
+        owned: keys of ``trainer:`` that are set elsewhere in a recipe, and where.
     """
 
     name: str

@@ -1,8 +1,8 @@
-"""YAML files that extend each other, merged into one tree that remembers where each value is from.
+"""YAML files that extend each other, merged into one tree that records where each value is from.
 
 Later files win over earlier ones, a file wins over what it extends, and ``key.path=value``
-overrides win over all files. Mappings merge key by key; anything else is replaced. A text at a key
-of :data:`SHORTHANDS` stands for a mapping: ``method: erc`` is ``method: {preset: erc}``.
+overrides win over all files. Mappings merge key by key; anything else is replaced. A string at a
+key of :data:`SHORTHANDS` is short for a mapping: ``method: erc`` is ``method: {preset: erc}``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Tree:
 
 
 def merge_mappings(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Return ``base`` with ``changes`` laid over it; neither is changed."""
+    """Return ``base`` updated recursively with ``changes``; neither is modified."""
     merged = dict(base)
     for key, value in changes.items():
         old = merged.get(key)
@@ -58,13 +58,13 @@ def merge_mappings(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, A
 
 
 def load_tree(paths: Iterable[str | Path], overrides: Sequence[str] = ()) -> Tree:
-    """Read recipe files with all they extend, then apply ``key.path=value`` overrides.
+    """Read recipe files and the files they extend, then apply ``key.path=value`` overrides.
 
-    ``recipes/...`` is a file of the package where there is none of that name.
+    ``recipes/...`` falls back to the package's file of that name.
 
     Raises:
-        RecipeError: a file that is missing, is not YAML or extends itself; a duplicate key; an
-            override that cannot be applied. The message names file and line.
+        RecipeError: a file is missing, is not YAML or extends itself, a key is duplicate, or an
+            override cannot be applied. The message names file and line.
     """
     tree = Tree()
     for path in paths:
@@ -139,7 +139,7 @@ def _mark(node: yaml.Node, key: Key, path: Path, origins: dict[Key, str]) -> Non
 
 
 def _apply(tree: Tree, override: str) -> None:
-    """Set one ``a.b.0=value``; the value is read as YAML."""
+    """Set one ``a.b.0=value``; the value is parsed as YAML."""
     path, equals, text = override.partition("=")
     parts = path.strip().split(".")
     if not equals or not all(parts):

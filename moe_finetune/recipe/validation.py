@@ -1,4 +1,4 @@
-"""Pydantic's errors in a recipe's words: one line a key, what is expected, the nearest name."""
+"""Pydantic's errors in a recipe's terms: one line per key, what is expected, the nearest name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Model = TypeVar("Model", bound=BaseModel)
 def from_tree(
     model: type[Model], tree: Tree, refused: type[MoeFinetuneError] = RecipeError, **defaults: Any
 ) -> Model:
-    """Validate merged values, laid over ``defaults``.
+    """Validate merged values, with ``defaults`` for missing keys.
 
     Raises:
         RecipeError (or ``refused``): one line for each problem, with where it was written and the
@@ -30,7 +30,7 @@ def from_tree(
         return model.model_validate({**defaults, **tree.values})
     except ValidationError as error:
         lines = describe(model, error)
-    except UnicodeEncodeError as error:  # half of a surrogate pair, as JSON's escapes can write it
+    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON escapes allow
         lines = [f"{error.object!a} contains characters that cannot be encoded in UTF-8"]
     raise refused("\n".join(_placed(tree, line) for line in lines))
 
@@ -42,7 +42,7 @@ def _placed(tree: Tree, line: str) -> str:
 
 
 def describe(model: type[BaseModel], error: ValidationError, prefix: Key = ()) -> list[str]:
-    """Pydantic's errors as one line a key: ``key.path: value is not what is expected``."""
+    """Pydantic's errors as one line per key: ``key.path``, the value, and what is expected."""
     expected: dict[tuple[str, str], list[str]] = {}  # by key and value
     lines: list[str] = []
     for item in error.errors():
@@ -72,7 +72,7 @@ def describe(model: type[BaseModel], error: ValidationError, prefix: Key = ()) -
     return lines + [
         f"{key}: must be {' or '.join(dict.fromkeys(texts))}, not {got}"
         for (key, got), texts in expected.items()
-        # of the branches of a union, the one that went deeper is the one that was meant
+        # the branch of a union whose error is deepest is the one that was meant
         if not any(other.startswith(f"{key}.") for other in keys)
     ]
 
@@ -105,7 +105,7 @@ _PATTERNS = (
 
 
 def in_words(message: str) -> str:
-    """What a pydantic message wants, in a recipe's words: ``a whole number``, ``2 or more``."""
+    """What a pydantic message expects, in a recipe's terms: ``a whole number``, ``2 or more``."""
     text = message.removeprefix("Value error, ").removeprefix("Input should be ")
     if text in _WORDS:
         return _WORDS[text]
@@ -116,7 +116,7 @@ def in_words(message: str) -> str:
 
 
 def _required(model: type[BaseModel], loc: tuple[str | int, ...]) -> list[str]:
-    """Keys that the section at ``loc`` cannot do without; none where it is not a section."""
+    """Required keys of the section at ``loc``; empty if it is not a section."""
     sections: list[type[BaseModel]] = [model]
     for part in loc:
         if not sections or part not in sections[0].model_fields:
@@ -127,7 +127,7 @@ def _required(model: type[BaseModel], loc: tuple[str | int, ...]) -> list[str]:
 
 
 def _is_union_tag(part: str | int) -> bool:
-    """Pydantic puts the branch of a union into the location: ``list[str]``, ``DataSource``."""
+    """Return whether ``part`` is a branch of a union, as in ``list[str]`` or ``DataSource``."""
     if not isinstance(part, str):
         return False
     # recipe keys are lower case, so a capital begins the name of a section's class
@@ -135,7 +135,7 @@ def _is_union_tag(part: str | int) -> bool:
 
 
 def _elsewhere(model: type[BaseModel], name: str, prefix: str = "", depth: int = 3) -> str | None:
-    """The dotted key of another section that has this name; None where none or several have it."""
+    """The dotted key of this name in another section; None if none or several have it."""
     if not prefix and "trainer" in model.model_fields:
         config = STAGES["sft"].config_class()
         if name in {field.name for field in dataclasses.fields(config)}:

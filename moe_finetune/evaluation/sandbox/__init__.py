@@ -1,10 +1,11 @@
-"""Run generated programs against tests, where they can neither do harm nor forge success.
+"""Run generated programs against tests, so that they can neither do harm nor fake success.
 
 Threat model. The program is hostile: it may read, allocate, start threads, send signals, try the
 network, walk frames, patch modules, exit early, print anything, and answer the tests' questions in
 place of the runner. It runs in its own sandbox, which is destroyed as a whole: namespaces without
-network, a read-only file system of Python and libraries, one process whose address space is all of
-its memory, limits on threads, files, processor time and wall clock, and a filter of system calls.
+network, a read-only file system of Python and libraries, one process whose only memory is its
+address space, limits on threads, files, processor time and wall clock, and a filter of system
+calls.
 
 The tests run in *another* sandbox and reach the program only by messages of plain data. After the
 last test that process prints a random number, which this process chose. The program shares no
@@ -49,8 +50,8 @@ class Program:
     Attributes:
         code: generated code, complete with imports.
         setup: trusted source that the tests need (imports, helpers of the task).
-        entry: names that the program must define; the tests see nothing else of it. Default: names
-            that the tests use and that neither they, the set-up nor Python define.
+        entry: names that the program must define; the tests see no other names. Default: names that
+            the tests use and that neither they, the set-up nor Python define.
     """
 
     code: str
@@ -94,7 +95,7 @@ def attempt():
 
 
 def trouble(kind: str) -> str:
-    """The error of docker or podman, or about its image; "" without one."""
+    """The error of docker or podman, or of its image; "" if it works."""
     if kind == "bubblewrap":
         return ""
     for query in (["info"], ["image", "inspect", image()]):
@@ -113,7 +114,7 @@ class Sandbox:
     """An isolation that passed its probes at the start.
 
     Args:
-        allow_unsafe_local: where no isolation works, run programs with the user's rights and only
+        allow_unsafe_local: if no isolation works, run programs with the user's rights and only
             resource limits, which is dangerous.
         kinds: isolations to try, in this order.
 
@@ -229,7 +230,7 @@ class Sandbox:
             checker.send(worker.receive(deadline), deadline)
 
     def close(self) -> None:
-        """Stop the checkers that are kept for the next programs."""
+        """Stop the checkers that are kept for further programs."""
         with contextlib.suppress(Empty):
             while True:
                 self._checkers.get_nowait().kill()

@@ -15,7 +15,7 @@ PACKAGE = "bubblewrap"
 def sandbox_state() -> tuple[str | None, str]:
     """Return the kind of sandbox that works here, or None and the reason.
 
-    Programs are run in it to find out, which takes a second.
+    Test programs are run in it, which takes a second.
     """
     try:
         with Sandbox() as sandbox:

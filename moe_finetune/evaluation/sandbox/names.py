@@ -40,8 +40,8 @@ def free_names(source: str) -> set[str]:
 def required_names(tests: str, setup: str = "", reference: str = "") -> tuple[str, ...]:
     """Return the names that ``tests`` require of the program.
 
-    They are those that tests use and that neither the tests nor ``setup`` bind. A name of Python's
-    own (``sum``, ``math``) is the program's only where a reference solution defines it.
+    They are those that tests use and that neither the tests nor ``setup`` bind. A name that Python
+    defines (``sum``, ``math``) is required only if a reference solution defines it.
     """
     defined = set()
     if reference:

@@ -23,7 +23,7 @@ from moe_finetune.evaluation.sandbox import seccomp
 RUNNER = Path(__file__).resolve().parent
 _START = "import sys; sys.path.insert(0, {folder!r}); import runner; runner.main()"
 _IMAGE = "python:3.11-slim"
-# One user number per program: a limit on processes counts a user's, over all sandboxes.
+# One user ID per program, because process limits count a user's processes in all sandboxes.
 # The start is random, so that two runs on one machine do not count together.
 _USERS: Iterator[int] = itertools.count(1_000_000_000 + secrets.randbelow(1_000_000_000))
 
@@ -34,8 +34,8 @@ class Limits:
 
     Attributes:
         seconds: wall clock for the program and its tests.
-        processes: threads; processes too where it may start some (docker, podman).
-        file_bytes: size of a file it writes, where it can write at all (without a sandbox).
+        processes: number of threads, and of processes if it may start any (docker, podman).
+        file_bytes: maximum size of a file it writes, if it can write at all (without a sandbox).
         reply_bytes: longest answer to one call.
     """
 
@@ -83,7 +83,7 @@ def start(kind: str, role: str, limits: Limits) -> subprocess.Popen[bytes]:
 
 
 def unusable(kind: str) -> str:
-    """Why isolation ``kind`` cannot be tried here; "" if it can."""
+    """The reason why isolation ``kind`` cannot be tried here; "" if it can."""
     if kind != "bubblewrap":
         return ""
     if not sys.platform.startswith("linux"):
@@ -122,12 +122,12 @@ def _options(executable: str) -> frozenset[str]:
 def _root_filesystem() -> list[str]:
     """Arguments that mount Python and the system's libraries read-only, and nothing else.
 
-    Set-user-id programs among them gain nothing: bubblewrap forbids new privileges.
+    Setuid programs among them gain nothing: bubblewrap forbids new privileges.
     """
     arguments: list[str] = []
 
     def mount(path: Path) -> None:
-        # Made here with open modes: bubblewrap's own are closed to the user without rights.
+        # Created here with open modes: bubblewrap's are closed to the unprivileged user.
         for parent in reversed(path.parents[:-1]):
             if parent not in created:
                 arguments.extend(["--perms", "0755", "--dir", str(parent)])
@@ -152,7 +152,7 @@ def _root_filesystem() -> list[str]:
     else:
         mount(prefix)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(prefix)}))
-    if packages.is_dir():  # other people's code, not the language
+    if packages.is_dir():  # third-party code, not the language
         arguments.extend(["--tmpfs", str(packages), "--remount-ro", str(packages)])
     arguments.extend(["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"])
     for name in ("/dev/null", "/dev/zero", "/dev/urandom"):
@@ -204,7 +204,7 @@ def image() -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of the sandbox's launcher: nothing of the user's but the path."""
+    """Return the environment of the sandbox's launcher: only the user's PATH."""
     return {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8"}
 
 

@@ -52,7 +52,7 @@ class SandboxProcess:
         return line
 
     def silent(self) -> bool:
-        """Whether everything that the process wrote was received."""
+        """Return whether everything that the process wrote has been received."""
         with selectors.PollSelector() as selector:
             selector.register(self._out, selectors.EVENT_READ)
             return not self._buffer and not (selector.select(0) and self._read())

@@ -32,7 +32,7 @@ _NOT_RAISED = (StopIteration, StopAsyncIteration)
 
 
 class Malformed(Exception):
-    """An answer in another format: the program wrote it, not the runner."""
+    """An answer in the wrong format: the program wrote it, not the runner."""
 
 
 def encode(value: Any, keep: Callable[[Any], int] | None = None, depth: int = 0) -> Any:

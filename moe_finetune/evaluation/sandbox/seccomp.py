@@ -56,7 +56,7 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
 _FORKS = {"fork": (57, None), "vfork": (58, None)}
 _CLONE = (56, 220)
 _SOCKETS = {"socket": (41, 198), "socketpair": (53, 199)}
-# From here on all machines have the same numbers. Calls newer than that are unknown to this filter
+# From here on all machines have the same numbers. Calls newer than these are unknown to this filter
 # (io_uring, clone3, new mounts, ...): they do not exist, but for these.
 _NEW = 424
 _NEW_ALLOWED = {
@@ -77,7 +77,7 @@ _ABSENT = _ERRNO | errno.ENOSYS
 
 
 def supported() -> bool:
-    """Whether there is a filter for this machine's processor."""
+    """Return whether there is a filter for this machine's processor."""
     return platform.machine() in _MACHINES
 
 
