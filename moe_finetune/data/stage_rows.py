@@ -166,7 +166,7 @@ def _source(
 
 
 def _features(rows: list[Row]) -> Any:
-    """Features that keep turns unchanged: in a plain table all objects would get the same fields."""
+    """Features that keep turns unchanged; a plain table gives all objects the same fields."""
     from datasets import Dataset, Features, Json
 
     turns = [name for name in TURNS if any(isinstance(row.get(name), list) for row in rows)]

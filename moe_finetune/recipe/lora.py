@@ -1,4 +1,4 @@
-"""The ``lora:`` section of a recipe: what is adapted, with which rank, scaling and initialization."""
+"""The ``lora:`` section of a recipe: what is adapted, rank, scaling and initialization."""
 
 from __future__ import annotations
 
