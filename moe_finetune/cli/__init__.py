@@ -1,4 +1,4 @@
-"""The command line: one function a verb that parses, calls and prints. See ``main`` for errors."""
+"""The command line: one function per verb that parses, calls, prints. See ``main`` for errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import typer
 
-# Importing them registers their verbs.
+# Importing these modules registers their verbs.
 from moe_finetune.cli import checkpoints, evaluation, experts, interactive, runs  # noqa: F401
 from moe_finetune.cli.app import app, check_alone, split_common
 from moe_finetune.cli.pipes import closed_pipes_ignored
@@ -19,7 +19,7 @@ from moe_finetune.errors import MoeFinetuneError, is_machine_failure, reason_of
 from moe_finetune.io.interrupts import interrupts_outlast_imports
 from moe_finetune.io.terminal import OWN, Records, Terminal, use_terminal
 
-# A path that the user named cannot be used as asked.
+# A path from the user cannot be used as requested.
 _PATH_ERRORS = (
     *(errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOENT, errno.EEXIST),
     *(errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EROFS),
@@ -29,9 +29,9 @@ _PATH_ERRORS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a verb and return the exit code.
 
-    0 success; 1 a failure of the machine (disk, memory), or of ``doctor``'s checks; 2 a wrong
-    input, with one message on stderr; 130 interrupted. ``--debug``, ``--quiet`` and
-    ``--log-format`` may stand anywhere; ``--debug`` shows the traceback instead.
+    0: success; 1: a failure of the machine (disk, memory) or of a check; 2: wrong input, with one
+    message on stderr; 130: interrupted. ``--debug``, ``--quiet`` and ``--log-format`` may appear
+    anywhere; ``--debug`` shows the traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments == ["--version"]:
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ours = Terminal("json" if common.json else None, common.quiet, capture=True)
     previous = use_terminal(ours)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[Records()])
-    # PEFT imports it where it is installed, and it says which kernel of the hub it does without.
+    # PEFT imports this if installed, and it logs which hub kernel it cannot use.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     logging.getLogger(OWN).setLevel(logging.DEBUG if debug else logging.INFO)
     try:
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         from moe_finetune.recipe.section import hide_secrets
 
-        print(f"error: {hide_secrets(str(error))}", file=sys.stderr)  # overrides may have some
+        print(f"error: {hide_secrets(str(error))}", file=sys.stderr)  # overrides may contain some
         return 1 if is_machine_failure(error) else 2
     except MemoryError:
         if debug:
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
         if not hasattr(error, "exit_code") or not hasattr(error, "show"):
             raise
-        error.show()  # a usage error: typer knows how to say it
+        error.show()  # a usage error, which typer prints
         return int(error.exit_code)
     finally:
         use_terminal(previous)

@@ -16,14 +16,14 @@ from moe_finetune.io import write_new
 
 
 class Verbs(TyperGroup):
-    """The verbs; an interrupt, whose message typer drops, is reported."""
+    """The verbs; reports an interrupt, whose message typer drops."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Carry out a verb."""
+        """Run a verb."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as interrupt:
-            if not str(interrupt):  # else training has reported what is saved and how to continue
+            if not str(interrupt):  # else training has reported what is saved and how to go on
                 print("interrupted", file=sys.stderr)
             raise
 
@@ -57,7 +57,7 @@ RecipeItems = Annotated[
 
 @dataclass
 class Common:
-    """Options that every verb takes, wherever they stand."""
+    """Options of every verb, accepted anywhere on the command line."""
 
     debug: bool = False
     quiet: bool = False
@@ -65,10 +65,10 @@ class Common:
 
 
 def split_common(arguments: Sequence[str]) -> tuple[list[str], Common]:
-    """The arguments without the common options, and those; what follows ``--`` is not touched.
+    """Separate the common options from the other arguments; those after ``--`` are left alone.
 
     Raises:
-        ValueError: a form of ``--log-format`` that does not exist.
+        ValueError: ``--log-format`` has an unknown value.
     """
     common = Common()
     others: list[str] = []
@@ -91,10 +91,10 @@ def split_common(arguments: Sequence[str]) -> tuple[list[str], Common]:
 
 
 def check_alone(arguments: Sequence[str]) -> None:
-    """Refuse a verb that one process carries out where a launcher started several.
+    """Refuse a single-process verb if a launcher started several processes.
 
     Raises:
-        ValueError: each of them would do the same work, and write the same files.
+        ValueError: several processes would do the same work and write the same files.
     """
     verb = next((word for word in arguments if not word.startswith("-")), None)
     processes = os.environ.get("WORLD_SIZE", "1")
@@ -108,7 +108,7 @@ def check_alone(arguments: Sequence[str]) -> None:
 
 
 def split_items(items: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Recipe files and ``key.path=value`` overrides, from one list of arguments."""
+    """Split a list of arguments into recipe files and ``key.path=value`` overrides."""
     overrides = [item for item in items if "=" in item and not Path(item).is_file()]
     return [item for item in items if item not in overrides], overrides
 

@@ -188,7 +188,7 @@ def merge(
     from moe_finetune.models.declared import declare_family_of
     from moe_finetune.models.loading import local_folder
 
-    declare_family_of(source)  # the base lies elsewhere
+    declare_family_of(source)  # the base is elsewhere
     run = RunFolder(source)
     adapter = run.adapter if run.adapter.is_dir() else source
     folder = local_folder(base) if base is not None else base_of(adapter)
@@ -226,7 +226,7 @@ def merge(
 
 
 def base_of(adapter: Path) -> Path:
-    """The folder of the base checkpoint that an adapter names, at the revision it names."""
+    """The folder of the base checkpoint and revision that an adapter names."""
     from moe_finetune.checkpoint.adapter import open_adapter
     from moe_finetune.errors import AdapterError, CheckpointError
     from moe_finetune.models.loading import local_folder
@@ -278,7 +278,7 @@ def permute(
     ],
     output: Output,
 ) -> None:
-    """Write a checkpoint with the experts of some layers in another order; it computes the same.
+    """Write a checkpoint with the experts of some layers reordered; it computes the same function.
 
     Example: moe-finetune permute ./my-moe --permutation order.json --output ./my-moe-placed
     """

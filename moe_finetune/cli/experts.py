@@ -15,7 +15,7 @@ from moe_finetune.io import output_lock
 from moe_finetune.io.atomic import refuse_existing
 from moe_finetune.io.run_folder import RunFolder
 
-# What router and gates say without a token (P2 Tables 2 and 3): means over layers, printed.
+# Metrics of router and gate weights, without tokens (P2 Tables 2 and 3): printed as layer means.
 SHOWN_VALUES = (
     *("max_violation", "score_entropy", "score_variance", "expert_overlap"),
     *("erc_loss", "erc_least_alpha", "noise_level", "router_cosine"),
@@ -79,9 +79,9 @@ def analyze(
         ),
     ] = None,
 ) -> None:
-    """Record which experts the tokens go to, measure it, and draw a page.
+    """Record which experts the tokens select, measure the routing, and draw a page.
 
-    Of a checkpoint: a trace (for select, place and compare), numbers and a page; of a trace:
+    A checkpoint gives a trace (for select, place and compare), numbers and a page; a trace gives
     numbers and a page.
 
     Example: moe-finetune analyze ./my-moe --domain law=law.jsonl --domain math=math.jsonl
@@ -166,11 +166,11 @@ def place(
 ) -> None:
     """Plan which rank gets which expert, so that fewer tokens cross ranks; for `permute`.
 
-    Plans on the first half of each domain's sequences and shows what that does to the others.
+    Plans on the first half of each domain's sequences and evaluates the plan on the others.
 
     With --bench FILE it measures samples/s of vLLM under expert parallelism, on as many GPUs as
     ranks: the trace's checkpoint with experts in round robin, the same placed by the plan, and the
-    checkpoint of --against placed by its own plan. What follows -- goes to `vllm serve`.
+    checkpoint of --against placed by its own plan. Arguments after -- go to `vllm serve`.
 
     Example: moe-finetune place traces/law --ranks 8 --output plan.json
 

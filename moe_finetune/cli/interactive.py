@@ -30,7 +30,7 @@ def init(
         Path, typer.Option("--output", "-o", help="The recipe to write; must not exist.")
     ] = Path("recipe.yaml"),
 ) -> None:
-    """Write a recipe to start from. On a terminal it asks for what the options leave out.
+    """Write a recipe to start from. On a terminal it asks for the options that you leave out.
 
     Example: moe-finetune init ./my-moe --data my.jsonl --method erc --output my.yaml
     """
@@ -66,7 +66,7 @@ def preview(
     items: RecipeItems,
     rows: Annotated[int, typer.Option("--rows", min=1, help="Rows to show.")] = 3,
 ) -> None:
-    """Show what a recipe's data become: format, rows, learned tokens, lengths, steps.
+    """Show the data of a recipe: format, rows, learned tokens, lengths, steps.
 
     Example: moe-finetune preview recipes/models/olmoe_1b_7b.yaml data.train=my.jsonl --rows 5
     """
@@ -86,7 +86,7 @@ def watch(
 ) -> None:
     """Show a run while it trains: curves, and the load of each layer's experts.
 
-    Ends with the run. Where standard output is not a terminal it shows the run once.
+    Ends with the run. If standard output is not a terminal, it shows the run once.
 
     Example: moe-finetune watch runs/first
     """

@@ -1,4 +1,4 @@
-"""Output into a pipe whose reader has gone, as in ``train | head -1``, must not end the work."""
+"""Keep working when the reader of an output pipe has gone, as in ``train | head -1``."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class _Pipe:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
-        with suppress(OSError, ValueError):  # its reader may be the same
+        with suppress(OSError, ValueError):  # the other stream may have the same reader
             self._other.write(_NOTE.format(name=self._name))
             self._other.flush()
 
 
 def _can_break(stream: TextIO) -> bool:
-    """Whether the stream has a reader that may go: a pipe or a socket, not a file or a terminal."""
+    """Return whether the stream's reader can go away: a pipe or socket, not a file or terminal."""
     try:
         mode = os.fstat(stream.fileno()).st_mode
     except (OSError, ValueError):
@@ -58,7 +58,7 @@ def _can_break(stream: TextIO) -> bool:
 
 @contextmanager
 def closed_pipes_ignored() -> Iterator[None]:
-    """Let the work continue when standard output or standard error is a pipe that nobody reads."""
+    """Continue when standard output or standard error is a pipe that nobody reads."""
     out, err = sys.stdout, sys.stderr
     if out is None or err is None or not (_can_break(out) or _can_break(err)):
         yield

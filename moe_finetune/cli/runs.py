@@ -36,7 +36,7 @@ def demo(
 ) -> None:
     """Pretrain a small MoE, fine-tune it with two methods, merge, evaluate, draw the report.
 
-    In the folder of an earlier demo it continues, and repeats only what has changed since.
+    In the folder of an earlier demo it continues and repeats only what has changed.
 
     Example: moe-finetune demo --output runs/demo
     """
@@ -79,7 +79,7 @@ def train(
         typer.Option("--ignore-memory", help="Start even if the memory plan exceeds this machine."),
     ] = False,
 ) -> None:
-    """Carry out a recipe: train, merge, verify, evaluate, report.
+    """Run a recipe: train, merge, verify, evaluate, report.
 
     Several recipes and key.path=value overrides are merged; later ones win.
 
@@ -90,7 +90,7 @@ def train(
 
     tree = load_tree(*split_items(items))
     if int(os.environ.get("RANK", "0")) == 0:
-        terminal().say(headline(tree.values, output))  # what follows imports for some seconds
+        terminal().say(headline(tree.values, output))  # the imports below take some seconds
     from moe_finetune.experiments.chain import chain_of, check_later, describe_starts, run_chain
     from moe_finetune.recipe.schema import recipe_from_tree
     from moe_finetune.report.outcome import end_run, next_commands
@@ -120,7 +120,7 @@ def train(
 
 
 def headline(values: Mapping[str, Any], output: Path) -> str:
-    """What a run is about, from a recipe that nothing has checked yet."""
+    """A line about a run, from a recipe that has not been validated yet."""
 
     def of(section: str, key: str, default: str) -> str:
         value = values.get(section)
@@ -183,9 +183,9 @@ def study(
         typer.Option("--shard", metavar="I/N", help="Only every N-th run, from the I-th."),
     ] = None,
 ) -> None:
-    """Run a recipe over methods, models, data and seeds, and tabulate what came out.
+    """Run a recipe over methods, models, data and seeds, and tabulate the results.
 
-    Exit code 1 when a run failed; the others are finished, and --resume tries it again.
+    Exit code 1 if a run failed; the other runs finish, and --resume retries the failed one.
 
     Example: moe-finetune study recipes/studies/paper0_table1.yaml seeds=[1,2,3] --output table1
     """
@@ -223,7 +223,7 @@ def upcycle(
         typer.Option("--replace", help="Delete results of other settings and train again."),
     ] = False,
 ) -> None:
-    """Make a MoE of a dense model: cluster texts, train experts, merge, teach routers, compare.
+    """Make a MoE from a dense model: cluster texts, train experts, merge, train routers, compare.
 
     Example: moe-finetune upcycle recipes/upcycle/miniature.yaml --output runs/svmoe
     """

@@ -1,1 +1,1 @@
-"""The embedded default: a small checkpoint, data and held-out tasks that it creates."""
+"""The demo: a small checkpoint, data and held-out tasks, all created here."""

@@ -1,4 +1,4 @@
-"""``moe-finetune demo``: the whole path, on a checkpoint and data that it creates.
+"""``moe-finetune demo``: the whole workflow, on a checkpoint and data that it creates.
 
 Pretrain (cached) -> fine-tune twice -> merge -> evaluate all three checkpoints -> one report.
 """
@@ -36,13 +36,13 @@ METHODS = ("aux_loss", "orthogonal_variance")
 def run_demo(output: str | Path, backend: str | None = None, steps: int | None = None) -> Path:
     """Run the demo in the folder ``output`` and return the report's page.
 
-    What an earlier demo there has finished is kept where nothing that it follows from has changed.
-    The fine-tunes train side by side, each in its own process with its part of the cores; a
-    third process evaluates the three checkpoints, the base meanwhile.
+    Finished parts of an earlier demo in the folder are kept if their inputs have not changed. The
+    fine-tunes run in parallel, each in a process with its share of the cores; a third process
+    evaluates the three checkpoints, the base during training.
 
     Args:
         output: new or empty folder, or that of an earlier demo.
-        backend: "vllm" or "hf"; None takes vLLM where it is usable and says so where it is not.
+        backend: "vllm" or "hf"; None selects vLLM if usable, and otherwise reports why not.
         steps: optimizer steps of each fine-tune; default: the recipe's.
     """
     output = Path(output)
@@ -52,7 +52,7 @@ def run_demo(output: str | Path, backend: str | None = None, steps: int | None =
     runs = [output / method for method in METHODS]
     if all(run.is_dir() for run in runs) and parts.kept("report", identity):
         return page
-    parts.begin("report", identity)  # first: the note says whose folder it is
+    parts.begin("report", identity)  # first, because the note marks the folder as a demo's
     threads = _threads_each()
     log = RunFolder(output).log
     with (
@@ -96,7 +96,7 @@ def _make(
         with terminal().phase("evaluate the base"):
             base.result()
         parts.finish("base")
-    for method in METHODS:  # with the answers, so that the page compares item by item
+    for method in METHODS:  # with the answers, so that the page can compare item by item
         base_eval, copy = output / "base", RunFolder(output / method).base_evaluation
         shutil.copytree(base_eval / "tasks", copy / "tasks", dirs_exist_ok=True)
         write_atomic(copy / RESULTS_FILE, (base_eval / RESULTS_FILE).read_bytes())
@@ -110,10 +110,10 @@ def _fine_tune(
     recipes: dict[str, Recipe],
     code: str,
 ) -> None:
-    """Make the runs that are not there yet.
+    """Make the runs that are missing.
 
-    Steps of so small a model gain little from a second core: each run gets a share of the threads,
-    the same whether another trains at the same time or was kept, so that the bytes are the same.
+    Steps of so small a model gain little from a second core, so each run gets a share of the
+    threads. The share is the same if the other run was kept, so that results are byte-identical.
     """
     identities = {method: sha256_json([code, recipe.hash]) for method, recipe in recipes.items()}
     missing = [method for method in recipes if not parts.kept(method, identities[method])]
@@ -141,19 +141,19 @@ def _fine_tune(
 
 
 def _vllm_imported() -> VllmStatus:
-    """Whether vLLM can be used; if so, what an evaluation imports is imported.
+    """Return whether vLLM can be used; if so, also import what an evaluation needs.
 
-    It is done by the time that the corpus is read, which takes one core.
+    This finishes while another process reads the corpus on one core.
     """
     status = vllm_status()
     if status.usable:
-        with suppress(ImportError):  # of lm-eval, which the evaluation reports
+        with suppress(ImportError):  # raised by lm-eval; the evaluation reports it
             import lm_eval.models.vllm_causallms  # noqa: F401
     return status
 
 
 def _import_trainer() -> None:
-    """What a fine-tune imports first; it takes as long as writing the data."""
+    """Import what a fine-tune needs; this takes as long as writing the data."""
     import trl.trainer.sft_trainer  # noqa: F401
 
 
@@ -164,7 +164,7 @@ def _begun(run: Path) -> bool:
 def _threads_each() -> dict[str, str]:
     """Environment of a process that shares the cores with one other.
 
-    Threads of several processes that wait for each other on the same core burn most of its time.
+    Otherwise threads of several processes spin on the same core and waste most of its time.
     """
     import torch
 
@@ -173,7 +173,7 @@ def _threads_each() -> dict[str, str]:
 
 @contextmanager
 def _own_threads(environment: dict[str, str]) -> Iterator[None]:
-    """Let this process, which has begun, take no more threads than one with ``environment``."""
+    """Limit the threads of this running process to those of one started with ``environment``."""
     import torch
 
     threads = torch.get_num_threads()
@@ -187,7 +187,7 @@ def _own_threads(environment: dict[str, str]) -> Iterator[None]:
 def _begin_base(
     output: Path, parts: Parts, worker: Worker, checkpoint: Path, recipe: Recipe, code: str
 ) -> Pending[Any] | None:
-    """Hand over the evaluation of the checkpoint before training; None when it is there."""
+    """Submit the evaluation of the checkpoint before training; None if it is already done."""
     section = recipe.evaluation
     assert section is not None
     options: dict[str, Any] = {
@@ -203,7 +203,7 @@ def _begin_base(
 
 
 def say_outcome(output: Path, page: Path) -> None:
-    """Print the demo's scores, what its methods changed, and what to do next."""
+    """Print the demo's scores, what its methods changed, and next commands."""
     init_command = ["init", "./my-moe", "--data", "my.jsonl", "--output", "my.yaml"]
     following = next_commands(page, output / METHODS[-1], init_command)
     end_run({method: output / method for method in METHODS}, output / "base", following)
@@ -212,7 +212,7 @@ def say_outcome(output: Path, page: Path) -> None:
 def demo_recipe(
     method: str, checkpoint: Path, data: Path, backend: str, steps: int | None = None
 ) -> Recipe:
-    """The recipe of one fine-tune of the demo, on files that were made here."""
+    """The recipe of one fine-tune of the demo, on the demo's files."""
     overrides = [
         f"model.path={checkpoint}",
         f"data.train={data / 'train.jsonl'}",
@@ -226,7 +226,7 @@ def demo_recipe(
 
 
 def recipe_texts() -> list[str]:
-    """The files that :func:`demo_recipe` reads before they are merged."""
+    """The texts of the files that :func:`demo_recipe` merges."""
     folder = recipes_folder()
     files = [folder / "demo" / "demo.yaml"]
     files += [folder / kind / f"{m}.yaml" for m in METHODS for kind in ("demo", "methods")]

@@ -1,8 +1,8 @@
 """The parts of an earlier demo in the same folder that are still valid, by content.
 
-A part (a fine-tune, an evaluation, the page) is known by a hash of what it follows from. What is
-finished under the same hash is kept, what was interrupted goes on, and what follows from something
-else now is removed and made again.
+A part (a fine-tune, an evaluation, the page) is identified by a hash of its inputs. With the same
+hash, a finished part is kept and an interrupted one resumes; with another, it is removed and made
+again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DEPENDENCIES = ("torch", "transformers", "trl", "peft", "accelerate", "lm-eval",
 
 
 class Parts:
-    """The parts of the demo in ``folder``, as its ``steps/`` notes them.
+    """The parts of the demo in ``folder``, as recorded in ``steps/``.
 
     Raises:
         OutputExistsError: the folder has other files.
@@ -32,20 +32,20 @@ class Parts:
 
     def __init__(self, folder: Path):
         self._folder = folder
-        # Runs and upcycles have a folder of that name, too, but no such note.
+        # Runs and upcycles also have a folder of that name, but no such note.
         if not any((folder / PARTS_FOLDER).glob("*.begun.json")) and is_taken(folder):
             raise OutputExistsError(f"{folder} contains other files; choose another --output")
         self._begun: dict[str, str] = {}
 
     def kept(self, name: str, identity: str) -> bool:
-        """Whether a part was finished under ``identity``; says so."""
+        """Return whether a part was finished under ``identity``, and print a line if so."""
         if not self._note(name).is_of(identity) or not (self._folder / name).is_dir():
             return False
         terminal().say(f"{name}: kept, because its inputs have not changed")
         return True
 
     def begin(self, name: str, identity: str) -> None:
-        """Note that a part is being made; what was made from something else is removed."""
+        """Record that a part is being made; remove one that was made from other inputs."""
         product, begun = self._folder / name, self._note(f"{name}.begun")
         if not begun.is_of(identity) and product.exists():
             terminal().say(f"{name}: redone, because its inputs have changed")
@@ -63,7 +63,7 @@ class Parts:
 
 
 def code_identity() -> str:
-    """Hash of this package's files, of the evaluation tasks, and of what they build on."""
+    """Hash of this package's files, the evaluation tasks and the versions of dependencies."""
     digest = hashlib.sha256()
     package = Path(__file__).resolve().parents[1]
     for root in (package, eval_root() / "tasks", eval_root() / "suites"):

@@ -1,12 +1,12 @@
 """The demo's data for the other stages: preferences, labels, prompts and texts.
 
-``write_stage_data(folder, seed)`` writes, the same bytes each time on the same Python:
+``write_stage_data(folder, seed)`` writes these files, byte-identical on the same Python:
 
-* of training facts ``preferences.jsonl`` (``prompt``, ``chosen``, ``rejected``), ``labels.jsonl``
-  (``prompt``, ``completion``, ``label``) and ``prompts.jsonl`` (``prompt``, ``answer``); a wrong
-  answer has one digit changed;
-* of held-out facts ``prompts_test.jsonl``;
-* ``texts.jsonl`` (``text``), the documents that fine-tuning draws on.
+* from training facts, ``preferences.jsonl`` (``prompt``, ``chosen``, ``rejected``),
+  ``labels.jsonl`` (``prompt``, ``completion``, ``label``) and ``prompts.jsonl`` (``prompt``,
+  ``answer``); a wrong answer has one digit changed;
+* from held-out facts, ``prompts_test.jsonl``; * ``texts.jsonl`` (``text``), the documents that
+fine-tuning draws on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def wrong_answer(problem: Problem, rng: random.Random) -> int:
 
 
 def write_stage_data(folder: str | Path, seed: int = 0, rows: int = ROWS) -> Path:
-    """Write the five files into ``folder`` (made when missing) and return it."""
+    """Write the five files into ``folder``, created if missing, and return it."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(f"{seed}/stages")

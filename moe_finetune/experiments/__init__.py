@@ -14,9 +14,9 @@
         run.evaluation                              # eval/results.json, or None
         run.value("loss")                           # last of metrics.jsonl, or routing/after.json
 
-A study need not come from a file: ``study_from_tree(Tree(values), name)`` takes the mapping.
-``launch.kind: inline`` carries the runs out in this process, without the seconds that a child's
-imports take.
+A study need not come from a file: ``study_from_tree(Tree(values), name)`` accepts a mapping.
+``launch.kind: inline`` runs everything in this process and saves the seconds that a child's imports
+take.
 """
 
 from moe_finetune.experiments.expand import Run, expand

@@ -1,11 +1,11 @@
 """Stages in sequence: ``stages: [{stage: sft, ...}, {stage: dpo, ...}]``.
 
-An entry of ``stages:`` has keys of a recipe, laid over the recipe's others. The first starts as
-``model:`` says, every other from the merged checkpoint of the one before it: what the common keys
-say about the start (``path``, ``init``, ``config``, ``revision``, ``tokenizer``, ``lora.start``) is
-the first stage's. The output folder has a run's folder for each, ``1-sft``, ``2-dpo``, ..., and one
-``report/`` of all of them. A stage is an ordinary run, which records its own progress, so there is
-no ledger of steps.
+An entry of ``stages:`` has recipe keys that override the common ones. The first stage starts from
+``model:``, each later one from the previous stage's merged checkpoint; common keys about the start
+(``path``, ``init``, ``config``, ``revision``, ``tokenizer``, ``lora.start``) apply to the first
+stage only. The output folder has a run folder for each stage, ``1-sft``, ``2-dpo``, ..., and one
+``report/`` on all of them. A stage is an ordinary run that records its progress, so there is no
+ledger of steps.
 """
 
 from __future__ import annotations
@@ -99,10 +99,10 @@ def describe_starts(runs: Sequence[tuple[Path, Recipe]]) -> str:
 
 
 def check_later(runs: Sequence[tuple[Path, Recipe]], ignore_memory: bool = False) -> None:
-    """Check the later stages on the first one's start, before training begins.
+    """Check the later stages against the first stage's model, before training begins.
 
     Raises:
-        MoeFinetuneError: the error that the stage would raise at its start, with its folder's name.
+        MoeFinetuneError: the error that a stage would raise at its start, with the stage's folder.
     """
     from moe_finetune.training.preflight import check_inputs
 
@@ -123,11 +123,11 @@ def run_chain(
     resume: bool = False,
     ignore_memory: bool = False,
 ) -> Path:
-    """Carry out ``runs`` one after the other and return the page about all of them.
+    """Carry out ``runs`` one after another and return the page of the common report.
 
     Args:
-        output: new or empty, or that of an interrupted chain with ``resume``.
-        runs: of :func:`chain_of`.
+        output: new or empty folder, or with ``resume`` that of an interrupted chain.
+        runs: from :func:`chain_of`.
         resume: keep finished stages and resume the interrupted one from its checkpoint.
         ignore_memory: as for a single run.
 

@@ -11,7 +11,7 @@ from moe_finetune.experiments.results import AVERAGE, RunResult, StudyResults
 
 @dataclass(frozen=True)
 class Column:
-    """A benchmark (``metric`` is its headline metric) or a metric; ``better`` is the direction."""
+    """A benchmark (``metric`` is its headline metric) or a metric; ``better`` is its direction."""
 
     name: str
     metric: str
@@ -25,10 +25,10 @@ class Column:
 
 
 def columns_of(results: StudyResults) -> list[Column]:
-    """The study's benchmarks, their average if it is asked for, and its metrics.
+    """The study's benchmarks, their average if requested, and its metrics.
 
     Raises:
-        StudyError: a benchmark or metric that no run has, or an average of different units.
+        StudyError: no run has a benchmark or metric, or the average is over different units.
     """
     by_label: dict[str, Column] = {}
     for run in results.finished:
@@ -57,7 +57,7 @@ def _average(benchmarks: list[Column]) -> Column:
     """The column of the mean over all benchmarks.
 
     Raises:
-        StudyError: there are none, or a mean over them says nothing.
+        StudyError: there are no benchmarks, or their mean is meaningless.
     """
     if not benchmarks:
         raise StudyError("metrics: average: no run has a benchmark")

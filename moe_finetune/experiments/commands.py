@@ -1,6 +1,6 @@
 """``moe-finetune study``: run a study, or show its plan.
 
-A study whose ``kind:`` is in :mod:`~moe_finetune.experiments.reproductions` is carried out there.
+Studies with a ``kind:`` are run by :mod:`~moe_finetune.experiments.reproductions`.
 """
 
 from __future__ import annotations

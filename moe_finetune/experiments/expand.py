@@ -40,7 +40,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Choice:
-    """One value of an axis: its name and the layers it puts over the base."""
+    """One value of an axis: its name and the recipe layers that it adds to the base."""
 
     name: str
     layers: tuple[Tree, ...]
@@ -50,8 +50,8 @@ def expand(study: StudyRecipe) -> list[Run]:
     """Return the runs, the last axis varying fastest before the seeds.
 
     Raises:
-        StudyError: an axis, arm or baseline that does not fit, with file and line.
-        RecipeError: a run whose recipe is not valid; the arm is named.
+        StudyError: an axis, arm or baseline is invalid; names file and line.
+        RecipeError: a run's recipe is invalid; names the arm.
     """
     base = _layers(study.tree, ("base",))
     axes = _selected(study, {name: _choices(study, name) for name in study.axes})
@@ -79,11 +79,11 @@ def expand(study: StudyRecipe) -> list[Run]:
 def reference_of(
     study: StudyRecipe, key: Literal["baseline", "curves"], names: dict[str, list[str]]
 ) -> dict[str, str]:
-    """The value on each axis that ``key`` names; ``{}`` when the study leaves it out.
+    """The value on each axis that ``key`` names; ``{}`` if the study does not set it.
 
     Args:
-        key: what other arms are compared with.
-        names: the values' names of each axis.
+        key: the key whose arm others are compared with.
+        names: names of the values on each axis.
     """
     reference, origin = getattr(study, key), study.tree.origin((key,)) or study.name
     if reference is None:
@@ -135,7 +135,7 @@ def _selected(study: StudyRecipe, axes: dict[str, list[Choice]]) -> dict[str, li
 
 
 def _named(value: Any, axis: str, names: list[str]) -> str | None:
-    """The name of ``value`` on an axis: itself, or the name of a plain value; None if unknown."""
+    """The name of ``value`` on an axis, which may be ``value`` itself; None if unknown."""
     for name in (str(value), value_name(axis, value)):
         if name in names:
             return name
@@ -143,7 +143,7 @@ def _named(value: Any, axis: str, names: list[str]) -> str | None:
 
 
 def value_name(axis: str, value: Any) -> str:
-    """The name of a recipe key's value: ``aux_loss``, ``alpha_0.4``."""
+    """The name of a recipe key's value, such as ``aux_loss`` or ``alpha_0.4``."""
     if isinstance(value, str):
         text = Path(value).stem if "/" in value else value
     else:
@@ -193,7 +193,7 @@ def _values(study: StudyRecipe, axis: str, values: list[Any], axis_origin: str) 
 
 
 def _layers(tree: Tree, key: Key) -> list[Tree]:
-    """The recipe layers at ``key``: the files that it extends, then its own keys."""
+    """The recipe layers at ``key``: the files that it extends, then the keys written there."""
     value: Any = tree.values
     for part in key:
         value = value.get(part) if isinstance(value, dict) else None

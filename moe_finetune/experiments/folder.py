@@ -35,7 +35,7 @@ def run_folder(output: Path, name: str) -> Path:
 
 
 def recipe_file(output: Path, name: str) -> Path:
-    """The resolved recipe that the run is started with."""
+    """File with the resolved recipe that the run is started with."""
     return output / "recipes" / f"{name}.yaml"
 
 
@@ -47,7 +47,7 @@ def failed_file(output: Path, name: str) -> Path:
 def _check_same(runs: Sequence[Run], output: Path) -> None:
     """Refuse the folder of a study that has no run in common with this one.
 
-    Others are the same study with more or fewer seeds, models or methods.
+    Studies that share runs are the same study with more or fewer seeds, models or methods.
     """
     remedy = "restore the file, or choose another --output"
     listed = read_object(output / MANIFEST, StudyError, remedy).get("runs")
@@ -64,8 +64,8 @@ def prepare(study: StudyRecipe, runs: Sequence[Run], output: Path, resume: bool)
     """Check the folder and write ``study.json`` and the runs' recipes into it.
 
     Raises:
-        OutputExistsError: it contains something else, or this study without ``resume``.
-        StudyError: a run in it belongs to another recipe, or is damaged.
+        OutputExistsError: the folder contains other files, or this study and ``resume`` is not set.
+        StudyError: a run in the folder belongs to another recipe, or is damaged.
     """
     exists = enter_folder(output, output / MANIFEST, "a study", resume)
     for run in runs:
@@ -89,14 +89,14 @@ def prepare(study: StudyRecipe, runs: Sequence[Run], output: Path, resume: bool)
             for r in runs
         ],
     }
-    # First, because it marks the folder as a study that other shards may join.
+    # Written first, because it marks the folder as a study that other shards may join.
     write_atomic(output / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     for run in runs:
         write_atomic(recipe_file(output, run.name), run.recipe.to_yaml())
 
 
 def check_run(run: Run, output: Path) -> None:
-    """Raise StudyError where the folder's run is damaged or has another recipe."""
+    """Raise StudyError if the folder's run is damaged or has another recipe."""
     from moe_finetune.recipe.schema import load_recipe
 
     folder = run_folder(output, run.name)
@@ -114,7 +114,7 @@ def check_run(run: Run, output: Path) -> None:
 
 
 def check_finished(folder: Path) -> None:
-    """Raise StudyError where a finished run's files are not those it finished with."""
+    """Raise StudyError if a finished run's files have changed since it finished."""
     for name, digest in _note(folder).read().get("files", {}).items():
         file = folder / name
         if not file.is_file() or sha256_file(file) != digest:
@@ -125,7 +125,7 @@ def check_finished(folder: Path) -> None:
 
 
 def record_finished(folder: Path, recipe_sha256: str, seconds: float) -> None:
-    """Write ``finished.json``: from now on the run is skipped."""
+    """Write ``finished.json``, after which the run is skipped."""
     files = {str(file.relative_to(folder)): sha256_file(file) for file in _tabulated(folder)}
     _note(folder).write(recipe_sha256, seconds=round(seconds, 1), files=files)
 
@@ -144,7 +144,7 @@ def _tabulated(folder: Path) -> Iterable[Path]:
 
 
 def state_of(output: Path, name: str) -> State:
-    """A run's state, by its files."""
+    """A run's state, derived from its files."""
     folder = run_folder(output, name)
     if _note(folder).written:
         return "finished"

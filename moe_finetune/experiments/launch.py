@@ -1,7 +1,7 @@
 """Start one run: in this process, in a child process, or in one under ``accelerate launch``.
 
-A child shares the run's lock with its parent, so that a run that outlives its killed study is
-waited for and never started twice.
+A child shares the run's lock with its parent. If a run outlives its killed study, the next study
+waits for it and does not start it twice.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Start = Callable[[Run, Path, Attempt], None]
 
 
 def starter(launch: LaunchSection, folder: Path = Path()) -> Start:
-    """Return the function that carries out one run as ``launch`` says.
+    """Return the function that carries out one run, as set by ``launch``.
 
-    ``folder`` is where ``launch.config`` is relative to.
+    ``launch.config`` is relative to ``folder``.
 
     Raises:
-        StudyError: a launcher without its configuration file.
+        StudyError: the launcher's configuration file is missing.
     """
     if launch.kind == "inline":
         return inline
@@ -50,7 +50,7 @@ def starter(launch: LaunchSection, folder: Path = Path()) -> Start:
 
 
 def inline(run: Run, output: Path, attempt: Attempt) -> None:
-    """Carry ``run`` out in this process."""
+    """Carry out ``run`` in this process."""
     from moe_finetune.run import run_recipe
 
     folder = disk.run_folder(output, run.name)
@@ -58,10 +58,11 @@ def inline(run: Run, output: Path, attempt: Attempt) -> None:
 
 
 def child(command: list[str], run: Run, output: Path, attempt: Attempt) -> None:
-    """Carry ``run`` out with ``command train ...``; what it prints goes to its log.
+    """Carry out ``run`` with ``command train ...``; its output goes to its log.
 
     Raises:
-        StepFailedError: why it failed; MachineError where memory, disk or a signal ended it.
+        StepFailedError: the run failed, for the reason given; MachineError if memory, disk or a
+            signal ended it.
         KeyboardInterrupt: SIGINT or SIGTERM, after the process has saved its checkpoint.
     """
     folder = disk.run_folder(output, run.name)

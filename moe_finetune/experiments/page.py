@@ -1,6 +1,6 @@
 """The study's page: the table, its pictures, the tests against the baseline, the runs.
 
-The pictures show what every arm reached side by side, and its curves over training.
+The pictures show the arms' results side by side, and their curves over training.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moe_finetune.report.context import Report, Section, figure, group, swatch, 
 from moe_finetune.report.markup import Markup, join, number, signed, tag
 from moe_finetune.report.page import render_page
 
-POINTS = 3  # fewer are no curve
+POINTS = 3  # fewer points are not a curve
 BASELINE = "var(--run-0)"
 
 
@@ -48,7 +48,7 @@ def study_sections(results: StudyResults, study_table: Table) -> list[Section]:
 
 
 def table_markup(study_table: Table) -> Markup:
-    """A grid for each group of arms, under what the numbers are and what is missing."""
+    """A grid for each group of arms, below an explanation of the numbers and what is missing."""
     columns: list[object] = ["Arm", *map(render.heading, study_table.columns)]
     columns += [head.title() for head in render.summary_heads(study_table)]
     parts = []
@@ -195,12 +195,12 @@ def _dot(label: str, cell: Cell, colors: dict[str, str]) -> Dot:
 def _curves(
     arms: Group, column: Column, results: StudyResults, colors: dict[str, str]
 ) -> list[Markup]:
-    """A column over training, an arm a line: the mean of its runs where all of them have it.
+    """A column over training, one line per arm: the mean of its runs at steps that all have.
 
     A metric is drawn a second time as the difference from the baseline's curve.
     """
     if column.name == AVERAGE and (results.together or results.benchmarks is not None):
-        return []  # a run's own benchmarks are not those of the column
+        return []  # a run's benchmarks may differ from the column's
     series = []
     for row in arms.rows:
         runs = [

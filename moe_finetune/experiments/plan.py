@@ -1,8 +1,7 @@
 """``study --plan``: the runs, their estimated cost, and the assumptions. Starts nothing.
 
 Memory of one device, training tokens, FLOPs, hours. Parameters are counted on the meta device from
-the config; no weight is read. Losses' own memory and padding are ignored, evaluation is not
-counted.
+the config; no weight is read. The memory of losses, padding and evaluation are not counted.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ class Size:
     """A model as it would be trained.
 
     Attributes:
-        parameters: of the model; ``active`` those that a token's forward multiplies with (without
-            the embedding's rows, with K of E experts); ``trained`` what the optimizer holds;
-            ``trained_active`` those of them that a token uses.
+        parameters: total count. ``active``: those in a token's forward products (without the
+            embedding, with K of E experts). ``trained``: those in the optimizer.
+            ``trained_active``: trained ones that a token uses.
         attention: multiply-adds of scores and values, per token and token of context.
-        memory: on one device, nothing sharded.
+        memory: on one device, without sharding.
     """
 
     parameters: int
@@ -53,11 +52,11 @@ class Cost:
     """Estimates of one run; unknown ones are None, and ``unknown`` says why.
 
     Attributes:
-        tokens: training tokens in all; ``tokens_from`` is where that number is from.
-        flops: of training.
+        tokens: total training tokens; ``tokens_from`` is the source of that number.
+        flops: total FLOPs of training.
         hours: wall clock on ``devices`` of the assumed hardware.
         memory: bytes on each device, with weights, adapter and optimizer sharded evenly.
-        least_devices: the smallest number of devices that fit it, or None if the activations
+        least_devices: the smallest number of devices that fit the run, or None if the activations
             exceed one device.
     """
 
@@ -116,7 +115,7 @@ class Estimator:
 
 
 def model_size(recipe: Recipe) -> Size:
-    """Count the recipe's model; CheckpointError where its config cannot be had."""
+    """Count the recipe's model; raise CheckpointError if its config is not available."""
     import torch
 
     from moe_finetune.lora.targets import add_lora
@@ -132,7 +131,7 @@ def model_size(recipe: Recipe) -> Size:
     with torch.device("meta"):
         adapted = add_lora(model, recipe.lora, recipe.router.train)
     coverage = lora_coverage(adapted)
-    # Losses are left out: methods then share one plan.
+    # Without losses, so that methods share one plan.
     memory = plan_memory(adapted, recipe.model_copy(update={"method": Method(preset="none")}))
     share = family.top_k(config) / family.num_experts(config)
     text = config.get_text_config()
@@ -168,8 +167,8 @@ def _attention(config: Any) -> int:
 def flops_per_token(size: Size, recipe: Recipe) -> float:
     """FLOPs of training on one token: forward, once more with checkpointing, and backward.
 
-    A multiply-add is 2 FLOPs. The backward multiplies with every active weight once for the input's
-    gradient, and once more with the trained ones for their own; causal attention sees half of
+    A multiply-add is 2 FLOPs. The backward has one product with every active weight for the input's
+    gradient, and one more for the gradient of each trained weight. Causal attention sees half of
     ``max_length`` on average and has no weights, so its backward costs twice its forward.
     """
     recomputed = 1 if recipe.trainer.get("gradient_checkpointing", True) else 0
@@ -195,7 +194,7 @@ def training_tokens(recipe: Recipe, assumed: PlanSection) -> tuple[float | None,
 
 
 def data_bytes(sources: Sequence[Any] | str) -> int | None:
-    """Bytes of local training files; None when one is not a local file."""
+    """Bytes of local training files; None if one is not a local file."""
     total = 0
     for source in [sources] if isinstance(sources, str) else sources:
         path = Path(str(getattr(source, "path", source))).expanduser()
@@ -209,7 +208,7 @@ UNKNOWN = "?"
 
 
 def plan_text(study: StudyRecipe, runs: Sequence[Run], output: Path | None = None) -> str:
-    """A table with one line an arm, totals, and the assumptions."""
+    """A table with one line per arm, totals, and the assumptions."""
     estimate, assumed = Estimator(study.plan), study.plan
     header = ["arm", "runs", "parameters", "trained", "GiB/device", "devices", "tokens", "hours"]
     if output is not None:

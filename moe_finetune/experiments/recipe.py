@@ -42,7 +42,7 @@ class LaunchSection(Section):
 
     ``process``: one after another in child processes; ``inline``: in this process, for runs of
     seconds; ``accelerate``: child processes under ``accelerate launch`` with ``config``, a file of
-    ``recipes/hardware``; ``slurm``: one job a run, each started the way ``config`` says.
+    ``recipes/hardware``; ``slurm``: one job per run, each started as set by ``config``.
     """
 
     kind: Literal["process", "inline", "accelerate", "slurm"] = Field(
@@ -163,12 +163,12 @@ def load_study(path: str | Path, overrides: Sequence[str] = ()) -> StudyRecipe:
 
     Args:
         path: the file, or the name of a study that comes with the package (``paper0_table1``).
-        overrides: ``key.path=value``. A recipe's key (``trainer.max_steps=5``) is laid over every
-            run; any other is the study's own (``seeds=[1,2]``, ``launch.kind=slurm``).
+        overrides: ``key.path=value``. A recipe key (``trainer.max_steps=5``) applies to every run,
+            any other to the study (``seeds=[1,2]``, ``launch.kind=slurm``).
 
     Raises:
-        StudyError: what is wrong, with file, line and key.
-        RecipeError: a file that cannot be read.
+        StudyError: the study is invalid; names file, line and key.
+        RecipeError: a file cannot be read.
     """
     path = find_study(path)
     study_overrides = [item for item in overrides if _first_key(item) not in Recipe.model_fields]
@@ -179,7 +179,7 @@ def load_study(path: str | Path, overrides: Sequence[str] = ()) -> StudyRecipe:
 
 
 def study_from_tree(tree: Tree, name: str) -> StudyRecipe:
-    """Validate merged values; ``name`` is the study's unless the values have one."""
+    """Validate merged values; ``name`` is the study's name unless the values set one."""
     study = from_tree(StudyRecipe, tree, StudyError, name=name)
     study._tree = tree
     return study

@@ -14,7 +14,7 @@ _LATEX = {"&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", "$": r"\$", "{": r"\{"
 
 
 def to_csv(table: Table) -> str:
-    """One line a cell, in the metric's own unit."""
+    """One line per cell, in the metric's unit."""
     tested = ("difference", "low", "high", "name", "p", "p_holm", "verdict")
     return csv_text([
         {
@@ -30,12 +30,12 @@ def to_csv(table: Table) -> str:
 
 
 def to_json_text(table: Table) -> str:
-    """Everything."""
+    """The whole table as JSON."""
     return to_json(table.to_mapping(), 1, sort=False) + "\n"
 
 
 def heading(column: Column) -> str:
-    """A column's name with an arrow where less is better."""
+    """A column's name, with an arrow if lower is better."""
     return column.name if column.better == "higher" else f"{column.name} ↓"
 
 
@@ -145,7 +145,7 @@ def _best(row: Row, column: Column) -> bool:
 
 
 def explanation(table: Table) -> list[str]:
-    """What the numbers are, in sentences."""
+    """Sentences that explain the numbers."""
     count = len(table.seeds)
     spread = f"Mean ± standard deviation over {count} seeds."
     sentences = [spread if count > 1 else "One seed, so no spread."]

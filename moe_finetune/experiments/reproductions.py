@@ -30,7 +30,7 @@ def reproduction_of(file: Path) -> Any:
     name = REPRODUCTIONS.get(values.get("kind", "")) if isinstance(values, dict) else None
     if name is None:
         return None
-    if "eval" not in sys.modules:  # a folder without __init__.py, wherever the package put it
+    if "eval" not in sys.modules:  # a folder without __init__.py, at the package's location
         spec = ModuleSpec("eval", None, is_package=True)
         spec.submodule_search_locations = [str(eval_root())]
         sys.modules["eval"] = module_from_spec(spec)

@@ -34,8 +34,9 @@ class RunResult:
         arm, seed, values: as in :class:`~moe_finetune.experiments.expand.Run`.
         folder: the run's folder; it need not exist yet.
         state: ``finished``, ``started``, ``failed`` or ``missing``.
-        reason: why it failed, else "".
-        reference: the run of the same data and seed whose curves ``METRIC_rmse`` is measured from.
+        reason: why the run failed, else "".
+        reference: the run with the same data and seed against whose curves ``METRIC_rmse`` is
+            computed.
         entered: benchmark -> score of the study's ``scores.csv``.
     """
 
@@ -71,13 +72,13 @@ class RunResult:
 
     @cached_property
     def evaluation(self) -> Results | None:
-        """The run's ``eval/results.json``, or None where the recipe evaluates nothing."""
+        """The run's ``eval/results.json``, or None if the recipe evaluates nothing."""
         file = RunFolder(self.folder).results
         return load_evaluation(file) if file.is_file() else None
 
     @cached_property
     def tasks(self) -> dict[str, TaskResult]:
-        """The run's benchmarks, those of ``scores.csv`` too."""
+        """The run's benchmarks, including those of ``scores.csv``."""
         evaluated = dict(self.evaluation["tasks"]) if self.evaluation else {}
         by_hand: dict[str, TaskResult] = {
             name: {"metric": "score", "value": value} for name, value in self.entered.items()
@@ -91,9 +92,9 @@ class RunResult:
     def curve(self, metric: str) -> dict[int, float]:
         """Every logged value of ``metric`` by step.
 
-        A routing metric is that of training where training logs it, else that of the validation
-        sample. ``perplexity`` is that of the validation loss; ``average`` the mean over the
-        benchmarks, where all of them were scored after the same step.
+        A routing metric is from training if training logs it, else from the validation sample.
+        ``perplexity`` is from the validation loss; ``average`` is the mean over the benchmarks at
+        steps after which all were scored.
         """
         if metric == PERPLEXITY:
             return {step: math.exp(loss) for step, loss in self.curve("eval_loss").items()}
@@ -108,7 +109,7 @@ class RunResult:
         return {}
 
     def scores(self, benchmark: str) -> dict[int, float]:
-        """The run's score after every step that was scored, and after its last one."""
+        """The run's score after every scored step and after its last step."""
         tasks = {step: results["tasks"].get(benchmark) for step, results in self._scored.items()}
         return {
             step: float(task["value"])
@@ -124,7 +125,7 @@ class RunResult:
         return by_step
 
     def has(self, metric: str) -> bool:
-        """Whether the run measured ``metric``, even if its reference is not finished."""
+        """Return whether the run measured ``metric``, even if its reference is not finished."""
         if metric.endswith(RMSE) and self.reference is not None:
             return bool(self.curve(metric.removesuffix(RMSE)))
         return self.value(metric) is not None
@@ -132,8 +133,8 @@ class RunResult:
     def value(self, metric: str) -> float | None:
         """The last logged value of ``metric``, else its mean in ``routing/after.json``, or None.
 
-        ``perplexity`` is that of the last validation loss; ``METRIC_rmse`` the root mean squared
-        difference of the logged curve from the reference's, over the steps that both logged.
+        ``perplexity`` is from the last validation loss; ``METRIC_rmse`` is the root mean squared
+        difference between the logged curve and the reference's, over the steps that both logged.
         """
         if metric == PERPLEXITY:
             loss = self.value("eval_loss")
@@ -161,13 +162,13 @@ class RunResult:
 
 @dataclass(frozen=True)
 class StudyResults:
-    """A study's folder, read.
+    """The contents of a study's folder.
 
     Attributes:
         name, title, source: as in the recipe.
         axes: names of the values on each axis, in order.
         baseline: the baseline's value on the axes that it names.
-        curves: the same of the arm whose logged curves ``METRIC_rmse`` is measured from.
+        curves: the same for the arm against whose curves ``METRIC_rmse`` is computed.
         together: axes whose runs share a row of the table.
         benchmarks: labels to tabulate, or None for all.
         metrics: other values to tabulate, and which direction is better.
@@ -203,7 +204,7 @@ def load_results(output: str | Path) -> StudyResults:
     """Read the folder of a study, finished or not.
 
     Raises:
-        StudyError: no study there, or a finished run that is damaged.
+        StudyError: ``output`` is not a study's folder, or a finished run is damaged.
     """
     output = Path(output)
     if not (output / disk.MANIFEST).is_file():
@@ -239,7 +240,8 @@ def entered_scores(
     """``(arm, seed)`` -> benchmark -> score, from lines ``arm,seed,benchmark,score``.
 
     Raises:
-        StudyError: another heading, an unknown run, no number, or a score that is there twice.
+        StudyError: the heading is wrong, a run is unknown, or a score is not a number or appears
+            twice.
     """
     if not file.is_file():
         return {}

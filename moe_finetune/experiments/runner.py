@@ -36,14 +36,15 @@ def run_study(
         study: what to run; see :func:`~moe_finetune.experiments.recipe.load_study`.
         output: the study's folder; new or empty, unless ``resume`` or ``shard``.
         resume: skip finished runs and resume the others.
-        shard: ``(i, n)`` runs every n-th run from the i-th on, i from 1; several may share a
+        shard: ``(i, n)`` runs every n-th run from the i-th, counted from 1; shards may share a
             folder, one after another or at the same time.
 
     Raises:
-        StudyError, RecipeError: the study is wrong, or a run in the folder is damaged or another's.
-        OutputExistsError: the folder contains something else.
+        StudyError, RecipeError: the study is invalid, or a run in the folder is damaged or from
+            another study.
+        OutputExistsError: the folder contains other files.
         OutputBusyError: another process carries out this study, or shards of it.
-        KeyboardInterrupt: SIGINT or SIGTERM, after the run at work has saved its checkpoint.
+        KeyboardInterrupt: SIGINT or SIGTERM, after the current run has saved its checkpoint.
     """
     output = Path(output)
     several = shard is not None or study.launch.kind == "slurm"
@@ -81,7 +82,7 @@ def config_folder(study: StudyRecipe) -> Path:
 
 
 def carry_out(runs: Sequence[Run], output: Path, start: Start, discard: Sequence[str] = ()) -> None:
-    """Start the runs one after another; a failure is noted and the rest go on.
+    """Start the runs one after another; a failure is recorded and the others continue.
 
     ``discard`` names folders of a run that are deleted once it is finished.
     """

@@ -1,7 +1,7 @@
-"""A study as an array of Slurm jobs: a script for sbatch, submitted where there is one.
+"""A study as an array of Slurm jobs: a script for sbatch, submitted if sbatch exists.
 
-One job runs one shard of the study with the command line of this package, so a preempted job goes
-on where it stopped when the study is started again.
+One job runs one shard of the study with the command line of this package, so a preempted job
+resumes when the study is started again.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def submit(study: StudyRecipe, runs: Sequence[Run], output: Path) -> None:
     """Write ``slurm/study.sbatch`` and submit it.
 
     Raises:
-        StudyError: a study that was not read from a file, an option that sbatch cannot have, or
-            sbatch's own error.
+        StudyError: the study was not read from a file, an sbatch option is invalid, or sbatch
+            failed.
     """
     jobs = min(study.launch.jobs or len(runs), len(runs))
     check_options(study.launch.options)
@@ -48,7 +48,7 @@ def submit(study: StudyRecipe, runs: Sequence[Run], output: Path) -> None:
 
 
 def shard_command(study: StudyRecipe, output: Path) -> list[str]:
-    """The command of one shard, without the shard's number."""
+    """The command of one shard, without the shard's index."""
     if study.file is None:
         raise StudyError("launch.kind: slurm needs a study that was read from a file")
     kind = "accelerate" if study.launch.config else "process"
@@ -60,7 +60,7 @@ def shard_command(study: StudyRecipe, output: Path) -> list[str]:
 
 
 def check_options(options: dict[str, str | int]) -> None:
-    """Refuse what is not a long option of sbatch, or would end its line."""
+    """Refuse options that are not long options of sbatch, or that contain a line break."""
     for name, value in options.items():
         if name == "time":
             raise StudyError("launch.options.time: set launch.hours")

@@ -1,7 +1,7 @@
 """The table of a study: mean and spread over seeds, ranks, gains, tests against the baseline.
 
-Rows are arms, in groups that are compared within (the axes that the baseline does not name: a
-model, say); columns are benchmarks, then their average and the metrics that the study asks for.
+Rows are arms, grouped by the axes that the baseline does not name (such as the model) and compared
+within a group; columns are benchmarks, then their average and the study's metrics.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Table:
 
     Attributes:
         ranks: mean rank of each label over the group x benchmark cells that all arms have; 1 is
-            best, ties share.
+            best, ties share a rank.
         gains: mean over a label's group x benchmark cells of value / baseline - 1, or None.
-        won: share of the ranked cells in which a label is best; those that share a place share it.
+        won: share of the ranked cells in which a label is best; ties split the cell.
         notes: what is missing or not compared.
     """
 
@@ -94,8 +94,8 @@ def make_table(results: StudyResults) -> Table:
     """Compute the table from the finished runs.
 
     Raises:
-        StudyError: a benchmark or metric that no run has, or that two runs of a row have.
-        EvaluationError: arms that were tested on other items or prompts.
+        StudyError: no run has a benchmark or metric, or two runs of a row have it.
+        EvaluationError: the arms were tested on different items or prompts.
     """
     shared, compared = set(results.together), _compared(results)
     label = "-".join(results.baseline.values()) or None
@@ -136,7 +136,7 @@ def group_and_row(results: StudyResults, values: dict[str, str]) -> tuple[str, s
 
 
 def _cell(column: Column, runs: list[RunResult], benchmarks: list[str]) -> Cell | None:
-    """Mean and spread over seeds; of a metric that several runs of a seed have, their mean.
+    """Mean and spread over seeds; if several runs of a seed have a metric, their mean counts.
 
     The average is over ``benchmarks``, for the seeds that have a score of each.
     """
@@ -172,7 +172,7 @@ def _averages(runs: list[RunResult], benchmarks: list[str]) -> Cell | None:
 
 
 def _rank(table: Table) -> None:
-    """Mark the best cells, and rank the arms where all of a group's have the benchmark."""
+    """Mark the best cells, and rank arms on benchmarks that a whole group has."""
     ranks: dict[str, list[float]] = {}
     wins: dict[str, list[float]] = {}
     for group in table.groups:

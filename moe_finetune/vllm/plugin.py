@@ -17,7 +17,7 @@ _WATCHER = "moe-finetune: ends with the parent"
 def register() -> None:
     """Register the config of DeepSeek-MoE and fix rotary positions on the CPU; may be repeated.
 
-    A process that vLLM has started (an engine, a worker) is also made to end with its parent.
+    In a process that vLLM started (an engine or worker), also make it end with its parent.
     """
     die_with_parent()
     from vllm.platforms import current_platform
@@ -32,8 +32,8 @@ def register() -> None:
 def die_with_parent() -> None:
     """End this ``multiprocessing`` process when its parent ends; may be repeated.
 
-    A killed parent cannot stop its engines. The kernel's own signal of a parent's death does not
-    help, because it comes when the *thread* that started the process ends.
+    A killed parent cannot stop its engines. The kernel's parent-death signal does not help, because
+    it is sent when the *thread* that started the process ends.
     """
     parent = multiprocessing.parent_process()
     if parent is None or any(thread.name == _WATCHER for thread in threading.enumerate()):
@@ -47,11 +47,11 @@ def _watch(sentinel: int) -> None:
 
 
 def _fix_cpu_rotary() -> None:
-    """Replace, by vLLM's own extension point, a CPU kernel that is wrong for latent attention.
+    """Replace, through vLLM's extension point, a CPU kernel that is wrong for latent attention.
 
     vLLM 0.32's CPU kernel takes queries as (tokens, heads * size). The attention of DeepSeek-V2 and
-    V3 hands it (tokens, heads, size) and gets wrong angles without an error. The native form, which
-    computes the same in torch, is right for both.
+    V3 passes (tokens, heads, size) and gets wrong angles without an error. The native torch form is
+    correct for both.
     """
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding

@@ -22,10 +22,11 @@ VLLM = "vllm.entrypoints.cli.main"
 
 
 def merged_folder(source: str | Path) -> Path:
-    """The checkpoint to serve: a run's ``merged/``, a folder, or the copy of a hub id.
+    """The folder to serve: a run's ``merged/``, a checkpoint folder, or a hub id's local copy.
 
     Raises:
-        CheckpointError: an adapter, a run that was not merged, or an incomplete checkpoint.
+        CheckpointError: ``source`` is an adapter, a run that was not merged, or an incomplete
+            checkpoint.
     """
     from moe_finetune.checkpoint.opened import open_checkpoint
     from moe_finetune.models.loading import local_folder
@@ -42,17 +43,17 @@ def serve_command(
     arguments: Sequence[str] = (),
     adapters: Mapping[str, Sequence[str]] | None = None,
 ) -> list[str]:
-    """The command that serves a checkpoint as ``name`` with vLLM's own ``arguments``.
+    """The command that serves a checkpoint as ``name`` with the ``arguments`` of ``vllm serve``.
 
-    Unless ``arguments`` say otherwise, only this machine can reach it, and vLLM's CPU build runs
-    eagerly in float32.
+    Unless ``arguments`` override it, only this machine can reach the server, and vLLM's CPU build
+    runs eagerly in float32.
 
     Args:
-        cpu: whether it is that build.
+        cpu: whether vLLM is the CPU build.
         adapters: the options of :func:`adapter_arguments`.
 
     Raises:
-        RecipeError: an option that is never allowed, or that ``adapters`` set.
+        RecipeError: an option is not allowed, or is already set by ``adapters``.
     """
     user_options = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
     if "--trust-remote-code" in user_options:
@@ -69,7 +70,7 @@ def serve_command(
     }
     if cpu:
         defaults |= {"--dtype": ["float32"], "--enforce-eager": []}
-        if "--dtype" not in user_options:  # see engine_arguments: AMX's kernel has no float32
+        if "--dtype" not in user_options:  # see engine_arguments: the AMX kernel has no float32
             defaults["--attention-backend"] = ["CPU_MLA"]
     command = [sys.executable, "-m", VLLM, "serve", str(folder)]
     for option, values in defaults.items():
@@ -79,10 +80,10 @@ def serve_command(
 
 
 def serve(source: str | Path, adapters: Sequence[str], arguments: Sequence[str]) -> None:
-    """Check what is to be served, and be ``vllm serve`` until it ends.
+    """Check the checkpoint and adapters, and run ``vllm serve`` until it ends.
 
     Args:
-        adapters: ``NAME=FOLDER`` or folders, to be served over the base ``source``.
+        adapters: ``NAME=FOLDER`` or folders, adapters to serve with the base ``source``.
         arguments: of ``vllm serve``.
 
     Raises:
@@ -106,5 +107,5 @@ def serve(source: str | Path, adapters: Sequence[str], arguments: Sequence[str])
             os.environ.update({**CPU_KV_CACHE, **os.environ})
         print(shlex.join(command), file=sys.stderr, flush=True)
         sys.argv = ["vllm", *command[3:]]
-        # As the program, because vLLM's processes begin by importing what their parent ran.
+        # As the main program, because vLLM's processes first import their parent's main module.
         runpy.run_module(VLLM, run_name="__main__", alter_sys=True)
