@@ -1,7 +1,7 @@
-"""What training reaches: parameters and tensors of attention, router, shared and routed experts.
+"""What training reaches, in parameters and tensors of attention, router and experts.
 
-Works on a plain or PEFT model, on the meta device too, where nothing takes memory; what there is
-to reach is also counted from names and shapes.
+Works on a plain or PEFT model, also on the meta device. Totals can also be counted from names and
+shapes alone.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ class Group:
     """One group's totals.
 
     Attributes:
-        tensors, parameters: of the model itself, without what an adapter adds.
-        reached_tensors, reached_parameters: of those, what an adapter changes or training updates.
-        trained_tensors, trained_parameters: what the optimizer updates.
+        tensors, parameters: of the model without an adapter's additions.
+        reached_tensors, reached_parameters: those of the model that an adapter changes or training
+            updates.
+        trained_tensors, trained_parameters: those that the optimizer updates.
     """
 
     tensors: int = 0
@@ -62,7 +63,7 @@ class Coverage:
         return {name: asdict(group) for name, group in rows.items()}
 
     def table(self) -> str:
-        """A text table of the parameters, and of what training reaches where anything trains."""
+        """A text table of the parameters, and of what training reaches if anything trains."""
         trains = bool(self.total.reached_parameters or self.total.trained_parameters)
         rows = [["", "tensors", "parameters"]]
         if trains:
@@ -86,7 +87,7 @@ def _share(group: Group) -> str:
 
 
 def lora_coverage(model: nn.Module) -> Coverage:
-    """Count what training of ``model`` reaches, by group.
+    """Count what training reaches in ``model``, by group.
 
     ``model`` is a transformers model or a PEFT model around one.
 
@@ -116,11 +117,11 @@ def lora_coverage(model: nn.Module) -> Coverage:
 
 
 def counted(parameters: Mapping[str, tuple[int, ...]], config: Any) -> Coverage:
-    """Tensors and parameters by group, of which nothing is reached.
+    """Count tensors and parameters by group from names and shapes, with nothing reached.
 
     Args:
         parameters: name and shape of each, as the loaded model has them.
-        config: transformers' config, or a plain one.
+        config: transformers' config, or the content of ``config.json``.
 
     Raises:
         UnsupportedModelError: the config belongs to no family.
@@ -136,7 +137,7 @@ def counted(parameters: Mapping[str, tuple[int, ...]], config: Any) -> Coverage:
 
 
 def group_of(name: str, family: Family, moe_layers: set[int]) -> str:
-    """Group of a parameter's name as ``named_parameters`` gives it, PEFT's wrapping included."""
+    """The group of a parameter by its name in ``named_parameters``, with PEFT's prefixes."""
     _, inside, suffix = f".{name}.".partition(f".{family.backbone}.layers.")
     number, _, suffix = suffix.partition(".")
     if not inside:

@@ -1,10 +1,10 @@
-"""How LoRA factors begin, by ``lora.init``, and an adapter that other programs can load.
+"""Initialize LoRA factors by ``lora.init``, and convert to an adapter any program can load.
 
-PEFT's own functions begin the factors of each matrix. For a stack of experts they would read a
-``weight`` that the module does not have, so each expert's matrix passes through them on its own.
+PEFT's own functions initialize each matrix's factors. On a stack of experts they would read a
+``weight`` that the module lacks, so each expert's matrix is passed to them separately.
 
-PiSSA and OLoRA train on a residual ``W - s B0 A0``. What is saved is an ordinary adapter of twice
-the rank on the unchanged base, ``s (B A - B0 A0)``, as PEFT converts one.
+PiSSA and OLoRA train on a residual ``W - s B0 A0``. The saved adapter is an ordinary one of twice
+the rank on the unchanged base, ``s (B A - B0 A0)``, the same conversion as PEFT's.
 
 Shape legend: E experts with factors (1 for a matrix), r rank, I inputs, O outputs.
 """
@@ -33,10 +33,10 @@ _INITIAL = "_initial_factors"
 
 @torch.no_grad()
 def initialize(model: nn.Module, config: LoraConfig, lora: LoraSection) -> None:
-    """Give the factors that PEFT made the beginning that ``lora.init`` names.
+    """Initialize PEFT's factors as ``lora.init`` says.
 
-    With PiSSA and OLoRA the base's weights become the residual, and the first factors stay on the
-    modules for :func:`ordinary_adapter`. Factors on the meta device are left as they are.
+    With PiSSA and OLoRA the base's weights become the residual, and the initial factors stay on the
+    modules for :func:`ordinary_adapter`. Factors on the meta device are unchanged.
     """
     if lora.init == "kaiming":
         return
@@ -64,8 +64,8 @@ def ordinary_adapter(
     """Tensors and config of an adapter on the unchanged base, with PEFT's names.
 
     Args:
-        weights: the adapter's tensors, whole.
-        config: its PEFT config, which is not changed.
+        weights: the adapter's tensors, unsharded.
+        config: its PEFT config; not modified.
     """
     tensors = dict(weights)
     for path, module in _lora_layers(model):
@@ -107,7 +107,7 @@ def _experts(module: Any) -> int:
 def _begun(
     module: Any, name: str, slot: int, config: LoraConfig, lora: LoraSection
 ) -> tuple[Tensor, Tensor]:
-    """A (r, I) and B (O, r) of one matrix as PEFT begins them; the base's may change with it."""
+    """PEFT's initial A (r, I) and B (O, r) of one matrix; may change the base's matrix."""
     from peft.tuners.lora.layer import Linear
 
     a: Tensor = module.lora_A[name].weight

@@ -61,15 +61,15 @@ def select_experts(
     score: Score = "token",
     top_p: float = 0.2,
 ) -> list[list[int]]:
-    """The experts of each layer that a task relies on, most relevant first.
+    """Select the experts of each layer that a task relies on, most relevant first.
 
     Args:
         index_TLK: ``(T, L, K)`` selected experts per token and MoE layer.
         weights_TLK: their routing weights, same shape; may be None with ``score="token"``.
         num_experts: routed experts E of a layer.
         score: see :func:`expert_relevance`.
-        top_p: share of the relevance that the chosen experts reach together, in (0, 1]; the expert
-            that reaches it is included.
+        top_p: share of the relevance that the selected experts must reach together, in (0, 1]; the
+            expert that reaches it is included.
 
     Returns a list per layer; equal relevances go to the lower expert index. An expert that no
     token uses is never selected.
@@ -91,7 +91,7 @@ def _until(relevance_E: np.ndarray, top_p: float) -> list[int]:
 
 @dataclass(frozen=True)
 class ExpertSelection:
-    """Chosen experts per decoder layer, and how they were chosen (None where a file is silent)."""
+    """Chosen experts per decoder layer, and how they were chosen (None if a file does not say)."""
 
     experts: dict[int, list[int]]
     model_type: str | None = None
@@ -110,7 +110,7 @@ class ExpertSelection:
         write_new(Path(path), json.dumps(document, indent=1) + "\n")
 
     def check(self, model_type: str, moe_layers: Sequence[int], num_experts: int) -> None:
-        """Raise DataError unless the selection belongs to a model with these facts."""
+        """Raise DataError unless the selection fits a model with these facts."""
         if self.model_type not in (None, model_type):
             raise DataError(
                 f"expert selection: made for model type '{self.model_type}', this checkpoint is "
@@ -138,8 +138,8 @@ class ExpertSelection:
     def read(cls, path: str | Path) -> ExpertSelection:
         """Read a selection file, ours or ESFT's published ``{"experts": {...}, ...}``.
 
-        Raise DataError that names the file and the entry that is wrong. ESFT files that also train
-        shared experts or other modules are refused: say so in the recipe's targets instead.
+        Raises DataError that names the file and the wrong entry. ESFT files that also train shared
+        experts or other modules are refused: name those in the recipe's targets instead.
         """
         document = read_json(Path(path), DataError, "write one with 'moe-finetune select'")
         if not isinstance(document, dict) or not isinstance(document.get("experts"), dict):

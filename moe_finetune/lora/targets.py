@@ -4,8 +4,8 @@ Two traps of PEFT 0.21 shape this file:
 
 - on these models it silently turns ``target_modules`` such as ``shared_experts.gate_proj`` into the
   *routed* experts' fused parameters, so shared experts are named as parameters here;
-- it refuses ``lora_dropout`` as soon as any parameter is a target, so the configuration says 0 and
-  the dropout of the recipe is put into the modules afterwards (and again on resume).
+- it refuses ``lora_dropout`` if any parameter is a target, so the configuration has 0 and the
+  recipe's dropout is set on the modules afterwards (and again on resume).
 """
 
 from __future__ import annotations
@@ -112,10 +112,10 @@ def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
 def add_lora(model: nn.Module, lora: LoraSection | None, router: str) -> nn.Module:
     """Freeze the model and add the adapter.
 
-    Without ``lora`` the whole model trains, and with no targets but a full router only the routers
-    do; both are without an adapter (PEFT has none that only saves modules). A router that trains in
-    full becomes float32: updates at usual learning rates are below the resolution of bfloat16. With
-    a selection of experts the factors of the others are never made.
+    Without ``lora`` the whole model trains; with a full router and no targets, only the routers do.
+    Both work without an adapter, because PEFT has none that only saves modules. A router that
+    trains in full becomes float32, because updates at usual learning rates are below the resolution
+    of bfloat16. With a selection of experts, only those get factors.
     """
     from peft import get_peft_model
 
@@ -163,18 +163,18 @@ def add_lora(model: nn.Module, lora: LoraSection | None, router: str) -> nn.Modu
 
 
 def _without_gradient(model: nn.Module) -> set[str]:
-    """Parameters that the model's class itself freezes, such as a selection bias."""
+    """Names of parameters that the model's class itself freezes, such as a selection bias."""
     still = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     return still if len(still) < len(list(model.parameters())) else set()
 
 
 def _own_name(name: str) -> str:
-    """The name in the model of what PEFT copied to train in full."""
+    """The model's name for a parameter that PEFT copied to train in full."""
     return name.removeprefix("base_model.model.").replace(".modules_to_save.default.", ".")
 
 
 def adapts(lora: LoraSection | None, router: str) -> bool:
-    """Whether :func:`add_lora` makes an adapter; else what trains is the model's own."""
+    """Whether :func:`add_lora` makes an adapter; otherwise the model's own weights train."""
     return lora is not None and bool(lora.targets or router != "full")
 
 
@@ -195,7 +195,7 @@ def read_selection(model: nn.Module, lora: LoraSection) -> dict[int, list[int]] 
 
 
 def keep_chosen(adapted: nn.Module, config: LoraConfig, chosen: dict[int, list[int]]) -> None:
-    """Replace PEFT's wrappers of whole expert stacks by ones of the chosen experts, or by none."""
+    """Replace PEFT's wrappers of whole expert stacks with ones for the chosen experts, or none."""
     for layer in moe_layers(adapted):
         experts: Any
         wrappers: dict[str, Any]
@@ -218,7 +218,7 @@ def keep_chosen(adapted: nn.Module, config: LoraConfig, chosen: dict[int, list[i
 
 
 def set_dropout(model: nn.Module, dropout: float) -> None:
-    """Put LoRA dropout into PEFT's linear layers; experts get it from the recorder."""
+    """Set LoRA dropout in PEFT's linear layers; experts get it from the recorder."""
     from peft.tuners.lora.layer import Linear
 
     for module in model.modules():
@@ -228,7 +228,7 @@ def set_dropout(model: nn.Module, dropout: float) -> None:
 
 
 def widen_routers(model: nn.Module) -> None:
-    """Make trainable copies of routers float32."""
+    """Convert trainable copies of routers to float32."""
     for module in model.modules():
         if isinstance(module, ModulesToSaveWrapper):
             for copy in module.modules_to_save.values():
@@ -236,7 +236,7 @@ def widen_routers(model: nn.Module) -> None:
 
 
 def widen(router: nn.Module) -> None:
-    """Make a router float32, and let it take what a bfloat16 model gives it, hooks or none."""
+    """Convert a router to float32, and its inputs from a bfloat16 model, with or without hooks."""
     router.float()
     router.register_forward_pre_hook(_widened)
 
@@ -251,7 +251,7 @@ def _is_router(model: nn.Module, name: str) -> bool:
 
 
 def _scoped(model: nn.Module, targets: list[str]) -> list[str]:
-    """``targets``, by layer where other parts of the model end alike: PEFT compares ends."""
+    """``targets``, by layer if other modules have the same ending, which PEFT would match."""
     stack = f"{family_in(model).backbone}.layers."
     names = [name for name, _ in chain(model.named_modules(), model.named_parameters())]
     elsewhere = [name for name in names if not name.startswith(stack)]
@@ -269,5 +269,5 @@ def _any_ends(names: list[str], suffix: str) -> bool:
 
 
 def trainable(model: nn.Module) -> list[tuple[str, Any]]:
-    """Names and parameters that train."""
+    """Names and parameters of everything that trains."""
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]

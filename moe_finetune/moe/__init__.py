@@ -1,1 +1,1 @@
-"""Hooks that make MoE layers hand over what they compute, and the experts forward."""
+"""Hooks that record what MoE layers compute, and the experts' forward."""

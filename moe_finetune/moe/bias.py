@@ -1,9 +1,9 @@
-"""Loss-free balancing: a bias on the selection, moved after every optimizer step.
+"""Loss-free balancing: a bias on the selection, updated after every optimizer step.
 
 ``b_e += u * sign(mean load - load_e)`` (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing";
-DeepSeek-V3), loads summed over the accumulation window and all ranks. The bias acts on which
-experts are selected and never on their weights. It is stored outside the model: a reference forward
-with the adapter disabled, or another one active, sees the checkpoint's own routing.
+DeepSeek-V3), loads summed over the accumulation window and all ranks. The bias changes which
+experts are selected, never their weights. It is stored outside the model, so a reference forward
+with the adapter disabled, or with another adapter active, uses the checkpoint's own routing.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from moe_finetune.moe.perturbation import Perturbation
 
 
 class BiasBalancer(Perturbation):
-    """Holds one bias per MoE layer, counts loads, and moves the biases.
+    """Stores one bias per MoE layer, counts loads, and updates the biases.
 
     Args:
         layers: decoder indices of the MoE layers whose router selects.
-        update: u, 1e-3 in the paper.
+        update: step size u, 1e-3 in the paper.
         inner: another perturbation that acts before the selection.
     """
 
@@ -71,7 +71,7 @@ class BiasBalancer(Perturbation):
     def routing(
         self, layer: MoeLayer, logits_TE: Tensor, weights_TK: Tensor, index_TK: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Select again with the layer's bias, while the adapter that trains acts."""
+        """Select again with the layer's bias while the trained adapter is active."""
         acts = self._adapter is None or self._adapter.acts()
         if acts and layer.index in self.bias:
             rule = self._rules.setdefault(layer.index, Rule(layer))
@@ -88,7 +88,7 @@ class BiasBalancer(Perturbation):
         load.scatter_add_(0, record.index_TK.reshape(-1), counted.to(load.dtype))
 
     def step(self) -> None:
-        """Move the biases by the loads since the last step; all ranks must call it."""
+        """Update the biases from the loads since the last step; every rank must call this."""
         loads_LE = torch.stack(list(self._load.values()))
         if distributed_run():
             torch.distributed.all_reduce(loads_LE)
@@ -101,7 +101,7 @@ class BiasBalancer(Perturbation):
         self._load = {layer: torch.zeros_like(load_E) for layer, load_E in self._load.items()}
 
     def effective(self, layers: Sequence[MoeLayer]) -> dict[str, Tensor]:
-        """Biases to export: the checkpoint's own, where it has one, plus what was learned."""
+        """Biases to export: the learned ones plus the checkpoint's own, if any."""
         biases = {}
         for layer in layers:
             if layer.index not in self.bias:
@@ -112,7 +112,7 @@ class BiasBalancer(Perturbation):
         return biases
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Biases by ``bias.<decoder layer>``; loads are empty between steps."""
+        """Biases as ``bias.<decoder layer>``; loads are zero between steps and not included."""
         return {f"bias.{layer}": bias for layer, bias in self.bias.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

@@ -1,7 +1,7 @@
 """Select experts again from the router's logits, with a bias that acts only on the selection.
 
-Mirrors what each family's own router does after its logits; with a bias of 0 the result is the
-router's own, bit for bit. Shapes: T tokens, E experts, K selected.
+Repeats what each family's router does after its logits; with a bias of 0 the result equals the
+router's, bit for bit. Shapes: T tokens, E experts, K selected.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from moe_finetune.models.base import CORRECTION_BIASES
 def select_with_bias(
     logits_TE: Tensor, bias_E: Tensor, own_index_TK: Tensor, own_weights_TK: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor]:
-    """Weights and index when ``bias_E`` is added to the scores for the selection.
+    """Weights and index with ``bias_E`` added to the scores for the selection.
 
-    Where the biased selection of a token is the router's own set, its own weights and order are
-    kept, so that a bias of 0 changes nothing.
+    If a token's biased selection is the same set as the router's, the router's weights and order
+    are kept, so a bias of 0 changes nothing.
     """
     scores_TE = rule.scores(logits_TE)
     choice_TE = scores_TE + rule.own_bias(scores_TE) + bias_E
@@ -39,7 +39,7 @@ def select_again(
     own_weights_TK: Tensor,
     weighting: Weighting,
 ) -> tuple[Tensor, Tensor]:
-    """Weights and index of another choice; the router's own, in its order, where the sets agree."""
+    """Weights and index of another selection; the router's own where the sets are equal."""
     weights_TK = scores_TE.gather(1, index_TK)
     if weighting.renormalize:
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
@@ -52,12 +52,12 @@ def select_again(
 
 
 def same_experts(index_TK: Tensor, other_TK: Tensor) -> Tensor:
-    """(T,) bool: whether both select the same set of experts for a token."""
+    """Bool (T,): whether both select the same set of experts for a token."""
     return (index_TK.sort(-1).values == other_TK.sort(-1).values).all(-1)
 
 
 class Weighting:
-    """How the family of a :class:`moe_finetune.moe.layers.MoeLayer` gets weights from logits."""
+    """How a layer's family computes weights from logits."""
 
     def __init__(self, layer: Any):
         family, config = layer.family, layer.experts.config
@@ -71,9 +71,9 @@ class Weighting:
 
 
 class Rule(Weighting):
-    """How it selects experts, too.
+    """How a layer's family also selects experts.
 
-    ``purpose`` is what selects again, for the message where it cannot.
+    ``purpose`` names the caller in the error message if experts cannot be selected again.
     """
 
     def __init__(self, layer: Any, purpose: str = "loss-free bias"):
@@ -91,13 +91,13 @@ class Rule(Weighting):
             )
 
     def own_bias(self, scores_TE: Tensor) -> Tensor:
-        """The checkpoint's own correction bias, in router or block; 0 where it has none."""
+        """The checkpoint's own correction bias, in router or block; 0 without one."""
         bias_E = correction_bias(self._block)
         return scores_TE.new_zeros(()) if bias_E is None else bias_E
 
 
 def correction_bias(block: nn.Module) -> Tensor | None:
-    """The bias on the selection that the class of a MoE block has, wherever it keeps it."""
+    """The selection bias of a MoE block or its router; None without one."""
     for module in block.modules():
         for name in CORRECTION_BIASES:
             if isinstance(bias := getattr(module, name, None), Tensor):

@@ -1,6 +1,6 @@
-"""What is computed per token from its K experts' vectors: weighted sums and Gram matrices.
+"""Per-token operations on the K experts' vectors: weighted sums and Gram matrices.
 
-A few tokens at a time on a CPU, so that what was just read is still in its cache.
+On a CPU a few tokens are processed at a time, so that their vectors stay in its cache.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def outputs_gradient(
     y_TKH: Tensor,
     rows_S: Tensor,
 ) -> Tensor:
-    """Gradient of the outputs through the sums, the Gram matrices and themselves.
+    """Gradient (S, H) of the outputs, from weighted sums, Gram matrices and direct uses.
 
     Args:
         rows_S: flat pair ``t*K + k`` -> row of the result (S, H).
@@ -51,7 +51,7 @@ def outputs_gradient(
 def activations_gradient_(
     grad_gram_TKK: Tensor | None, grad_z_TKD: Tensor | None, z_SD: Tensor, rows_S: Tensor
 ) -> Tensor:
-    """Replace the activations by their gradient through their Gram matrices and themselves."""
+    """Overwrite the activations with their gradient, from Gram matrices and direct uses."""
     grad = grad_gram_TKK if grad_gram_TKK is not None else grad_z_TKD
     assert grad is not None
     shape = (*grad.shape[:2], z_SD.shape[1])
@@ -65,7 +65,7 @@ def activations_gradient_(
 def sum_over_choices(rows_SH: Tensor, rows_S: Tensor, shape_TK: torch.Size) -> Tensor:
     """Sum (T, H) of the K rows of each token: the gradient of gathering its row K times.
 
-    A gather and a sum, so that it repeats exactly.
+    A gather and a sum, so the result is deterministic.
     """
     out_TH = rows_SH.new_empty(shape_TK[0], rows_SH.shape[1])
     for span, rows in _spans(rows_SH.view(*shape_TK, rows_SH.shape[1])):
@@ -85,12 +85,12 @@ def _vectors_gradient(
 
 
 def gram_dtype(vectors: Tensor) -> torch.dtype:
-    """float32, or float64 of float64 vectors."""
+    """float32, or float64 for float64 vectors."""
     return torch.promote_types(vectors.dtype, torch.float32)
 
 
 def gram(vectors_TKX: Tensor) -> Tensor:
-    """Inner products (T, K, K) of a token's vectors, at least float32."""
+    """Inner products (T, K, K) of each token's vectors, at least float32."""
     if vectors_TKX.dtype in (torch.float32, torch.float64):
         return torch.bmm(vectors_TKX, vectors_TKX.transpose(1, 2))
     if vectors_TKX.device.type == "cuda":
@@ -105,7 +105,7 @@ def gram_gradient(grad_TKK: Tensor, vectors_TKX: Tensor) -> Tensor:
 
 
 def _spans(like_TKX: Tensor) -> list[tuple[slice, slice]]:
-    """Tokens to take at a time, and their pairs: 1 MiB of vectors on a CPU, all on a GPU."""
+    """Slices of tokens and of their pairs: 1 MiB of vectors each on a CPU, all on a GPU."""
     tokens, selected, width = like_TKX.shape
     step = tokens
     if like_TKX.device.type == "cpu":

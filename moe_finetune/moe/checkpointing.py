@@ -1,8 +1,8 @@
-"""Activation checkpointing that a recording can stand, and a clear refusal of the others.
+"""Activation checkpointing that works with recording, and refusal of the kinds that do not.
 
-A decoder layer that is run again in the backward does all of the recording's work again. That holds
-for transformers' own checkpointing and for torch's wrapper (accelerate's activation checkpointing),
-as long as whole decoder layers are run again, without a key-value cache, and not reentrantly.
+A decoder layer that runs again in the backward is recorded again. This works with transformers'
+checkpointing and with torch's wrapper (accelerate's activation checkpointing), if whole decoder
+layers run again, without a key-value cache and not reentrantly.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ REENTRANT = (
 
 
 def inside(decoder_layer: Any) -> Any:
-    """The layer itself, under torch's checkpoint wrapper; only what is inside runs again."""
+    """The layer inside torch's checkpoint wrapper; only the inside runs again."""
     return getattr(decoder_layer, _INNER, decoder_layer)
 
 
 def checkpoints(layers: Iterable[Any]) -> bool:
-    """Whether one of the decoder layers is run again in the backward."""
+    """Whether any decoder layer runs again in the backward."""
     return any(
         hasattr(layer, _INNER) or getattr(layer, "gradient_checkpointing", False)
         for layer in layers
@@ -40,7 +40,7 @@ def checkpoints(layers: Iterable[Any]) -> bool:
 def check_block(block: nn.Module, index: int) -> None:
     """Refuse a checkpoint wrapper within the MoE block of layer ``index``.
 
-    The loss is evaluated outside of it, from tensors that it throws away.
+    The loss is evaluated outside the wrapper, from tensors that the wrapper discards.
 
     Raises:
         CaptureError: the block, its router or its experts are wrapped.
@@ -53,7 +53,7 @@ def check_block(block: nn.Module, index: int) -> None:
 
 
 def check_layers(layers: Iterable[Any], use_cache: bool) -> None:
-    """Refuse what would go wrong when one of the decoder layers runs again; before each forward.
+    """Refuse checkpointing that would compute wrong losses; called before each forward.
 
     Raises:
         CaptureError: reentrant checkpointing, or a wrapped layer with a cache.

@@ -1,9 +1,9 @@
-"""What one forward of the model carries from its start to its layers.
+"""The context that one forward carries from the backbone to its layers.
 
-The backbone's pre-hook makes one object per forward and hands it down in the layers' keyword
-arguments. Gradient checkpointing binds those arguments, so a layer that is run again in the
-backward meets the same object: nothing is looked up on the model, in a thread or in a stack, which
-would be wrong with two forwards before one backward or with a backward in another thread.
+The backbone's pre-hook makes one object per forward and passes it in the layers' keyword arguments.
+Gradient checkpointing binds those arguments, so a layer that runs again in the backward gets the
+same object. Looking it up on the model, in a thread or on a stack would be wrong with two forwards
+before one backward or with a backward in another thread.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class ForwardOverrides:
     """What a trainer adds to the inputs of one forward.
 
     Attributes:
-        route: sees or replaces what each router selected; called last, in every visit of a layer.
-        teacher: another model's router logits (T, E), by decoder layer.
+        route: reads or replaces each router's selection; called last, at every visit of a layer.
+        teacher: a teacher's router logits (T, E), by decoder layer.
     """
 
     route: Route | None = None
@@ -45,17 +45,17 @@ class ForwardOverrides:
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """What a recorder does in the coming forwards; each forward keeps the plan that it began with.
+    """What a recorder does in the next forwards; each forward keeps the plan it started with.
 
     Attributes:
         objective: loss terms to inject in training, or None.
         observers: called once per layer and forward with the record and the layer's loss.
-        needs: parts of the record that the observers read beyond the router's tensors.
+        needs: parts of the record that observers read in addition to the router's tensors.
         observe: "train" records only training forwards, "all" every forward.
-        token_mask: which tokens count: "attention", or "labels" (those that are trained on).
-        scale: returns the injected loss's factor, 1 / (micro-batches of this optimizer step).
-        joins: joins the losses to the layers' outputs; None injects their sum.
-        overrides: called with the number of rows of a forward.
+        token_mask: which tokens count: "attention", or "labels" (tokens trained on).
+        scale: returns the factor of the injected loss, 1 / (micro-batches of this optimizer step).
+        joins: how losses join the layers' outputs; None injects their sum.
+        overrides: called with a forward's number of rows; returns its ForwardOverrides.
     """
 
     objective: Objective | None = None
@@ -69,23 +69,23 @@ class ForwardPlan:
 
 
 class ForwardContext:
-    """Decided once, before the first layer; layers only read it.
+    """The state of one forward, decided before the first layer.
 
-    Neither a dataclass nor a container: FSDP2 and other wrappers take those apart on the way to a
-    layer and hand over a copy, where nothing of what another layer left is found.
+    Neither a dataclass nor a container: FSDP2 and other wrappers rebuild those on the way to a
+    layer, and a copy would lose what other layers stored.
 
     Attributes:
         plan: the objective, observers and per-term losses of this forward.
-        train: the objective is evaluated and injected (training mode and gradients enabled).
-        observe: records are handed to the recorder's observers.
+        train: whether the objective is evaluated and injected (training mode with gradients).
+        observe: whether the recorder's observers get records.
         scale: factor of the injected loss, 1 / (micro-batches of this optimizer step).
-        tokens: which count, and their sequences; None when no layer has to hand over a record.
-        overrides: what a trainer adds to this forward.
-        sequences: those of packed rows, where modules of the family need them; else None.
-        packed: whether rows have several sequences.
-        previous: per MoE layer, what the layer below left for it.
-        seen: layers that were counted; a recomputation finds its layer here.
-        draws: per layer, random numbers that a recomputation must meet again.
+        tokens: which tokens count, and their sequences; None if no layer needs a record.
+        overrides: the trainer's additions to this forward.
+        sequences: sequences of packed rows if the family's modules need them, else None.
+        packed: whether rows contain several sequences.
+        previous: per MoE layer, what it reads of the MoE layer below.
+        seen: layers already counted; a recomputed layer is in this set.
+        draws: per layer, random numbers that a recomputation must reuse.
     """
 
     def __init__(
@@ -114,10 +114,10 @@ class ForwardContext:
 
     @property
     def wanted(self) -> bool:
-        """Whether any layer has to hand over a record."""
+        """Whether any layer needs to make a record."""
         return self.train or self.observe
 
     @property
     def copied(self) -> bool:
-        """Whether this is not the object that the backbone made, but a copy of it."""
+        """Whether this is a copy of the object that the backbone's hook made."""
         return self._made() is not self

@@ -1,14 +1,14 @@
-"""Choice of experts by greedy determinant instead of top-k, for evaluation (P4 theorem 6.3).
+"""Select experts by a greedy determinant instead of top-k, for evaluation (P4 theorem 6.3).
 
-A token's kernel is ``L_ij = q_i q_j cos(y_i, y_j)``: q the quality of an expert, its router score,
-and y its output on the token. One expert after the other is taken, each time the one that raises
-``f(S) = log det(I + L_S / eps)`` most: good experts that repeat what is chosen already gain little.
-f is 0 for no expert, monotone and submodular, so that the greedy set has at least ``1 - 1/e`` of
-the best value of any k experts (Nemhauser, Wolsey, Fisher 1978). With a large eps the choice is the
-k of highest quality.
+A token's kernel is ``L_ij = q_i q_j cos(y_i, y_j)``, where an expert's quality q is its router
+score and y its output on the token. Each step adds the expert that increases ``f(S) = log det(I +
+L_S / eps)`` most, so an expert similar to those already selected gains little. f is 0 for the empty
+set, monotone and submodular: the greedy set reaches at least ``1 - 1/e`` of the best value of any k
+experts (Nemhauser, Wolsey, Fisher 1978). With a large eps the k experts of highest quality are
+selected.
 
-That scores are the quality and cosines the similarity, and where eps stands (as in the paper's
-determinantal loss, algorithm 2), are our reading.
+Scores as quality, cosines as similarity, and the place of eps (as in the paper's determinantal
+loss, algorithm 2) are our reading.
 
 Shape legend: T tokens, S some of them, E experts, N candidates, K or k selected, H hidden.
 """
@@ -28,16 +28,16 @@ from moe_finetune.moe.perturbation import Perturbation
 
 
 def greedy_choice(quality_TN: Tensor, features_TNH: Tensor, k: int, eps: float) -> Tensor:
-    """``(T, k)`` candidates in the order in which they are taken; ties go to the first.
+    """Return candidates ``(T, k)`` in the order of selection; ties go to the first.
 
-    The pivots of a Cholesky factor of ``L + eps I`` that grows by one row a choice (Chen et al.
-    2018): what is left of a candidate's diagonal is what it adds to the determinant.
+    Selects the largest pivots of a Cholesky factor of ``L + eps I`` that grows by one row per step
+    (Chen et al. 2018): a candidate's remaining diagonal entry is its factor in the determinant.
 
     Args:
-        quality_TN: q, 0 or more.
-        features_TNH: y, of any length; a zero vector has cosine 0 with anything.
+        quality_TN: q, nonnegative.
+        features_TNH: y, of any norm; a zero vector has cosine 0 with anything.
         k: at most N.
-        eps: above 0.
+        eps: positive.
     """
     features_TNH = features_TNH.to(quality_TN.dtype)
     lengths_TN1 = features_TNH.norm(dim=-1, keepdim=True)
@@ -64,20 +64,20 @@ WORK = 2**24
 
 @dataclass(frozen=True)
 class Determinantal:
-    """``eps`` of the objective, and how many experts of highest score are tried (None: all)."""
+    """``eps`` of the objective, and the number of top-scoring candidates (None: all experts)."""
 
     eps: float = 1e-4
     candidates: int | None = None
 
 
 class DeterminantalChoice(Perturbation):
-    """Lets every MoE layer choose by :func:`greedy_choice`, weights as the router makes them.
+    """Makes every MoE layer select by :func:`greedy_choice`, with the router's rule for weights.
 
-    All candidates are computed for every token: E/K times the experts' work, N/K with N candidates,
-    and only among these is the guarantee true.
+    All candidates are computed for every token: E/K times the experts' work, or N/K with N
+    candidates, among which alone the guarantee holds.
 
     Raises:
-        CaptureError: on ``install``, where the router's choice is not of any k experts by score.
+        CaptureError: on ``install``, if the router does not select any k experts by score.
     """
 
     def __init__(self, options: Determinantal):
@@ -107,7 +107,7 @@ class DeterminantalChoice(Perturbation):
     def routing(
         self, layer: MoeLayer, logits_TE: Tensor, weights_TK: Tensor, index_TK: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Keep the scores until the experts are reached."""
+        """Keep the scores until the experts run."""
         self._scores[layer.index] = self._rules[layer.index].scores(logits_TE)
         return weights_TK, index_TK
 
@@ -119,7 +119,7 @@ class DeterminantalChoice(Perturbation):
         weights_TK: Tensor,
         index_TK: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Choose among the candidates by score and output."""
+        """Select among the candidates by score and output."""
         scores_TE = self._scores.pop(layer.index)
         quality_TN, candidates_TN = scores_TE.topk(
             self.options.candidates or scores_TE.shape[1], dim=-1
@@ -138,7 +138,7 @@ class DeterminantalChoice(Perturbation):
 
 
 def _other_choice(layer: MoeLayer, rule: Rule, selected: int) -> str | None:
-    """Why the choice is not one of any k experts by their scores, or None."""
+    """Why the router does not select any k experts by score, or None."""
     if layer.index in layer.family.fixed_layers(layer.experts.config):
         return "its experts are looked up by token"
     if layer.family.self_ranking:

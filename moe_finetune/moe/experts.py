@@ -1,19 +1,18 @@
-"""The routed experts' forward: LoRA computed next to the frozen stack, never added into it.
+"""The routed experts' forward, with LoRA computed separately from the frozen stack.
 
-Steps, for T tokens that select K of E experts each (S = T*K rows sorted by expert):
+Steps, for T tokens that each select K of E experts (S = T*K rows sorted by expert):
 
-1. rows ``x_SH`` of each expert are gathered from the input;
+1. gather each expert's rows ``x_SH`` from the input;
 2. ``gate_up = x W^T + b + s (drop(x) A^T) B^T`` with grouped products;
-3. ``z = act(gate) * up``, or what the class's own gate makes of ``gate_up``;
+3. ``z = act(gate) * up``, or the class's own function of ``gate_up``;
 4. ``y = z V^T + c + s (drop(z) A'^T) B'^T``;
 5. ``out = sum_k w_k y_k``.
 
-The whole is one autograd node. Its backward is written out (:mod:`.experts_backward`) so that it
-keeps only the input, the gate/up rows, the rank-sized products and ``y``. Gram matrices of a
-token's K activations and K outputs come out of the same node, so that losses on them cost two
-small products and no copy of the vectors. On a CPU steps 1-4 run a few experts at a time, so that
-rows go from step to step in its cache. Nothing is accumulated by concurrent writes, which makes a
-step repeat bit for bit.
+All steps are one autograd node. Its backward is written out (:mod:`.experts_backward`) and needs
+only the input, the gate/up rows, the rank-sized products and ``y``. The node also returns Gram
+matrices of a token's K activations and K outputs, so losses on them cost two small products and no
+copy of the vectors. On a CPU steps 1-4 run a few experts at a time, so rows stay in its cache.
+Nothing is accumulated by concurrent writes, so a step is deterministic bit for bit.
 """
 
 from __future__ import annotations
@@ -48,20 +47,19 @@ class LoraFactors:
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of one layer, and how they are run.
+    """The experts of one layer and how to run them.
 
     Attributes:
-        gate_up_E2DH: stacked gate and up projections, gate rows first; rows as ``activation``
-            takes them where it is an :class:`OwnGate`. Any strides.
+        gate_up_E2DH: stacked gate and up projections, gate rows first, or in the order that an
+            :class:`OwnGate` expects. Any strides.
         down_EHD: stacked down projections. Any strides.
         activation: elementwise function of the gate (``model.act_fn``), or an ``OwnGate``.
-        lora_up: factors on ``gate_up_E2DH``; dropout draws one mask a token.
-        lora_down: factors on ``down_EHD``; dropout draws one mask a row.
-        bias_up_E2D, bias_down_EH: what the projections add, or None.
-        dropout: on z before the down projection (ST-MoE); what is handed over as activations is z
-            without it.
-        grouped: one product for all experts instead of one for each, see ``grouped_products``;
-            the factors' rank must be aligned too.
+        lora_up: factors on ``gate_up_E2DH``; dropout draws one mask per token.
+        lora_down: factors on ``down_EHD``; dropout draws one mask per row.
+        bias_up_E2D, bias_down_EH: biases of the projections, or None.
+        dropout: on z before the down projection (ST-MoE); returned activations are without it.
+        grouped: one product for all experts instead of one each, see ``grouped_products``; the
+            factors' rank must be aligned too.
     """
 
     gate_up_E2DH: Tensor
@@ -77,7 +75,7 @@ class Experts:
 
 @dataclass
 class ExpertsResult:
-    """What the experts hand over. Everything but ``out_TH`` is None unless asked for.
+    """The experts' results. Everything except ``out_TH`` is None unless requested.
 
     ``activations_*`` are z (after the gate, before the down projection), ``outputs_*`` are y
     (before the routing weight); Gram matrices are float32.
@@ -99,11 +97,11 @@ def run_experts(
     experts: Experts,
     needs: frozenset[str] = frozenset(),
 ) -> ExpertsResult:
-    """Run the experts on ``hidden_TH`` and return the combined output and what ``needs`` names.
+    """Run the experts on ``hidden_TH``; return the combined output and the results in ``needs``.
 
     Args:
-        hidden_TH: input, any float dtype; computed in the experts' dtype, returned in its own.
-        index_TK: int64 experts of each token.
+        hidden_TH: input of any float dtype; computed in the experts' dtype and converted back.
+        index_TK: int64, selected experts of each token.
         weights_TK: routing weights.
         needs: of "activations_gram", "outputs_gram", "activations", "outputs".
     """
@@ -138,7 +136,7 @@ def run_experts(
 
 
 class _Experts(torch.autograd.Function):
-    """Steps 1-5 of the module docstring and their gradient."""
+    """Autograd function of steps 1-5 in the module docstring."""
 
     @staticmethod
     def forward(

@@ -10,8 +10,8 @@ For S = T*K rows sorted by expert, with ``x`` the gathered input, ``g`` the rows
 4. through gate and up, ``dx = dg W + s (dg B) A``, with the same products for dA and dB;
 5. ``dh`` of a token is the sum of its K choices' ``dx``.
 
-Stages 1 to 4 run a part of the experts at a time, as the forward does; ``x`` and ``z`` are made
-again. Where LoRA's input was dropped out, what goes through A passes the same mask once more.
+Stages 1 to 4 run for some experts at a time, as in the forward; ``x`` and ``z`` are recomputed. If
+LoRA's input had dropout, the gradient through A passes the same mask again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from moe_finetune.moe.grouped import Groups, OuterSums, Part, RowSums, add_rows_
 
 @dataclass(frozen=True)
 class Call:
-    """What a call of the experts has that carries no gradient."""
+    """Arguments of an experts call without gradients."""
 
     index_TK: Tensor
     num_experts: int
@@ -46,10 +46,10 @@ class Call:
 
 
 class Saved(NamedTuple):
-    """What the forward keeps: its arguments, in the order of their gradients, and some results.
+    """Tensors saved by the forward: its arguments in the order of their gradients, and results.
 
-    ``p_up_Sr`` and ``p_down_Sr`` are the rank-sized products of LoRA's first factors; ``y_TKH`` is
-    None where nothing reads it; masks say what dropout kept.
+    ``p_up_Sr`` and ``p_down_Sr`` are products with LoRA's first factors; ``y_TKH`` is None if
+    nothing reads it; masks show what dropout kept.
     """
 
     hidden_TH: Tensor
@@ -72,7 +72,7 @@ class Saved(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """Gradients of the forward's results; None where nothing reads them."""
+    """Gradients of the forward's results; None for unused ones."""
 
     out_TH: Tensor | None
     z_gram_TKK: Tensor | None
@@ -82,10 +82,11 @@ class Incoming(NamedTuple):
 
 
 class ExpertsGradient:
-    """One backward: stages 1 to 5 of the module docstring.
+    """One backward pass: stages 1 to 5 of the module docstring.
 
     Args:
-        needs_grad: of each argument of the forward, in the order of :class:`Saved`.
+        needs_grad: whether each argument of the forward needs a gradient, in the order of
+            :class:`Saved`.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class ExpertsGradient:
     # -- 1: the outputs ------------------------------------------------------------------------
 
     def _begin_outputs(self) -> None:
-        """``dy_SH`` where losses read the outputs; else the routing weights of the sorted rows."""
+        """Compute ``dy_SH`` if losses read the outputs, else sort the routing weights by row."""
         saved, incoming = self.saved, self.incoming
         self.dy_SH = self.weights_S = None
         if incoming.y_gram_TKK is not None or incoming.y_TKH is not None:
@@ -157,7 +158,7 @@ class ExpertsGradient:
             self.weights_S = weights_S.to(saved.hidden_TH.dtype)
 
     def _of_outputs(self, part: Part) -> Tensor:
-        """``dy`` (P, H) of a part's rows."""
+        """``dy`` (P, H) for a part's rows."""
         if self.dy_SH is not None:
             return self.dy_SH[part.rows]
         if self.weights_S is None:  # only the activations' losses are differentiated
@@ -204,7 +205,7 @@ class ExpertsGradient:
     # -- 3: the activations ----------------------------------------------------------------------
 
     def _begin_activations(self) -> None:
-        """What losses send into the activations, (S, D); these are before the experts' dropout."""
+        """Gradient (S, D) from losses on the activations, which are before the experts' dropout."""
         incoming = self.incoming
         self.dz_losses_SD = None
         if incoming.z_gram_TKK is not None or incoming.z_TKD is not None:
@@ -216,7 +217,7 @@ class ExpertsGradient:
     # -- 4: gate and up --------------------------------------------------------------------------
 
     def _begin_input(self) -> None:
-        """Memory for ``dx`` (S, H), and for LoRA's share of it, which may pass a mask."""
+        """Allocate ``dx`` (S, H), and LoRA's part of it separately if it passes a mask."""
         saved, groups = self.saved, self.groups
         like, hidden = saved.hidden_TH, saved.hidden_TH.shape[1]
         self.separate = saved.mask_TH is not None
@@ -232,7 +233,7 @@ class ExpertsGradient:
             self.dx_lora_SH = groups.buffer(hidden, like) if self.separate else None
 
     def _through_up(self, part: Part, drows_P2D: Tensor) -> None:
-        """``dx`` of a part, and the gradients of gate and up and their factors."""
+        """``dx`` of a part, and the gradients of gate and up projections and their factors."""
         saved, call = self.saved, self.call
         if self.needs_bias_up:
             self.d_bias_up.add(drows_P2D, part)

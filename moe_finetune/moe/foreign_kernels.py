@@ -1,8 +1,8 @@
-"""Kernels of other packages that run a MoE layer in place of transformers' own code.
+"""Detect other packages' kernels that replace transformers' code of a MoE layer.
 
 The recorder reads a layer through transformers' experts function and the block's own forward. A
-package that replaces either would compute the layer without the losses, or lose its kernel without
-a word, so such a layer is refused.
+package that replaces either would compute the layer without the losses, or its kernel would
+silently not run, so such a layer is refused.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _WRAP = ("transformers", "torch", "peft", "accelerate", "deepspeed", "moe_finetu
 
 
 def check_kernels(block: nn.Module, experts: Any, index: int) -> None:
-    """Refuse a block or experts that another package's code runs.
+    """Refuse a block or experts whose forward another package replaced.
 
     Raises:
-        ForeignKernelError: names the code that runs the layer and how to turn it off.
+        ForeignKernelError: the message names the code that runs the layer and how to turn it off.
     """
     for code in _foreign_code(block, experts):
         remedy = next((text for name, text in _REMEDIES.items() if code.startswith(name)), None)
@@ -66,7 +66,7 @@ def _foreign_code(block: nn.Module, experts: Any) -> Iterator[str]:
 
 
 def _forward(module: nn.Module) -> Any:
-    """The function that runs ``module``: its class's, or one that was put on the instance."""
+    """The function that runs ``module``: its class's, or one set on the instance."""
     forward: Callable = module.forward
     while isinstance(forward, functools.partial):
         forward = forward.func

@@ -1,7 +1,7 @@
-"""What is between an expert's two projections, and dropout, each with its gradient.
+"""The step between an expert's two projections, and dropout, with their gradients.
 
-Usually ``z = act(gate) * up`` of stacked projections, gate first; a class with its own gate
-(clamped, interleaved, or no gate at all) has it called as it is.
+Usually ``z = act(gate) * up`` of stacked projections, gate first. If a class has its own function
+(clamped, interleaved, or without a gate), that function is called.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class OwnGate:
 
 
 def gated(rows_S2D: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
-    """``z_SD`` of stacked gate and up projections, gate first, or what an :class:`OwnGate` says."""
+    """``z_SD`` from stacked gate and up projections, gate first, or by an :class:`OwnGate`."""
     if isinstance(activation, OwnGate):
         return activation(rows_S2D)
     gate, up = rows_S2D.chunk(2, dim=-1)
@@ -56,17 +56,17 @@ def gated_gradient(
 
 
 def is_silu(activation: Callable[[Tensor], Tensor]) -> bool:
-    """Whether the gate's function is SiLU, whose derivative is written out here."""
+    """Whether the gate's function is SiLU, whose derivative is implemented here."""
     return isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
 
 
 def keep_mask(shape: tuple[int, int], dropout: float, like: Tensor) -> Tensor | None:
-    """Which values dropout keeps, or None without dropout."""
+    """Mask of the values that dropout keeps, or None without dropout."""
     if dropout == 0.0:
         return None
     return torch.empty(shape, dtype=torch.bool, device=like.device).bernoulli_(1.0 - dropout)
 
 
 def dropped(values: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-    """``values`` after dropout with ``mask``; its own gradient."""
+    """``values`` after dropout with ``mask``; on a gradient, this is dropout's backward."""
     return values if mask is None else values * mask * (1.0 / (1.0 - dropout))

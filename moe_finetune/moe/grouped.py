@@ -1,8 +1,8 @@
-"""Products of rows grouped by expert: one kernel call on GPUs, one product an expert on CPUs.
+"""Products of rows grouped by expert: one kernel call on GPUs, one product per expert on CPUs.
 
-Quantized stacks are read ``DEQUANTIZED_BYTES`` at a time: the kernel then runs once for every few
-experts, those that got tokens. Their number must be known on the host, which costs such a layer one
-read of E group sizes in a forward (the backward reuses them).
+Quantized stacks are dequantized ``DEQUANTIZED_BYTES`` at a time: the kernel then runs once for
+every few experts with tokens. The host must know the group sizes, which costs one read of E numbers
+per layer and forward (the backward reuses them).
 
 Shape legend: S rows sorted by expert (tokens x selected), P rows of a part, E experts, C experts of
 a part, I inputs, O outputs.
@@ -35,13 +35,13 @@ class Part:
     """The rows of some consecutive experts.
 
     Attributes:
-        rows: where they lie among the sorted rows.
-        slots_P: row -> flat pair ``t*K + k``.
-        tokens_P: row -> token.
-        experts: which they are: a slice, int64 numbers on the device, or None for all.
-        sizes: how many rows each of them has; empty where the kernel reads ``offsets_C``.
-        offsets_C: int32 ends of their groups among the part's rows, for the grouped kernel; None
-            where each expert is a separate product.
+        rows: their slice of the sorted rows.
+        slots_P: flat pair ``t*K + k`` of each row.
+        tokens_P: token of each row.
+        experts: a slice, int64 numbers on the device, or None for all experts.
+        sizes: number of rows of each expert; empty if the kernel reads ``offsets_C``.
+        offsets_C: int32 ends of the groups within the part's rows, for the grouped kernel; None
+            with one product per expert.
     """
 
     rows: slice
@@ -57,15 +57,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Groups:
-    """How the S = T*K (token, choice) pairs fall into experts.
+    """The S = T*K (token, choice) pairs grouped by expert.
 
     Attributes:
-        slots_S: sorted row -> flat pair ``t*K + k``; stable, so it repeats exactly.
-        tokens_S: sorted row -> token.
+        slots_S: flat pair ``t*K + k`` of each sorted row; the sort is stable, so deterministic.
+        tokens_S: token of each sorted row.
         offsets_E: int32 ends of the groups in sorted rows, on the device.
-        bounds: the same as Python integers with a leading 0, or None when only the device knows
-            the groups (reading them would stall the GPU's queue).
-        grouped: whether a part is one call of the grouped kernel.
+        bounds: the same as Python integers with a leading 0, or None if only the device knows the
+            groups (reading them would make the GPU wait).
+        grouped: whether each part is one call of the grouped kernel.
     """
 
     slots_S: Tensor
@@ -76,7 +76,7 @@ class Groups:
 
     @classmethod
     def of(cls, index_TK: Tensor, num_experts: int, grouped: bool, in_chunks: bool) -> Groups:
-        """``in_chunks``: weights are quantized, so that the kernel gets a few experts at a time."""
+        """Group pairs by expert; with ``in_chunks`` the kernel gets a few experts at a time."""
         flat_S = index_TK.reshape(-1)
         slots_S = torch.argsort(flat_S, stable=True)
         counts_E = torch.zeros(num_experts, dtype=torch.int64, device=flat_S.device)
@@ -91,12 +91,12 @@ class Groups:
         )
 
     def parts(self, row_bytes: int, matrix_bytes: int) -> list[Part]:
-        """Experts to take at a time.
+        """The experts to process at a time.
 
-        All where only the device knows the groups; of quantized ones as many matrices of
-        ``matrix_bytes`` as ``DEQUANTIZED_BYTES`` has; else about 4 MiB of rows of ``row_bytes``,
-        so that what one product wrote is in the cache when the next reads it. None is without
-        rows, unless all are.
+        All if only the device knows the groups. Of quantized ones as many matrices of
+        ``matrix_bytes`` as fit into ``DEQUANTIZED_BYTES``; otherwise about 4 MiB of rows of
+        ``row_bytes``, so that the next product reads them from the cache. No part is empty, unless
+        there are no rows.
         """
         if self.bounds is None:
             rows = slice(0, self.slots_S.numel())
@@ -122,7 +122,7 @@ class Groups:
         return Part(rows, self.slots_S[rows], self.tokens_S[rows], experts, sizes, None)
 
     def _chunks(self, bounds: list[int], size: int) -> list[Part]:
-        """Parts of ``size`` experts, of those that have rows."""
+        """Parts of ``size`` experts each, without experts that have no rows."""
         counts_E = self.offsets_E.diff(prepend=self.offsets_E.new_zeros(1))
         # Experts with rows first, in their order: as many as the bounds say.
         ids_E = torch.argsort(counts_E == 0, stable=True)
@@ -138,15 +138,15 @@ class Groups:
         return parts
 
     def inverse(self) -> Tensor:
-        """Flat pair ``t*K + k`` -> sorted row."""
+        """The sorted row of each flat pair ``t*K + k``."""
         inverse_S = torch.empty_like(self.slots_S)
         inverse_S[self.slots_S] = torch.arange(inverse_S.numel(), device=inverse_S.device)
         return inverse_S
 
     def buffer(self, width: int, like: Tensor) -> Tensor | None:
-        """Memory (S, width) that the parts' products are written into, ``out`` of the products.
+        """Memory (S, width) for the parts' products, passed to them as ``out``.
 
-        None where one product covers all rows.
+        None if one product covers all rows.
         """
         if self.bounds is None:
             return None
@@ -154,10 +154,10 @@ class Groups:
 
 
 def grouped_products(kernel: Kernel, *matrices: Tensor) -> bool:
-    """Whether products with these are one call for all experts: ``auto`` does so on GPUs.
+    """Whether products with these matrices run as one call; ``auto`` does so on GPUs.
 
     Raises:
-        CaptureError: an unknown kernel, or ``grouped`` for matrices that ``grouped_mm`` refuses.
+        CaptureError: an unknown kernel, or ``grouped`` for matrices that ``grouped_mm`` rejects.
     """
     if kernel not in get_args(Kernel):
         raise CaptureError(f"kernel is '{kernel}', expected one of {', '.join(get_args(Kernel))}")
@@ -184,7 +184,7 @@ def rows_times(
 ) -> Tensor:
     """``result[p] = scale * rows[p] @ weight[expert(p)]``, (P, O).
 
-    ``out``: a buffer of all sorted rows; the part's rows of it are filled and returned.
+    ``out``: a buffer for all sorted rows; the part's rows are filled and returned.
     """
     if part.offsets_C is not None:
         product = grouped_mm(rows_PI, _stack(weight_EIO, part), offs=part.offsets_C)
@@ -217,13 +217,13 @@ def add_rows_times(
 
 
 def _stack(weight_EIO: Tensor, part: Part) -> Tensor:
-    """The weights of a part's experts ``(C, I, O)``; only these are dequantized."""
+    """The weights ``(C, I, O)`` of a part's experts; only these are dequantized."""
     weight_EIO = fetched(weight_EIO)
     return weight_EIO if part.experts is None else weight_EIO[part.experts]
 
 
 def _matrices(weight: Tensor, part: Part) -> Iterator[Tensor]:
-    """The matrices of the part's experts; a quantized one is made when its turn comes."""
+    """Yield the matrices of the part's experts; each quantized one is dequantized when reached."""
     weight = fetched(weight)
     assert isinstance(part.experts, slice)
     if not isinstance(weight, QuantizedWeight):
@@ -245,7 +245,7 @@ def _product(rows: Tensor, right: Tensor, scale: float, out: Tensor) -> None:
 class OuterSums:
     """``sums[e] = scale * sum over the rows of e of left[p] right[p]^T``: a weight's gradient.
 
-    Filled part by part; the sum over no rows is 0. The result stays None without a weight.
+    Filled part by part; the sum over no rows is 0. The result is None without a weight.
     """
 
     def __init__(self, like_EOI: Tensor | None, groups: Groups, scale: float = 1.0):
@@ -256,7 +256,7 @@ class OuterSums:
             self.sums_EOI = make(like_EOI, memory_format=torch.contiguous_format)
 
     def add(self, left_PO: Tensor, right_PI: Tensor, part: Part) -> None:
-        """Add the rows of ``part``; every part once."""
+        """Add the rows of ``part``; call once per part."""
         if part.offsets_C is not None:
             sums_COI = grouped_mm(left_PO.t(), right_PI, offs=part.offsets_C)
             if self.scale != 1.0:
@@ -286,7 +286,7 @@ class RowSums:
         self.outer = OuterSums(like_EOI, groups)
 
     def add(self, rows_PO: Tensor, part: Part) -> None:
-        """Add the rows of ``part``; every part once."""
+        """Add the rows of ``part``; call once per part."""
         self.outer.add(rows_PO, rows_PO.new_ones(rows_PO.shape[0], ALIGNMENT_BYTES), part)
 
     def result(self) -> Tensor | None:

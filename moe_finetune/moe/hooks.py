@@ -1,14 +1,14 @@
-"""Make a model's MoE layers hand over what they compute, and put everything back afterwards.
+"""Install hooks that record what a model's MoE layers compute, and remove them afterwards.
 
 Installed on one model instance:
 
-1. backbone pre-hook: makes the forward's :class:`ForwardContext` and passes it down;
+1. backbone pre-hook: creates the forward's :class:`ForwardContext` and passes it down;
 2. decoder-layer pre-hook: takes it out of the keyword arguments for the hooks below;
-3. router hooks: perturb the input, re-select with a bias, and note logits, weights and index;
-4. experts: transformers' registered experts function, which computes LoRA separately;
+3. router hooks: perturb the input, select again with a bias, and record logits, weights and index;
+4. experts function registered with transformers: computes LoRA separately;
 5. block hook: builds the record, evaluates the objective, injects it at the block's output.
 
-Nothing global is replaced, and :meth:`Recorder.restore` leaves the model as it was.
+Nothing global is replaced, and :meth:`Recorder.restore` restores the model.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ IMPLEMENTATION = "moe_finetune"
 
 
 class Recorder:
-    """Context manager that installs the hooks on ``model`` and restores it on exit.
+    """Context manager that installs the hooks on ``model`` and removes them on exit.
 
     Args:
         model: a transformers causal language model, PEFT model or wrapped one.
         objective, observers, needs, observe, token_mask: see :class:`ForwardPlan`.
         perturbation: changes to routing.
         dropout: LoRA dropout inside the experts.
-        kernel: the experts' products: "grouped" is one call for all experts, as on GPUs, "loop"
-            one product an expert; "auto" takes the first on GPUs and the second elsewhere.
+        kernel: how the experts' products run: "grouped" is one call for all experts, "loop" one
+            product per expert; "auto" uses "grouped" on GPUs and "loop" elsewhere.
 
     Attributes:
-        plan: what the coming forwards do; changed by :meth:`change` and :meth:`using`.
+        plan: what the next forwards do; changed by :meth:`change` and :meth:`using`.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Recorder:
 
     @contextmanager
     def using(self, **changes: Any) -> Iterator[None]:
-        """Change fields of the plan for the forwards that start inside."""
+        """Change fields of the plan for forwards that start inside the context."""
         former = {name: getattr(self.plan, name) for name in changes}
         self.change(**changes)
         try:
@@ -123,7 +123,7 @@ class Recorder:
         self.restore()
 
     def install(self) -> None:
-        """Install all hooks; on any error the model is left as it was."""
+        """Install all hooks; on an error, restore the model."""
         if self._undo:
             return
         try:
@@ -191,14 +191,14 @@ class Recorder:
             self._attach(wrapper, "forward", partial(run_linear, wrapper, self.dropout))
 
     def _take_over(self, experts: Any) -> None:
-        """Let the experts run by our function, on a copy of a config that others may share."""
+        """Make the experts run by our function, on a copy of their possibly shared config."""
         shared = experts.config
         experts.config = copy.copy(shared)
         experts.config._experts_implementation = IMPLEMENTATION
         self._undo.append(partial(setattr, experts, "config", shared))
 
     def _check_kernel(self) -> None:
-        """Refuse a kernel that cannot run here, and say when a GPU has to do without its own."""
+        """Refuse a kernel that cannot run here; warn if a GPU must run without the grouped one."""
         experts = self.layers[0].experts
         up, down = experts.down_proj, experts.down_proj
         if up.dim() == 3:
@@ -227,7 +227,7 @@ class Recorder:
     # -- one forward --------------------------------------------------------------------------
 
     def _note_inputs(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """What the backbone is not called with: a composite gives its language part embeddings."""
+        """Keep input ids and labels: a composite passes only embeddings to its language part."""
         self._labels = kwargs.get("labels")
         self._ids = kwargs.get("input_ids", args[0] if args else None)
         # A composite may make its language part's masks itself.
@@ -324,7 +324,7 @@ def _experts_function(
     top_k_weights: Tensor,
     *projected: Tensor,
 ) -> Tensor:
-    """Transformers' experts function of the name ``moe_finetune``: the layer's own, if recorded.
+    """The experts function ``moe_finetune`` in transformers; calls the recorded layer's.
 
     ``projected``: further arguments of self-ranking experts.
     """

@@ -1,4 +1,4 @@
-"""The record of one layer's forward, made of what its hooks noted."""
+"""Build the record of one layer's forward from what its hooks stored."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from moe_finetune.moe.spread import local, spread_of
 
 
 def make_record(layer: MoeLayer, context: ForwardContext) -> RoutingRecord:
-    """What the block that has just run hands over to losses and observers.
+    """The record of the block that has just run, for losses and observers.
 
     Raises:
-        CaptureError: its router or its experts did not run.
+        CaptureError: the block's router or experts did not run.
     """
     if layer.router_output is None or layer.result is None or layer.router_input is None:
         raise CaptureError(
@@ -54,7 +54,7 @@ def make_record(layer: MoeLayer, context: ForwardContext) -> RoutingRecord:
 def projection_factors(
     experts: Any, up: LoraFactors | None, down: LoraFactors | None, name: Projection
 ) -> ProjectionFactors:
-    """Effective projection ``gate``, ``up`` or ``down`` of all experts, unbuilt."""
+    """Effective projection ``gate``, ``up`` or ``down`` of all experts, as unmerged factors."""
     spread = spread_of(experts)
     gate_up, down_proj = map(local, stacks(experts))
     if name == "down":

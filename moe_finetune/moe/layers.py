@@ -1,4 +1,4 @@
-"""A model's MoE layers: where they are, what they note while they run, which can be recorded."""
+"""A model's MoE layers: where they are, their state during a forward, and which can be recorded."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from moe_finetune.moe.lora_factors import parameter_wrappers, variants
 
 @dataclass(eq=False)
 class MoeLayer:
-    """One MoE layer of the model and what its hooks note while it runs.
+    """One MoE layer of the model and what its hooks store while it runs.
 
     Attributes:
         outer_experts: the experts under PEFT's wrappers; ``experts`` are the module inside.
-        every_experts: all that may run as such, with copies that PEFT trains in full.
+        every_experts: all modules that may run as experts, including copies that PEFT trains in
+            full.
     """
 
     index: int
@@ -51,13 +52,13 @@ class MoeLayer:
 
 
 def causal_lm(model: nn.Module) -> Any:
-    """The language model itself, under PEFT and wrappers too."""
+    """The language model inside PEFT and other wrappers."""
     inner: Any = getattr(model, "module", model)
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
 def backbone_of(model: nn.Module) -> Any:
-    """The decoder stack below the language-model head, under PEFT and wrappers too."""
+    """The decoder stack below the language-model head, inside PEFT and other wrappers."""
     inner = causal_lm(model)
     while not hasattr(inner, "layers") and hasattr(inner, "get_decoder"):
         decoder = inner.get_decoder()  # a composite may contain a whole language model
@@ -70,7 +71,7 @@ def backbone_of(model: nn.Module) -> Any:
 
 
 def family_in(model: nn.Module) -> Family:
-    """The family of the model, under PEFT and wrappers too."""
+    """The family of the model inside PEFT and other wrappers."""
     return family_of(causal_lm(model).config)
 
 
@@ -96,12 +97,12 @@ def moe_layers(model: nn.Module) -> list[MoeLayer]:
 
 
 def model_facts(model: nn.Module) -> ModelFacts:
-    """Sizes that loss terms are checked against."""
+    """Facts about the model that loss terms are checked against."""
     return config_facts(causal_lm(model).config)
 
 
 def config_facts(config: Any) -> ModelFacts:
-    """The same from a transformers config, before any weight is loaded."""
+    """:func:`model_facts` from a transformers config, before weights are loaded."""
     family = family_of(config)
     return ModelFacts(
         moe_layers=tuple(family.moe_layers(config)),
@@ -116,7 +117,7 @@ def config_facts(config: Any) -> ModelFacts:
 
 
 def check_experts(layer: MoeLayer) -> None:
-    """Refuse experts whose layout or execution this forward does not have."""
+    """Refuse experts whose layout or execution is not supported."""
     experts, where = layer.experts, f"layer {layer.index}"
     for name in ("has_gate", "has_bias", "is_transposed"):
         if not isinstance(getattr(experts, name, None), bool):
@@ -133,15 +134,15 @@ def check_experts(layer: MoeLayer) -> None:
 
 
 def is_spread(experts: Any) -> bool:
-    """Whether the experts are spread over ranks; before transformers 5.18 they never are."""
+    """Whether the experts are distributed over ranks; never before transformers 5.18."""
     return bool(getattr(experts, "_is_expert_parallel", False))
 
 
 def is_concatenated(experts: Any) -> bool:
-    """Whether gate and up projection follow each other in one stack, or alternate by row.
+    """Whether a stack has all gate rows before all up rows, instead of alternating rows.
 
     Raises:
-        CaptureError: an older transformers does not declare it, and the class gates in its own way.
+        CaptureError: an older transformers does not declare it, and the class has its own gate.
     """
     declared = getattr(experts, "is_concatenated", None)
     if declared is not None:
@@ -159,7 +160,7 @@ def _gates_itself(experts: Any) -> bool:
 
 
 def stacks(experts: Any) -> tuple[Tensor, Tensor]:
-    """The two projections of all experts as (E, rows, H) and (E, H, D), however they are stored."""
+    """The two projections of all experts as (E, rows, H) and (E, H, D), however stored."""
     up = experts.gate_up_proj if experts.has_gate else experts.up_proj
     down = experts.down_proj
     if experts.is_transposed:
@@ -168,7 +169,7 @@ def stacks(experts: Any) -> tuple[Tensor, Tensor]:
 
 
 def activation_of(experts: Any) -> Callable[[Tensor], Tensor]:
-    """The function of the gate, or the class's own step between its projections."""
+    """The gate's function, or the class's own step between its projections."""
     if not experts.has_gate:
         return OwnGate(experts.act_fn)
     if _gates_itself(experts):
@@ -178,7 +179,7 @@ def activation_of(experts: Any) -> Callable[[Tensor], Tensor]:
 
 @contextmanager
 def in_mode(model: nn.Module, train: bool) -> Iterator[None]:
-    """The model in train or in eval mode, and afterwards in the one that it was in."""
+    """Put the model in train or eval mode inside the context, and restore its mode afterwards."""
     was_training = model.training
     model.train(train)
     try:

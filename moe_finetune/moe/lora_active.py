@@ -1,8 +1,8 @@
-"""Whether the adapter that trains is the one that acts on the model now; PEFT is asked.
+"""Whether the trained adapter is the one that is active now, according to PEFT.
 
-A preference trainer computes its reference with the policy's own weights: the adapter switched off
-(``disable_adapter``), or another one made active (TRL's "ref"). What belongs to the adapter and is
-not part of it must then be off too, in layers without a wrapper as well.
+A preference trainer computes its reference with the policy's model: with the adapter disabled
+(``disable_adapter``) or another one active (TRL's "ref"). Whatever belongs to the trained adapter
+but lies outside it, such as a bias, must then be off too, also in layers without a wrapper.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import nn
 
 
 class TrainedAdapter:
-    """The adapters of ``model`` that are active and train when this is made.
+    """The adapters of ``model`` that are active and trainable when this is constructed.
 
-    Where none trains (a finished adapter that is looked at) all active ones count.
+    If none is trainable (a finished adapter), all active ones count.
 
     Attributes:
-        names: of these adapters; empty for a model without adapters.
+        names: names of these adapters; empty for a model without adapters.
     """
 
     def __init__(self, model: nn.Module):
@@ -45,7 +45,7 @@ class TrainedAdapter:
         self.names = frozenset(active & trained or active)
 
     def acts(self) -> bool:
-        """Whether one of them is active and enabled; always, for a model without adapters."""
+        """Whether one of them is active and enabled; True for a model without adapters."""
         peft = self._peft
         if peft is not None and not (
             peft.has_active_enabled_adapter and self.names.intersection(peft.active_adapters)

@@ -1,4 +1,4 @@
-"""Per-expert LoRA factors as PEFT holds them, read without building ``W + s B A``.
+"""Per-expert LoRA factors as PEFT stores them, read without building ``W + s B A``.
 
 PEFT packs the factors of all experts into two matrices: in ``lora_A`` (r*E, I) the expert is the
 slowest index, in ``lora_B`` (O, r*E) the fastest.
@@ -27,7 +27,7 @@ RANK_MULTIPLE = 8
 
 @contextmanager
 def quiet_patterns() -> Iterator[None]:
-    """Without PEFT 0.21's warning that a rank or alpha of a parameter is ignored: it is applied."""
+    """Silence PEFT 0.21's wrong warning that a parameter's rank or alpha is ignored."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match")
         yield
@@ -43,9 +43,9 @@ def parameter_wrappers(module: nn.Module) -> tuple[nn.Module, dict[str, ParamWra
 
 
 def variants(module: Any) -> list[Any]:
-    """The modules that may run as ``module``: itself, or those behind PEFT's ``modules_to_save``.
+    """The modules that may run as ``module``: itself, or PEFT's ``modules_to_save`` copies.
 
-    The one that runs now is the first.
+    The first is the one that runs now.
     """
     if not isinstance(module, ModulesToSaveWrapper):
         return [module]
@@ -56,7 +56,7 @@ def variants(module: Any) -> list[Any]:
 
 
 def active_adapter(wrapper: ParamWrapper) -> str | None:
-    """Name of the adapter that acts now, or None when disabled or merged.
+    """Name of the active adapter, or None if disabled or merged.
 
     Raises:
         CaptureError: several adapters are active on one parameter.
@@ -77,7 +77,7 @@ def expert_factors(
 ) -> LoraFactors | None:
     """Factors of the wrapper's active adapter in ``dtype``, with their graph, or None.
 
-    For grouped products the rank is filled up with zeros to a multiple of ``RANK_MULTIPLE``: their
+    For grouped products the rank is padded with zeros to a multiple of ``RANK_MULTIPLE``, because
     rows must be aligned.
     """
     name = active_adapter(wrapper) if wrapper is not None else None
@@ -106,9 +106,9 @@ def expert_factors(
 
 
 def _takes_rows_for_inputs(wrapper: ParamWrapper) -> bool:
-    """Whether A reads the output dimension, as with PEFT before 0.19 on (experts, out, in).
+    """Whether A reads the output dimension, as PEFT before 0.19 stores (experts, out, in).
 
-    Its product is then the transpose of the change, so that A and B change places.
+    The product is then the transpose of the update, so A and B are exchanged.
     """
     if hasattr(wrapper, "_did_swap_in_out_features") or wrapper.get_param().ndim != 3:
         return False
@@ -116,7 +116,7 @@ def _takes_rows_for_inputs(wrapper: ParamWrapper) -> bool:
 
 
 def router_linear(router: Any, path: str = "weight") -> Any:
-    """The part of ``router`` with its weight at ``path``, under PEFT's wrappers of both."""
+    """The module with the router's weight at ``path``, inside PEFT's wrappers."""
     if not isinstance(router, ParamWrapper):
         router = variants(router)[0]
     for name in path.split(".")[:-1]:
@@ -125,7 +125,7 @@ def router_linear(router: Any, path: str = "weight") -> Any:
 
 
 def stored_router_weight(router: Any, path: str = "weight") -> Tensor:
-    """The weight that the router multiplies with, before a LoRA adapter; (E, H)."""
+    """The router's stored weight (E, H), without a LoRA adapter."""
     linear = router_linear(router, path)
     holder: Any = linear.get_base_layer() if isinstance(linear, ParamWrapper) else linear
     return holder.weight
@@ -150,7 +150,7 @@ def wrapped_linears(model: nn.Module) -> list[ParamWrapper]:
 
 
 def run_linear(wrapper: ParamWrapper, dropout: float, x: Tensor) -> Tensor:
-    """Output of the wrapped layer, ``x W^T + s (drop(x) A^T) B^T``; ``x`` (..., in) -> (..., out).
+    """Output (..., out) of the wrapped layer, ``x W^T + s (drop(x) A^T) B^T``, for ``x`` (..., in).
 
     PEFT's parameter wrapper adds ``s B A`` into the weight on every forward and has no dropout.
     """

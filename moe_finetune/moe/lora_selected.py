@@ -1,4 +1,4 @@
-"""LoRA on chosen experts of a stack (ESFT): the other experts have no factors at all.
+"""LoRA on chosen experts of a stack (ESFT); the other experts have no factors.
 
 Shape legend: E experts of the layer, n chosen ones, r rank, I inputs, O outputs.
 """
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class SelectedExpertsLora(ParamWrapper):
-    """PEFT's parameter wrapper with the factors of ``chosen`` experts only.
+    """PEFT's parameter wrapper with factors only for the ``chosen`` experts.
 
     They are packed as PEFT packs a whole stack, in the order of ``chosen``: ``lora_A`` (n·r, I)
     with the expert slowest, ``lora_B`` (O, r·n) with the expert fastest. Parameters, gradients,
@@ -45,7 +45,7 @@ class SelectedExpertsLora(ParamWrapper):
         return sizes
 
     def spread(self, values_nXY: Tensor) -> Tensor:
-        """Values of the chosen experts -> of all experts (E, X, Y), zero elsewhere."""
+        """Expand values of the chosen experts to all experts (E, X, Y), with zeros elsewhere."""
         values_EXY = values_nXY.new_zeros(self.total_experts, *values_nXY.shape[1:])
         return values_EXY.index_copy(0, self._places.to(values_nXY.device), values_nXY)
 
@@ -61,7 +61,7 @@ class SelectedExpertsLora(ParamWrapper):
 
 
 def selected_experts(model: nn.Module) -> dict[int, tuple[int, ...]] | None:
-    """Chosen experts by decoder layer, None when LoRA is on all experts or on none."""
+    """Chosen experts by decoder layer; None if LoRA is on all experts or on none."""
     chosen: dict[int, tuple[int, ...]] = {}
     for name, module in model.named_modules():
         if isinstance(module, SelectedExpertsLora):
@@ -70,7 +70,7 @@ def selected_experts(model: nn.Module) -> dict[int, tuple[int, ...]] | None:
 
 
 def materialize(model: nn.Module) -> None:
-    """Move LoRA factors that PEFT left on the meta device to their base's, with values."""
+    """Initialize LoRA factors that PEFT left on the meta device, on their base's device."""
     from peft.tuners.lora.layer import LoraLayer
 
     layers: list[Any] = [module for module in model.modules() if isinstance(module, LoraLayer)]

@@ -1,12 +1,13 @@
-"""Noise that some methods put into routing while training; inference is untouched.
+"""Noise that some methods add to routing in training; inference is unchanged.
 
-- ST-MoE: the router's input times U(1 - jitter, 1 + jitter), dropout inside the experts.
-- GShard: of a token's experts only the second best can be dropped: it is kept with probability
-  min(1, 2 g2), g from the two best renormalized. The kept weights are not renormalized again,
-  a dropped expert's weight is 0 and its output counts for nothing.
+- ST-MoE: the router's input is multiplied by U(1 - jitter, 1 + jitter), with dropout inside the
+  experts.
+- GShard: only a token's second-best expert can be dropped. It is kept with probability min(1, 2
+  g2), with g renormalized over the two best. A dropped expert's weight is 0, and the kept weights
+  are not renormalized again.
 
-Random numbers come from PyTorch's default generator, which gradient checkpointing restores: a
-layer that is run again draws the same.
+Random numbers come from PyTorch's default generator, which gradient checkpointing restores, so a
+recomputed layer draws the same ones.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def drop_second_choice(
 ) -> Tensor:
     """Weights with the second-best expert's set to 0 with probability 1 - min(1, 2 g2).
 
-    The order of ``index_TK`` means nothing; ranks and g are taken from the family's scores of the
-    logits, by its ``score``.
+    The order of ``index_TK`` has no meaning: ranks and g come from the logits by the family's
+    ``score``.
     """
     chosen_TK = log_scores(logits_TE.float(), score).gather(1, index_TK)
     best_T2 = chosen_TK.topk(2, dim=1)

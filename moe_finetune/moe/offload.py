@@ -1,13 +1,12 @@
-"""Frozen expert stacks in the host's memory, on the device for one layer at a time.
+"""Keep frozen expert stacks in the host's memory, and fetch them layer by layer.
 
-A stack's parameter is replaced by an :class:`OffloadedStack`, which has the way to the values
-instead of the values. An operation that reads it gets the layer's copy on the device, fetched when
-it is first asked for; while a layer computes, the next one's copy is under way: the layer above in
-the forward, the one below in the backward. Autograd saves the stack without its values, so the
-backward fetches them again, with checkpointing and without. Two layers are on the device at any
-time. Quantized stacks travel as their packed bytes and scales.
+A stack's parameter is replaced by an :class:`OffloadedStack`, which fetches the values on demand.
+An operation that reads it gets the layer's copy on the device. While a layer computes, the next one
+is copied: the layer above in the forward, the one below in the backward. Autograd saves the stack
+without its values, so the backward fetches them again, with or without checkpointing. At most two
+layers are on the device at a time. Quantized stacks are copied as packed bytes and scales.
 
-How bytes move is a :class:`Transfers`: pinned memory and a separate stream on a GPU.
+A :class:`Transfers` copies the bytes; on a GPU, with pinned memory and a separate stream.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ Stacks = dict[str, Tensor]
 
 
 class Transfers(Protocol):
-    """How stacks wait on the host and come to the device."""
+    """How stacks are stored on the host and copied to the device."""
 
     device: torch.device
 
     def keep(self, stack: Tensor) -> Tensor:
-        """The copy that waits on the host."""
+        """Return the copy on the host."""
 
     def begin(self, stacks: Stacks) -> Callable[[], Stacks]:
-        """Start copying to the device; the result waits for the copy while the caller computes."""
+        """Start copying to the device; the returned function waits for the copy and returns it."""
 
 
 class CudaTransfers:
-    """Pinned memory, and a separate stream for copies."""
+    """Transfers with pinned memory and a separate CUDA stream."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -72,14 +71,14 @@ class CudaTransfers:
 
 
 class ExpertOffload:
-    """Fetches layers in the order in which training asks for them.
+    """Fetches layers in the order in which training reads them.
 
     Args:
         transfers: how bytes move.
 
     Attributes:
-        host: stacks of each MoE layer, from the first to the last.
-        fetched: positions in the order in which copies were begun.
+        host: stacks of each MoE layer, first to last.
+        fetched: positions of layers in the order in which copies started.
     """
 
     def __init__(self, transfers: Transfers):
@@ -93,11 +92,11 @@ class ExpertOffload:
 
     @property
     def resident(self) -> list[int]:
-        """Positions of the layers that are on the device, or on their way."""
+        """Positions of the layers that are on the device or being copied."""
         return sorted(self._here)
 
     def stack(self, position: int, name: str) -> Tensor:
-        """One stack of a layer on the device; begins the copy of the layer that comes next."""
+        """Return one stack of a layer on the device, and start copying the next layer."""
         with self._lock:
             self._turn(position)
             following = position + (1 if self._upwards else -1)
@@ -113,7 +112,7 @@ class ExpertOffload:
             return self._here[position]()[name]
 
     def _turn(self, position: int) -> None:
-        """Follow the direction: a backward goes down, and a forward begins at the bottom."""
+        """Update the direction: a backward goes down, and a forward starts at the bottom."""
         if self._last is not None and position != self._last:
             self._upwards = position > self._last
         if position == len(self.host) - 1:
@@ -126,15 +125,14 @@ class ExpertOffload:
 def offload_experts(model: nn.Module, transfers: Transfers | None = None) -> ExpertOffload:
     """Move all frozen expert stacks of ``model`` to the host, in place.
 
-    Factors of LoRA, routers and everything else stay. The model's other tensors may be anywhere;
-    ``model.to(device)`` moves them but not the stacks.
+    All other tensors stay where they are; ``model.to(device)`` moves them but not the stacks.
 
     Args:
-        model: with LoRA or without, its weights in memory.
-        transfers: how bytes move; by default to the current GPU.
+        model: with or without LoRA, its weights in memory.
+        transfers: copies the bytes; by default to the current GPU.
 
     Raises:
-        RecipeError: there is no GPU, or a stack trains.
+        RecipeError: there is no GPU, or a stack is trainable.
     """
     if transfers is None:
         check_offload()
@@ -161,7 +159,7 @@ def offload_experts(model: nn.Module, transfers: Transfers | None = None) -> Exp
 
 
 def _on_parts(stack: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """``change`` made to a stack; to the bytes and scales of a quantized one."""
+    """Apply ``change`` to a stack, or to the bytes and scales of a quantized one."""
     return stack.on_parts(change) if isinstance(stack, QuantizedWeight) else change(stack)
 
 

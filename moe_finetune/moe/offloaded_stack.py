@@ -1,4 +1,4 @@
-"""An expert stack whose values wait elsewhere: its shape and dtype, and how to fetch them."""
+"""An expert stack whose values are elsewhere: shape, dtype and how to fetch the values."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ View = tuple[Any, tuple, dict]
 
 
 class OffloadedStack(Tensor):
-    """A stack without its values. Views stay unfetched; other operations fetch what they read.
+    """A stack without its values. Views do not fetch them; other operations do.
 
     Args:
         fetch: returns the whole stack on ``device``.
-        host: a tensor of its shape and dtype.
-        views: what is applied to the stack after it was fetched.
+        host: a tensor with the stack's shape and dtype.
+        views: operations to apply to the fetched stack.
     """
 
     _fetch: Callable[[], Tensor]
@@ -60,7 +60,7 @@ class OffloadedStack(Tensor):
         return self
 
     def values(self) -> Tensor:  # type: ignore[override]
-        """The tensor on the device; a quantized stack's is quantized."""
+        """The tensor on the device; still quantized for a quantized stack."""
         return _viewed(self._fetch(), self._views)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -92,7 +92,7 @@ def _viewed(tensor: Tensor, views: tuple[View, ...]) -> Tensor:
 
 
 def fetched(value: Any) -> Any:
-    """An offloaded stack's tensor on the device; anything else as it is."""
+    """An offloaded stack's tensor on the device; anything else unchanged."""
     return value.values() if isinstance(value, OffloadedStack) else value
 
 

@@ -1,4 +1,4 @@
-"""How a method may change routing while the model runs."""
+"""Interface for methods that change routing while the model runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moe_finetune.moe.layers import MoeLayer
 
 
 class Perturbation:
-    """Changes to routing; the identity here.
+    """Base class for changes to routing; changes nothing.
 
     ``router_input`` and ``expert_dropout`` act only in training forwards; ``routing`` and
     ``at_experts`` are called in every forward.
@@ -22,13 +22,13 @@ class Perturbation:
         """Called with the model before its first forward."""
 
     def router_input(self, layer: MoeLayer, hidden: Tensor) -> Tensor:
-        """What the router reads instead of ``hidden``."""
+        """Return the router's input in place of ``hidden``."""
         return hidden
 
     def routing(
         self, layer: MoeLayer, logits_TE: Tensor, weights_TK: Tensor, index_TK: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Weights and index that the block uses instead of the router's own."""
+        """Return the weights and index that the block uses instead of the router's."""
         return weights_TK, index_TK
 
     def at_experts(
@@ -38,8 +38,8 @@ class Perturbation:
         weights_TK: Tensor,
         index_TK: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Weights and index, chosen after trying experts.
+        """Return weights and index, selected after trying experts.
 
-        ``outputs_of(rows, index_SN)`` are the outputs ``(S, N, H)`` of any experts on some tokens.
+        ``outputs_of(rows, index_SN)`` returns outputs ``(S, N, H)`` of any experts on some tokens.
         """
         return weights_TK, index_TK

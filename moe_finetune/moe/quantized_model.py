@@ -1,8 +1,8 @@
-"""Which weights of a model are quantized: the large ones that an adapter leaves frozen.
+"""Select and quantize a model's large frozen weights.
 
-Quantized: the routed experts, and the linear layers of attention, shared experts and dense layers.
-Kept in the model's dtype: routers, gates of a single output, norms, biases, embeddings, and the
-language-model head.
+Quantized are routed experts and the linear layers of attention, shared experts and dense layers.
+Routers, gates with a single output, norms, biases, embeddings and the language-model head keep the
+model's dtype.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def quantized_names(model: nn.Module, family: Family) -> frozenset[str]:
-    """Names of the parameters that are quantized; see the head of this file."""
+    """Names of the parameters to quantize; see the module docstring."""
     router = f".{family.router_path}."
     stacks = tuple(f".{family.experts_path}.{name}" for name in family.expert_parameters)
     names = {
@@ -37,7 +37,7 @@ def quantized_names(model: nn.Module, family: Family) -> frozenset[str]:
 
 
 def quantize_model(model: PreTrainedModel, kind: Kind) -> None:
-    """Quantize and freeze the large weights of a model that is in memory, in place."""
+    """Quantize and freeze the large weights of a model in memory, in place."""
     for name in quantized_names(model, family_of(model.config)):
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)

@@ -1,12 +1,12 @@
-"""The experts that tokens were given in a rollout, noted there and met again in training.
+"""Record which experts a rollout selects, and compare or replay them in training.
 
-A rollout runs the prompt at once and then a token at a time, with a cache; training runs the whole
-rows. Small differences of the two (types, kernels, weights that moved in between) flip the choice
-of experts, and with it what a token's probability was. Replaying the rollout's choice holds it
-fixed (Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference
-Routers"): the weights are the present router's for those experts, so that it still learns.
+A rollout runs the prompt at once and then one token at a time, with a cache; training runs whole
+rows. Small differences (dtypes, kernels, weights updated in between) change the selected experts,
+and with them a token's probability. Router replay keeps the rollout's selection (Ma et al. 2025,
+"Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers"). The weights
+are the current router's for those experts, so the router still learns.
 
-Shape legend: B rows, S places of a row, T = B x S tokens, L MoE layers, E experts, K selected.
+Shape legend: B rows, S positions per row, T = B x S tokens, L MoE layers, E experts, K selected.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ NOT_RUN = -1
 
 
 class RolloutChoice:
-    """Notes which experts the forwards of a rollout give to their tokens.
+    """Records which experts a rollout's forwards select.
 
-    ``recorder.using(overrides=choice.begin)`` while the model generates.
+    Use ``recorder.using(overrides=choice.begin)`` while the model generates.
 
     Args:
         layers: decoder indices of the MoE layers.
@@ -53,14 +53,14 @@ class RolloutChoice:
         return ForwardOverrides(route=note)
 
     def end(self, places: int) -> None:
-        """Forget what was run behind the first ``places`` of the rows."""
+        """Discard positions after the first ``places`` of the rows."""
         self._places = places
 
     def experts(self, attention_mask_BS: Tensor) -> Tensor:
-        """Experts ``(B, S, L, K)``, int16, of rows that begin as those of the rollout did.
+        """Experts ``(B, S, L, K)``, int16, of rows that start like the rollout's.
 
-        ``NOT_RUN`` where the mask is 0, and behind what the rollout ran: the last token that it
-        sampled predicts nothing.
+        ``NOT_RUN`` where the mask is 0 and after the last position that ran; the last sampled token
+        never ran.
 
         Raises:
             CaptureError: the rollout did not run these rows in this order.
@@ -81,19 +81,19 @@ class RolloutChoice:
 
 
 class AgainstRollout:
-    """Compares the routers' choice with a rollout's, and replaces it where asked.
+    """Compares the routers' selection with a rollout's, and replaces it if requested.
 
-    ``recorder.using(overrides=against.begin)`` while training runs the rows, in their order.
+    Use ``recorder.using(overrides=against.begin)`` while training runs the rows in order.
 
     Args:
-        experts_BSLK: from :meth:`RolloutChoice.experts`.
-        counted_BS: bool, the tokens that are compared.
+        experts_BSLK: result of :meth:`RolloutChoice.experts`.
+        counted_BS: bool, True for tokens to compare.
         layers: decoder indices of the MoE layers, in the order of L.
-        replay: give tokens the experts of the rollout.
+        replay: whether tokens get the rollout's experts.
 
     Attributes:
-        changed, compared: float64 counts of (token, layer): with other experts, and all. A layer
-            that a checkpointed backward runs again is counted once.
+        changed, compared: float64 counts of (token, layer) pairs: with other experts, and all. A
+            recomputed layer is counted once.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class AgainstRollout:
         weights_TK: Tensor,
         index_TK: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Weights and index; ``seen`` are the layers that this forward has been through."""
+        """Return weights and index; ``seen``: layers already visited in this forward."""
         theirs_TK = experts_BSLK[:, :, self.places[layer.index]].flatten(0, 1).long()
         if theirs_TK.shape != index_TK.shape:
             raise CaptureError(

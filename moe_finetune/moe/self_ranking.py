@@ -1,4 +1,4 @@
-"""Experts that rank themselves run themselves: what losses and metrics read is taken from them."""
+"""Run experts that rank themselves, and collect what losses and metrics read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_finetune.moe.layers import MoeLayer
 
 
 def check_plain(layer: MoeLayer, wrappers: Collection[str], expert_dropout: float) -> None:
-    """Raise CaptureError where adapters or a dropout inside the experts would be lost."""
+    """Raise CaptureError if adapters or dropout inside the experts would be ignored."""
     title = layer.family.title
     if wrappers:
         raise CaptureError(
@@ -36,9 +36,9 @@ def run_self_ranking(
     projected: tuple[Tensor, ...],
     needs: frozenset[str],
 ) -> ExpertsResult:
-    """Let ``experts`` run on the input and on their own projections of it.
+    """Run ``experts`` on the input and on their own projections of it.
 
-    Returns what ``needs`` names, as :func:`~moe_finetune.moe.experts.run_experts` does.
+    Returns the results in ``needs``, like :func:`~moe_finetune.moe.experts.run_experts`.
     """
     out_TH, z_TKD, y_TKH = experts.run(hidden_TH, index_TK, weights_TK, *projected)
     return ExpertsResult(

@@ -1,13 +1,13 @@
-"""Packed rows: sequences that follow each other in a row and must not see each other.
+"""Packed rows: several sequences in a row that must not see each other.
 
-transformers' classes keep them apart by the attention mask that they build from positions, and only
-there: not where the class builds its mask without positions, not with a cache, and not in modules
-that carry something else from token to token (states, convolutions, compressed keys). A family
-declares both in :class:`~moe_finetune.models.base.Rows`, and the forward is put right here: the
-mask is built for the class, and each such module runs one sequence at a time.
+transformers' classes separate them only by the attention mask built from positions. That fails if
+the class builds its mask without positions, with a cache, and in modules that carry something else
+from token to token (states, convolutions, compressed keys). A family declares these in
+:class:`~moe_finetune.models.base.Rows`, and this module corrects the forward: it builds the mask
+for the class, and runs each such module one sequence at a time.
 
-Shape legend: B rows, L tokens of a row, T = B x L, S sequences of about one length, N tokens of
-the longest.
+Shape legend: B rows, L tokens per row, T = B x L, S sequences of similar length, N tokens of the
+longest one.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _OF_KERNELS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
 
 @dataclass(frozen=True)
 class Group:
-    """Sequences of about one length.
+    """Sequences of similar length.
 
     Attributes:
-        index_SN: places in T, the last one of a shorter sequence repeated.
-        real_SN: bool, False at what is repeated.
+        index_SN: positions in T; a shorter sequence's last one is repeated.
+        real_SN: bool, False for repeated positions.
     """
 
     index_SN: Tensor
@@ -40,11 +40,11 @@ class Group:
 
 
 class Sequences:
-    """Where the sequences of packed rows lie; no container, so that no wrapper copies it.
+    """The sequences of packed rows; not a container, so wrappers do not copy it.
 
     Args:
-        starts_BL: bool, True where a sequence begins.
-        counted_BL: bool, tokens that belong to a sequence; all of them when None.
+        starts_BL: bool, True where a sequence starts.
+        counted_BL: bool, True for tokens that belong to a sequence; None for all.
     """
 
     def __init__(self, starts_BL: Tensor, counted_BL: Tensor | None = None):
@@ -69,10 +69,10 @@ class Sequences:
             self.groups.append(Group(index_SN, offset_N < lengths_S1))
 
     def run(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What ``forward`` returns for these arguments, run one sequence at a time.
+        """Run ``forward`` one sequence at a time and return its combined result.
 
-        Tensors of shape (B, L, ...) are taken apart, masks of shape (B, heads, L, L) too. A causal
-        module does not see what is repeated behind a sequence.
+        Tensors of shape (B, L, ...) and masks of shape (B, heads, L, L) are split. Repeated
+        positions come after the sequence, where a causal module does not see them.
         """
         kwargs = {name: value for name, value in kwargs.items() if name not in _OF_KERNELS}
         outputs = [
@@ -99,7 +99,7 @@ class Sequences:
         return rows.flatten(0, 1)[group.index_SN]
 
     def _apart_pairs(self, mask: Tensor, group: Group) -> Tensor:
-        """A mask over (query, key), additive or bool: what is repeated is seen by no one."""
+        """Split a mask over (query, key), additive or bool, and hide repeated positions."""
         mask = mask.expand(self.rows, *mask.shape[1:])
         row_S11 = (group.index_SN[:, :1] // self.length)[:, :, None]
         column_SN = group.index_SN % self.length
@@ -127,7 +127,7 @@ class Sequences:
 
 
 class InLayer:
-    """The sequences of a decoder layer's present forward, for the modules within it."""
+    """The sequences of a decoder layer's current forward, for the modules inside it."""
 
     def __init__(self) -> None:
         self.sequences: Sequences | None = None
@@ -139,19 +139,19 @@ class InLayer:
 
 
 def runs_alone(module: nn.Module, facts: Rows) -> bool:
-    """Whether the module runs one sequence at a time; FSDP2 puts a class of its own before it."""
+    """Whether the module runs one sequence at a time, also under FSDP2's class."""
     return any(kind.__name__ in facts.per_sequence for kind in type(module).__mro__)
 
 
 def tell_positions(kwargs: Mapping[str, Any], ids_BL: Tensor) -> dict[str, Any]:
-    """Keyword arguments of a forward; of packed rows as every class of transformers reads them.
+    """Keyword arguments of a forward; for packed rows, in a form every class reads.
 
-    Rows are packed where positions, or else ``cu_seq_lens_q``, start again between two tokens that
-    the mask does not hide. They get positions, no mask and no cache: a class that gets either of
-    these reads no positions. A token that the mask hid is then a separate sequence.
+    Rows are packed if positions, or else ``cu_seq_lens_q``, restart between two tokens that the
+    mask does not hide. They get positions but no mask or cache, with which a class would ignore
+    positions. A token that the mask hid becomes a separate sequence.
 
     Args:
-        kwargs: of the model or its backbone.
+        kwargs: keyword arguments of the model or its backbone.
         ids_BL: input ids, or anything of their shape on their device.
     """
     kwargs = dict(kwargs)
@@ -171,15 +171,15 @@ def tell_positions(kwargs: Mapping[str, Any], ids_BL: Tensor) -> dict[str, Any]:
 def separate(
     kwargs: Mapping[str, Any], ids_BL: Tensor, config: Any, dtype: torch.dtype, facts: Rows
 ) -> tuple[dict[str, Any], Sequences | None, bool]:
-    """The backbone's keyword arguments so that sequences in its rows stay apart, and those.
+    """Return backbone arguments that keep sequences separate, and the sequences.
 
-    Sequences are None where no module of the family runs them one at a time in this forward; the
-    last value is whether a row has several.
+    Sequences are None if no module has to run them one at a time in this forward. The last value is
+    whether any row has several.
 
     Args:
-        kwargs: what the backbone is called with.
+        kwargs: keyword arguments of the backbone.
         ids_BL: input ids, or anything of their shape on their device.
-        dtype: of the model, which an additive mask has.
+        dtype: the model's dtype, used for an additive mask.
     """
     kwargs = tell_positions(kwargs, ids_BL)
     if kwargs.get("past_key_values") is not None:
@@ -204,7 +204,7 @@ def separate(
 def _beside_padding(
     kwargs: dict[str, Any], counted_BL: Tensor, facts: Rows
 ) -> tuple[dict[str, Any], Sequences | None]:
-    """Of rows that are not packed: positions and sequences that padding on the left moves."""
+    """For rows that are not packed: positions and sequences that left padding would shift."""
     if facts.padding == "unseen":
         return kwargs, None
     if kwargs.get("position_ids") is None:
@@ -231,7 +231,7 @@ def _for_kernels(starts_BL: Tensor) -> dict[str, Any]:
 
 
 def _counted(kwargs: Mapping[str, Any], ids_BL: Tensor) -> Tensor | None:
-    """Tokens that a mask over tokens does not hide; None without such a mask."""
+    """Bool (B, L), tokens that a mask over tokens does not hide; None without such a mask."""
     mask = kwargs.get("attention_mask")
     return mask != 0 if torch.is_tensor(mask) and mask.shape == ids_BL.shape else None
 
@@ -255,7 +255,7 @@ def _positions(kwargs: Mapping[str, Any], ids_BL: Tensor) -> Tensor | None:
 
 
 def _breaks(positions_BL: Tensor, counted_BL: Tensor | None = None) -> Tensor:
-    """(B, L - 1) bool: where a sequence ends between two tokens; as transformers reads it."""
+    """Bool (B, L - 1): whether a sequence ends between two tokens, as transformers reads it."""
     breaks = positions_BL.diff() != 1
     if counted_BL is not None:
         breaks &= counted_BL[:, 1:] & counted_BL[:, :-1]

@@ -1,17 +1,17 @@
-"""Experts that are spread over ranks (expert parallelism): rows go to their expert and come back.
+"""Expert parallelism: rows are sent to the rank of their expert, and results come back.
 
-Each of N ranks has E / N of a layer's experts, and its own tokens. For S = T*K pairs of a
-token and an expert:
+Each of N ranks has E / N of a layer's experts and its own tokens. For S = T*K pairs of token and
+expert:
 
-1. pairs are sorted by expert, and so by the rank that has it;
-2. their rows of the input go there (all-to-all), and with them which expert they are for;
-3. each rank runs its experts on what came, one choice a row: y, and z where it is asked for;
-4. these come back in one message, to the order of (token, choice);
-5. weighted sums and Gram matrices are made where the tokens are, as without spreading.
+1. sort pairs by expert, and therefore by rank;
+2. send their input rows and expert numbers to those ranks (all-to-all);
+3. run each rank's experts on the received rows, one choice per row: y, and z if requested;
+4. send these back in one message, in the order of (token, choice);
+5. compute weighted sums and Gram matrices on the tokens' rank, as without spreading.
 
-Gradients take the same ways back. A rank's experts then have the sum of the gradients of all ranks'
-losses: divided by N, as replicated parameters' are averaged, they are those of one process.
-LoRA factors of all experts are on every rank, which uses its own experts' part.
+Gradients take the same path backward. A rank's experts then have the sum of all ranks' gradients.
+Divided by N, as replicated parameters' gradients are averaged, it equals that of one process. Every
+rank has the LoRA factors of all experts and uses its experts' part.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ KEY = "parallel.experts"
 
 @dataclass(frozen=True)
 class Spread:
-    """Where a layer's experts are.
+    """How a layer's experts are distributed.
 
     Attributes:
         group: the ranks that share all experts.
@@ -59,9 +59,9 @@ class Spread:
         return all_E.tensor_split(self.size)[self.rank]
 
     def all(self, own_E: Tensor) -> Tensor:
-        """The whole of a tensor of which each rank has its experts' part, with its gradient.
+        """Gather a tensor of which each rank has its experts' part, with its gradient.
 
-        A quantized stack's packed parts are gathered.
+        Of a quantized stack, the packed parts are gathered.
         """
         if isinstance(own_E, QuantizedWeight):
             return own_E.on_parts(self._gathered)
@@ -75,13 +75,13 @@ class Spread:
 
 
 def spread_experts(model: Any) -> Any:
-    """Leave each rank its part of ``model``'s routed experts, and return the model.
+    """Distribute ``model``'s routed experts over the ranks, and return the model.
 
-    By transformers' plan ``ep_dispatch_experts``: whole experts, in their order. Add an adapter
-    afterwards; the training loop averages the gradients of everything else over ranks.
+    Each rank keeps E / N consecutive experts, by transformers' plan ``ep_dispatch_experts``. Add an
+    adapter afterwards. The training loop must average all other gradients over ranks.
 
     Args:
-        model: a causal language model with whole experts, equal on all ranks, without an adapter.
+        model: a causal language model with all experts, equal on all ranks, without an adapter.
 
     Raises:
         RecipeError, UnsupportedModelError: see :func:`check_spread`.
@@ -92,11 +92,11 @@ def spread_experts(model: Any) -> Any:
 
 
 def check_spread(model: Any, experts: int, ranks: int, world: int) -> None:
-    """Refuse a number of ranks that cannot share the experts of ``model``, which may be meta.
+    """Refuse a number of ranks that cannot share ``model``'s experts; it may be on meta.
 
     Raises:
-        RecipeError: it divides neither the experts nor the run's ranks.
-        UnsupportedModelError: transformers has no plan for the model.
+        RecipeError: it does not divide both the experts and the run's ranks.
+        UnsupportedModelError: transformers has no expert-parallel plan for the model.
     """
     if experts % ranks:  # first: no number of processes would help
         fit = ", ".join(str(n) for n in range(2, experts + 1) if experts % n == 0)
@@ -117,9 +117,10 @@ def check_spread(model: Any, experts: int, ranks: int, world: int) -> None:
 
 
 def place_experts(model: Any, ranks: int, device: str) -> Any:
-    """Make the stacks of ``model``, which may be meta, parts on a mesh of ``device``s, in place.
+    """Shard ``model``'s expert stacks, which may be on meta, over a device mesh, in place.
 
-    Generation then goes on until every rank has ended: each takes part in the others' forwards.
+    Generation then continues until every rank has finished, because each takes part in the others'
+    forwards.
     """
     try:  # transformers 5.19; losses, callback and the experts' products work without it
         from transformers.distributed import DistributedConfig
@@ -143,10 +144,10 @@ def place_experts(model: Any, ranks: int, device: str) -> Any:
 
 
 def spread_of(experts: Any) -> Spread | None:
-    """How ``experts`` are spread over ranks, or None.
+    """How ``experts`` are distributed over ranks, or None.
 
     Raises:
-        CaptureError: in a way that is not transformers' ``ep_dispatch_experts``.
+        CaptureError: they are distributed, but not by transformers' ``ep_dispatch_experts``.
     """
     if not is_spread(experts):
         return None
@@ -161,7 +162,7 @@ def spread_of(experts: Any) -> Spread | None:
 
 
 def local(tensor: Any) -> Any:
-    """This rank's part of a distributed tensor; any other as it is."""
+    """This rank's part of a distributed tensor; any other tensor unchanged."""
     return tensor.to_local() if hasattr(tensor, "device_mesh") else tensor
 
 
@@ -173,9 +174,9 @@ def run_spread(
     experts: Experts,
     needs: frozenset[str],
 ) -> ExpertsResult:
-    """As :func:`run_experts`, where weights and biases are only those of this rank's experts.
+    """:func:`run_experts` with weights and biases of only this rank's experts.
 
-    All ranks of the group call it as often as the others; one may have no tokens.
+    All ranks of the group must call this equally often, even without tokens.
     """
     per_rank, width, _ = experts.down_EHD.shape
     flat_S = index_TK.reshape(-1)
@@ -236,7 +237,7 @@ def _own_factors(spread: Spread, lora: LoraFactors | None) -> LoraFactors | None
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows to other ranks, by number of rows; their gradients back."""
+    """Send rows to other ranks by given counts, and their gradients back."""
 
     @staticmethod
     def forward(
@@ -259,7 +260,7 @@ def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: Any) -
 
 
 class _Gather(torch.autograd.Function):
-    """The parts of all ranks, one after the other; the gradient is the sum of all ranks'."""
+    """Concatenate all ranks' parts; the gradient is summed over ranks."""
 
     @staticmethod
     def forward(ctx: Any, own_E: Tensor, spread: Spread) -> Tensor:

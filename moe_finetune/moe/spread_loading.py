@@ -1,9 +1,9 @@
-"""Read a checkpoint onto ranks, each of which gets its part of the routed experts.
+"""Load a checkpoint with each rank reading only its part of the routed experts.
 
 ``from_pretrained`` of transformers 5.19 shards while it reads, but refuses a plan of
-``ep_dispatch_experts`` with attention left whole: it requires ``ep_size == tp_size``. Two
-steps of it, the choice of the mesh and the placing of parameters before they are read, are replaced
-here in a class of the model's name; a rank then reads only its experts' tensors.
+``ep_dispatch_experts`` with attention left whole: it requires ``ep_size == tp_size``. A subclass
+with the model's name replaces two of its steps, the choice of the mesh and the placement of
+parameters before they are read. A rank then reads only its experts' tensors.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def load_spread(
 ) -> Any:
     """``model_class.from_pretrained(...)`` with its routed experts spread over ``ranks`` ranks.
 
-    All ranks of the run call it.
+    Every rank of the run must call this.
 
     Args:
-        ranks: how many share all experts.
-        device_map: None, for this process's device.
-        **options: of ``from_pretrained``, ``output_loading_info`` among them.
+        ranks: number of ranks that share all experts.
+        device_map: None means this process's device.
+        **options: other arguments of ``from_pretrained``, such as ``output_loading_info``.
     """
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")

@@ -1,9 +1,9 @@
-"""Which tokens of a forward count, and where its sequences begin and end.
+"""Which tokens of a forward count, and where its sequences start and end.
 
-One reading for losses, metrics and bias: from what the backbone is called with, as its attention
-reads it. Nothing is read back to the host.
+Losses, metrics and bias share this reading of the backbone's arguments, which matches its
+attention's. Nothing is copied to the host.
 
-Shape legend: B rows, L tokens of a row, T = B x L tokens, S sequences.
+Shape legend: B rows, L tokens per row, T = B x L tokens, S sequences.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Tokens:
 
     Attributes:
         mask_T: bool, True where a token counts.
-        ids_T: input ids, None with embeddings.
-        sequence_lengths: (S,) int64, in the order of T; sums to T. In packed batches S is T: the
-            lengths of the sequences, then zeros.
+        ids_T: input ids, or None if the model was called with embeddings.
+        sequence_lengths: (S,) int64, in the order of T, summing to T. In packed batches S is T: the
+            sequences' lengths, then zeros.
     """
 
     mask_T: Tensor
@@ -46,20 +46,20 @@ def read_tokens(
     labels_BL: Tensor | None = None,
     count_labels: bool = False,
 ) -> Tokens:
-    """The tokens of a call of the backbone with these arguments.
+    """Read the tokens from the backbone's arguments.
 
-    Tokens that attention hides count for nothing, nor does the padding behind packed sequences.
-    Sequences are the rows, or the runs within a row that attention keeps apart: by positions or
-    ``cu_seq_lens_q``, or by the mask where it has four dimensions.
+    Tokens that attention hides do not count, nor does padding after packed sequences. Sequences are
+    the rows, or parts of a row that attention separates by positions, ``cu_seq_lens_q`` or a
+    four-dimensional mask.
 
     Args:
-        ids_BL: those that the model above was called with, which are of the embeddings.
-        pad_token_id: tells padding behind packed sequences from sequences of one token.
-        labels_BL: those that the model above was called with.
-        count_labels: count the tokens that predict a label, and no others.
+        ids_BL: input ids of the enclosing model, if the backbone gets embeddings.
+        pad_token_id: distinguishes padding after packed sequences from one-token sequences.
+        labels_BL: labels of the enclosing model.
+        count_labels: count only tokens that predict a label.
 
     Raises:
-        CaptureError: no tokens, no labels where they are counted, or a mask that cannot be read.
+        CaptureError: no tokens, no labels although ``count_labels``, or an unreadable mask.
     """
     input_ids = kwargs.get("input_ids", args[0] if args else None)
     embeddings = kwargs.get("inputs_embeds")
@@ -123,7 +123,7 @@ def _predicting(labels_BL: Tensor | None, rows: int, length: int) -> Tensor:
 
 
 def _starts_of_packed(kwargs: Mapping[str, Any], like_BL: Tensor) -> Tensor | None:
-    """Where positions, or else ``cu_seq_lens_q``, begin a sequence inside a row."""
+    """Where positions, or else ``cu_seq_lens_q``, start a sequence inside a row."""
     positions, ends = kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q")
     if torch.is_tensor(positions) and positions.dim() == 2:
         positions_BL = positions.expand(like_BL.shape)
@@ -143,9 +143,9 @@ def _starts_of_packed(kwargs: Mapping[str, Any], like_BL: Tensor) -> Tensor | No
 def _padding_behind(
     positions: Tensor, ids_BL: Tensor | None, shape: torch.Size, pad_token_id: int | None
 ) -> Tensor:
-    """Tokens that fill up a row behind its packed sequences: all at position 0, all alike.
+    """Padding after a row's packed sequences: identical tokens, all at position 0.
 
-    A single one could also be a sequence of one token: then its id decides, where it is known.
+    A single such token could be a one-token sequence; its id decides, if known.
     """
     pads_BL = positions.expand(shape) == 0
     pads_BL[:, 0] = False

@@ -1,7 +1,7 @@
-"""One MoE layer's part in a forward: router, experts and block, each with its hook.
+"""The hooks of one MoE layer in a forward: router, experts and block.
 
-:mod:`moe_finetune.moe.hooks` installs these; they are called in the order of the layer's own
-computation, and leave on the :class:`MoeLayer` what the block's hook makes the record of.
+:mod:`moe_finetune.moe.hooks` installs them. They run in the order of the layer's computation and
+store tensors on the :class:`MoeLayer`, from which the block's hook builds the record.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class LayerVisits:
     """The hooks of one layer, called in every forward.
 
     Args:
-        layer: takes the tensors of the visit in progress.
+        layer: stores the tensors of the current visit.
         layers: all MoE layers of the model, in order.
         perturbation: changes to routing.
         dropout: LoRA dropout inside the experts.
-        kernel: the experts' products, see :class:`~moe_finetune.moe.hooks.Recorder`.
+        kernel: how the experts' products run, see :class:`~moe_finetune.moe.hooks.Recorder`.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class LayerVisits:
         return tuple(named[name] for name in returns)
 
     def _route(self, weights: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights and index that the experts get; noted with the logits."""
+        """Return the experts' weights and index, and record them with the logits."""
         layer = self.layer
         logits, layer.router_logits = layer.router_logits, None
         if logits is None:
@@ -119,7 +119,7 @@ class LayerVisits:
         return weights, index
 
     def before_experts(self, module: nn.Module, args: tuple) -> tuple:
-        """Reroute the arguments of experts that run themselves behind a router of scores."""
+        """Reroute the arguments of experts that run themselves after a router of scores."""
         hidden_TH, index_TK, weights_TK, *projected = args
         weights_TK, index_TK = self._route(weights_TK, index_TK)
         return (hidden_TH, index_TK, weights_TK, *projected)
@@ -132,7 +132,7 @@ class LayerVisits:
         weights_TK: Tensor,
         *projected: Tensor,
     ) -> Tensor:
-        """What the experts' forward returns: route, run, and note what the record takes of it."""
+        """The experts' forward: route, run, and store what the record needs."""
         if not self.router_selects:
             weights_TK, index_TK = self._route(weights_TK, index_TK)
         if self.layer.family.self_ranking:
@@ -150,7 +150,7 @@ class LayerVisits:
         return result.out_TH
 
     def _stacks(self, experts: Any) -> Experts:
-        """The weights that this rank has, their LoRA factors, and how they are run."""
+        """This rank's expert weights, their LoRA factors, and how to run them."""
         _, wrappers = parameter_wrappers(self.layer.outer_experts)
         gate_up, down_proj = map(local, stacks(experts))
         grouped = grouped_products(self.kernel, gate_up, down_proj)
@@ -174,7 +174,7 @@ class LayerVisits:
     def _perturbed(
         self, run: Run, experts: Experts, hidden_TH: Tensor, index_TK: Tensor, weights_TK: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Weights and index after a perturbation that may try experts; noted with the logits."""
+        """Return weights and index after a perturbation that may try experts; record them."""
         layer = self.layer
         if self.perturbation is None:
             return weights_TK, index_TK
@@ -198,7 +198,7 @@ class LayerVisits:
         return run_self_ranking(experts, hidden_TH, index_TK, weights_TK, projected, needs)
 
     def _needs(self) -> frozenset[str]:
-        """What losses and observers read of the experts in this forward."""
+        """The experts' results that losses and observers read in this forward."""
         context = self.layer.context
         needs: frozenset[str] = frozenset()
         if context is not None and context.train and context.plan.objective is not None:
@@ -264,9 +264,9 @@ class LayerVisits:
         return "previous" in objective.needs_of(self.layer.index)
 
     def _for_next(self, objective: Objective | None, record: RoutingRecord) -> PreviousLayer | None:
-        """What the next MoE layer reads of this one.
+        """What the next MoE layer's terms read from this one.
 
-        Made on every visit: a recomputation must save the tensors that the first visit saved.
+        Built on every visit: a recomputation must save the same tensors as the first visit.
         """
         if objective is None or "previous" not in objective.needs or self._above is None:
             return None
@@ -278,11 +278,11 @@ class LayerVisits:
         passed_up: PreviousLayer | None,
         previous: PreviousLayer | None,
     ) -> None:
-        """Stash what the next layer reads; free the graph of what this one has read.
+        """Store what the next layer reads; free the graph of what this one has read.
 
-        Kept under the index of the layer that will read it. A recomputation needs only the values,
-        so once read they are replaced by a leaf: the graph behind them would otherwise hang in a
-        cycle (context -> graph -> checkpoint's arguments -> context) that gc cannot see.
+        Stored under the index of the reading layer. A recomputation needs only the values, so once
+        read they are replaced by a leaf. Otherwise their graph would stay in a reference cycle
+        (context -> graph -> checkpoint's arguments -> context) that gc cannot see.
         """
         if previous is not None:
             distribution = previous.distribution_TE
