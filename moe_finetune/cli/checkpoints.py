@@ -266,6 +266,8 @@ def serve(
     """
     from moe_finetune.vllm.serve import serve as run_server
 
+    if source.startswith("-"):
+        raise typer.BadParameter(f"{source}: give the run or checkpoint before vLLM's options")
     run_server(source, adapter or (), context.args)
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
-from moe_finetune.errors import DependencyError, EvaluationError
+from moe_finetune.errors import DependencyError, EvaluationError, RecipeError
 from moe_finetune.io import check_output, write_atomic
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.run_folder import checkpoint_name
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 PORT = 8017
 READY_SECONDS = 3600
+SET_BY_BENCH = ("--host", "--port", "--served-model-name", "--data-parallel-size", "-dp")
+"""Options of the server that clients and results depend on."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ def run_bench(bench: Bench, traces: Sequence[RoutingTrace], dry_run: bool = Fals
         EvaluationError: a server or a client that failed.
     """
     check_output(bench.output)
+    check_server_options(bench.extra)
     arms = make_arms(bench, traces)
     if dry_run:
         return describe(bench, arms)
@@ -118,6 +121,14 @@ def make_arms(bench: Bench, traces: Sequence[RoutingTrace]) -> list[Arm]:
             folder = bench.output / "checkpoints" / f"{len(arms)}-{placement.replace(' ', '-')}"
             arms.append(Arm(len(arms), name, placement, base, folder, trace))
     return arms
+
+
+def check_server_options(extra: Sequence[str]) -> None:
+    """Raise RecipeError for an option that would serve something else than is measured."""
+    for word in extra:
+        option = word.partition("=")[0].replace("_", "-")
+        if option in SET_BY_BENCH:
+            raise RecipeError(f"--bench: {option} is already set; leave it out")
 
 
 def server_command(bench: Bench, arm: Arm) -> list[str]:
@@ -227,10 +238,13 @@ def measure(bench: Bench, arm: Arm) -> list[float]:
 
     Raises:
         EvaluationError: the server or a client failed.
+        RecipeError: another server has the port.
         KeyboardInterrupt: SIGINT or SIGTERM, after both have ended.
     """
     from moe_finetune.io.children import children, failure
+    from moe_finetune.vllm.serve import refuse_used_port
 
+    refuse_used_port("127.0.0.1", bench.port)
     speeds: list[float] = []
     logs = {
         name: bench.output / "logs" / f"arm-{arm.number}-{name}.log"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import runpy
 import shlex
+import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from moe_finetune.errors import CheckpointError, RecipeError
@@ -56,7 +59,8 @@ def serve_command(
         RecipeError: an option is not allowed, or is already set by ``adapters``.
     """
     user_options = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
-    if "--trust-remote-code" in user_options:
+    # vLLM's parser also takes the beginning of an option, such as --trust-remote.
+    if any("--trust-remote-code".startswith(option) for option in user_options - {"", "-", "--"}):
         raise RecipeError(
             "--trust-remote-code: code from a checkpoint is never executed; leave it out"
         )
@@ -79,6 +83,23 @@ def serve_command(
     return [*command, *arguments]
 
 
+def read_arguments(name: str, arguments: Sequence[str]) -> argparse.Namespace:
+    """The base's names and the address from vLLM's ``arguments``; ``name`` is the default."""
+    parser = argparse.ArgumentParser("moe-finetune serve", add_help=False, allow_abbrev=False)
+    parser.add_argument("--served-model-name", "--served_model_name", nargs="+", default=[name])
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--uds")
+    parser.add_argument("--headless", action="store_true")
+    return parser.parse_known_args(arguments)[0]
+
+
+def refuse_used_port(host: str, port: int) -> None:
+    """Raise RecipeError where a server answers: vLLM's data parallelism would share its port."""
+    with suppress(OSError), socket.create_connection((host, port), timeout=5):
+        raise RecipeError(f"{host}:{port}: another server uses this port; stop it or use another")
+
+
 def serve(source: str | Path, adapters: Sequence[str], arguments: Sequence[str]) -> None:
     """Check the checkpoint and adapters, and run ``vllm serve`` until it ends.
 
@@ -90,10 +111,16 @@ def serve(source: str | Path, adapters: Sequence[str], arguments: Sequence[str])
         CheckpointError, AdapterError, RecipeError, DependencyError: before the server starts.
     """
     folder, name, named = merged_folder(source), checkpoint_name(source), named_adapters(adapters)
+    chosen = read_arguments(name, arguments)
+    for base in chosen.served_model_name:
+        if base in dict(named):  # vLLM would answer with the base
+            raise RecipeError(
+                f"--adapter {base}: the base already has this name; write NAME=FOLDER"
+            )
+    if not (chosen.uds or chosen.headless):
+        refuse_used_port(chosen.host, chosen.port)
     require_vllm()
     cpu = is_cpu_build()
-    if name in dict(named):
-        raise RecipeError(f"--adapter {name}: the base already has this name; write NAME=FOLDER")
     with tempfile.TemporaryDirectory(prefix="moe-finetune-") as scratch:
         options = None
         if named:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moe_finetune import cli
-from moe_finetune.errors import DataError, EvaluationError, TraceError
+from moe_finetune.errors import DataError, EvaluationError, RecipeError, TraceError
 from moe_finetune.metrics import placement_metrics
 from moe_finetune.models.loading import load_tokenizer
 from moe_finetune.placement.baselines import baseline_placements
@@ -136,6 +136,27 @@ def test_the_three_arms_are_told_without_gpus(inputs, tmp_path, capsys, tiny_che
     assert all("--ignore-eos" in words and words[words.index("--num-prompts") + 1] == "6"
                for words in clients) and len(clients) == 3  # fmt: skip
     assert str(tiny_checkpoint("qwen3_moe")) in out and not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize(
+    "option", ["--port=9", "--served_model_name", "-dp", "--data-parallel-size", "--host"]
+)
+def test_options_that_would_serve_something_else_are_refused(inputs, tmp_path, capsys, option):
+    extra = ["--dry-run", "--", option, "2"]
+    assert cli.main([*bench_arguments(inputs, tmp_path / "b"), *extra]) == 2
+    name = option.partition("=")[0].replace("_", "-")
+    assert f"--bench: {name} is already set; leave it out" in capsys.readouterr().err
+
+
+def test_another_server_is_not_measured(inputs, tmp_path):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        bench = Bench(ranks=3, rows=inputs[2], output=tmp_path / "b", port=other.getsockname()[1])
+        (arm, *_) = make_arms(bench, [RoutingTrace.open(inputs[0])])
+        with pytest.raises(RecipeError, match="another server uses this port"):
+            measure(bench, arm)
+    assert not (tmp_path / "b").exists(), "nothing was started"
 
 
 def test_without_gpus_nothing_is_started(inputs, tmp_path, capsys, monkeypatch):

@@ -23,7 +23,7 @@ from moe_finetune.evaluation.parity import parity
 from moe_finetune.evaluation.server import server_models
 from moe_finetune.vllm.adapters import adapter_arguments, checked_adapters, named_adapters
 from moe_finetune.vllm.lora_support import LoraSupport, ask_vllm, support_in_vllm
-from moe_finetune.vllm.serve import merged_folder, serve_command
+from moe_finetune.vllm.serve import merged_folder, serve, serve_command
 from tests.checkpoint.helpers import EXPERTS, select
 from tests.checkpoint.helpers import adapter as random_adapter
 from tests.evaluation.local import write_suite
@@ -55,7 +55,7 @@ def test_the_command_has_our_defaults_and_every_argument():
     assert on_cpu["--dtype"] == "float32" and on_cpu["--attention-backend"] == "CPU_MLA"
 
 
-@pytest.mark.parametrize("argument", ["--trust_remote_code", "--max-loras=9"])
+@pytest.mark.parametrize("argument", ["--trust_remote_code", "--trust-remote", "--max-loras=9"])
 def test_refused_arguments(argument):
     option = argument.partition("=")[0].replace("_", "-")
     with pytest.raises(RecipeError, match=option):
@@ -74,6 +74,27 @@ def test_what_is_served(tmp_path, tiny_checkpoint):
     assert merged_folder(run) == run / "merged"
     with pytest.raises(CheckpointError, match="no such folder"):
         merged_folder(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "names", [(), ("--served-model-name", "mine", "calm"), ("--served_model_name=calm",)]
+)
+def test_an_adapter_has_another_name_than_the_base(tiny_checkpoint, names):
+    base = tiny_checkpoint("qwen3_moe")
+    adapter = "calm" if names else base.name
+    with pytest.raises(RecipeError, match=f"--adapter {adapter}: the base already has this name"):
+        serve(base, [f"{adapter}=somewhere"], ["--port", "8123", *names, "--max-num-seqs=4"])
+
+
+@pytest.mark.parametrize("arguments", ["--port {}", "--host 0.0.0.0 --port={}"])
+def test_a_used_port_is_refused_before_anything_starts(capsys, tiny_checkpoint, arguments):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        options = arguments.format(port).split()
+        assert cli.main(["serve", str(tiny_checkpoint("qwen3_moe")), *options]) == 2
+    assert f":{port}: another server uses this port" in capsys.readouterr().err
 
 
 def test_adapters_by_name_are_served_on_a_gpu(tmp_path, tiny_checkpoint):
@@ -237,6 +258,8 @@ def alive(pid: int) -> bool:
 def test_wrong_source_is_exit_code_2(capsys, tmp_path):
     assert cli.main(["serve", str(tmp_path / "nowhere")]) == 2
     assert "nowhere" in capsys.readouterr().err
+    assert cli.main(["serve", "--port", "8123", str(tmp_path)]) == 2
+    assert "--port: give the run or checkpoint before vLLM's options" in capsys.readouterr().err
 
 
 @pytest.mark.slow
