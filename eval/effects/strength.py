@@ -16,6 +16,7 @@ from pydantic import Field
 from eval.effects.settings import FinetuneSection, Miniature
 from eval.effects.shards import Shard, begin, read_shards, run_shards
 from moe_finetune.errors import RecipeError
+from moe_finetune.experiments.reproductions import require_matplotlib
 from moe_finetune.io import output_lock
 from moe_finetune.recipe.section import Section
 from moe_finetune.recipe.tree import load_tree, merge_mappings
@@ -107,10 +108,12 @@ def run(
 
     Raises:
         RecipeError, OutputExistsError, OutputBusyError: what cannot be run, and why.
+        DependencyError: matplotlib is not installed.
     """
     from eval.effects.shards import STUDY_FILE
     from eval.effects.strength_table import write_strength
 
+    require_matplotlib()
     study, output = load_strength_study(recipe, overrides), Path(output)
     miniature = study.miniature()
     with output_lock(output, shared=part != (1, 1)):

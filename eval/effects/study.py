@@ -9,6 +9,7 @@ from pathlib import Path
 from eval.effects.comparisons import BALANCE, Comparison, Effect
 from eval.effects.settings import Miniature, load_miniature
 from moe_finetune.errors import RecipeError
+from moe_finetune.experiments.reproductions import require_matplotlib
 from moe_finetune.io import output_lock
 
 
@@ -35,6 +36,7 @@ def run(
 
     Raises:
         RecipeError, OutputExistsError, OutputBusyError: what cannot be run, and why.
+        DependencyError: matplotlib is not installed.
     """
     from eval.effects.routing_pictures import draw_routing
     from eval.effects.shards import STUDY_FILE, begin, read_shards, run_shards
@@ -42,6 +44,7 @@ def run(
     from eval.effects.theory.pictures import draw_pictures
     from eval.effects.upcycled import upcycle_rows
 
+    require_matplotlib()
     study, output = load_miniature(recipe, overrides), Path(output)
     if not 1 <= part[0] <= part[1]:
         raise RecipeError(f"--shard {part[0]}/{part[1]}: write it as I/N, with I from 1 to N")

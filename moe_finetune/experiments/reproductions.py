@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import sys
 from importlib.machinery import ModuleSpec
-from importlib.util import module_from_spec
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from typing import Any
 
-from moe_finetune.errors import RecipeError
+from moe_finetune.errors import DependencyError, RecipeError
 from moe_finetune.evaluation.suites import eval_root
 from moe_finetune.io.yaml_file import read_yaml
 
@@ -35,3 +35,12 @@ def reproduction_of(file: Path) -> Any:
         spec.submodule_search_locations = [str(eval_root())]
         sys.modules["eval"] = module_from_spec(spec)
     return importlib.import_module(name)
+
+
+def require_matplotlib() -> None:
+    """Raise DependencyError before hours of runs whose pictures could not be drawn."""
+    if find_spec("matplotlib") is None:
+        raise DependencyError(
+            "the study draws pictures with matplotlib, which is not installed; install it with "
+            "pip install 'moe-finetune[pictures]'"
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 
 import pytest
 import yaml
@@ -11,8 +12,9 @@ import yaml
 from eval.effects.claims_at_shares import EVEN
 from eval.effects.settings import load_miniature, with_table
 from eval.effects.shards import shards_of
+from eval.effects.strength import run as run_strength
 from eval.effects.study import effects_of, plan, run
-from moe_finetune.errors import OutputExistsError, RecipeError
+from moe_finetune.errors import DependencyError, OutputExistsError, RecipeError
 from moe_finetune.experiments.reproductions import REPRODUCTIONS, reproduction_of
 from moe_finetune.recipe.method import resolve_method
 from moe_finetune.recipe.schema import load_recipe
@@ -186,6 +188,16 @@ def test_wrong_input_is_refused_before_anything_runs(recipe, tmp_path, changes, 
     with pytest.raises(RecipeError, match=message):
         run(recipe(**changes), output)
     assert not output.exists()
+
+
+def test_without_matplotlib_nothing_runs(recipe, tmp_path, monkeypatch):
+    """The pictures come after hours of runs."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    strength = ROOT / "recipes" / "studies" / "strength.yaml"
+    for study in (lambda: run(recipe(), tmp_path / "out"), lambda: run_strength(strength, "out")):
+        with pytest.raises(DependencyError, match=r"pip install 'moe-finetune\[pictures\]'"):
+            study()
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_plan_counts_runs(recipe):
