@@ -95,6 +95,11 @@ def generation_tasks(folders: Sequence[Path], only: Sequence[str] = ()) -> list[
                 is_text = isinstance(rows[0]["replies"][0][0], str)
             except (KeyError, IndexError, TypeError):
                 raise DataError(f"{file}: replies of the first row have no answer") from None
+            for row in rows:
+                if not (isinstance(row["metrics"], dict) and isinstance(row["filter"], str)):
+                    raise DataError(
+                        f"{file}: item {row['doc_id']}: metrics must be an object and filter text"
+                    )
             if is_text:
                 tasks.append(AnsweredTask(method, folder, label, result, rows))
     for label in only:

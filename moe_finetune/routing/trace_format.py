@@ -85,8 +85,10 @@ class TraceInfo(BaseModel):
             raise ValueError(f"top_k {self.top_k} of {self.num_experts} experts")
         if self.layers[0] < 0 or list(self.layers) != sorted(set(self.layers)):
             raise ValueError(f"layers {list(self.layers)} are not ascending")
-        if len(set(self.domains)) < len(self.domains):
-            raise ValueError(f"domains {list(self.domains)}: one is named twice")
+        files = tuple(chunk.file for chunk in self.chunks)
+        for key, names in (("domains", self.domains), ("fields", self.fields), ("chunks", files)):
+            if len(set(names)) < len(names):
+                raise ValueError(f"{key}: one is named twice")
         return self
 
     @property

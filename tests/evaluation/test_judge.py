@@ -126,7 +126,9 @@ def test_a_reply_of_another_form_is_refused(server, content, usage):
 def test_nonsense_is_a_clear_error(server):
     judge = Judge("m", server.url)
     server.fixed = "I think it is correct!"
-    with pytest.raises(EvaluationError, match="answered 'I think it is correct!' and"):
+    with pytest.raises(
+        EvaluationError, match="answered 'I think it is correct!' without a verdict"
+    ):
         judge.judge("q", "4", "4")
     assert len(server.bodies) == 3
     with pytest.raises(EvaluationError, match="failed"):
@@ -199,6 +201,7 @@ def test_answers_of_any_characters_stay_one_row(tmp_path):
         ({"filter": None}, "no field 'filter'"),
         ({"replies": [["a"], 3], "doc": []}, "doc is not an object"),
         ({"metrics": {}}, "has no metric 'exact_match'"),
+        ({"metrics": None}, "item 2: metrics must be an object"),
     ],
 )
 def test_damaged_samples_are_named(tmp_path, server, change, said):

@@ -233,7 +233,13 @@ def test_damage_is_found_and_named(tmp_path):
         ("top_k", 12, "top_k 12 of 11"),
         ("domains", ["a", "a"], "named twice"),
         ("fields", ["ids", "code"], r"unknown fields \['code'\]"),
+        ("fields", ["ids", "ids"], "named twice"),
         ("chunks", [], "no tokens"),
+        (
+            "chunks",
+            [{"file": "x", "tokens": 5, "embeddings": 0, "bytes": 1}] * 2,
+            "chunks: one is named twice",
+        ),
         (
             "chunks",
             [{"file": "../x", "tokens": 5, "embeddings": 0, "bytes": 1}],
