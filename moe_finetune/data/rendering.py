@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import signal
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -52,23 +54,17 @@ class OutOfMemory(BaseException):
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """Limit time and memory while a template renders; the time limit needs the main thread.
+    """Limit time and memory while a template renders; outside the main thread only its text.
+
+    The kernel ends the process (SIGXCPU) where the interpreter cannot interrupt the template.
 
     Raises:
         TemplateLimitError: a limit is exceeded.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.signal(signal.SIGPROF, _out_of_time)
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    main = threading.current_thread() is threading.main_thread()
     try:
-        if soft == resource.RLIM_INFINITY and (statm := Path("/proc/self/statm")).is_file():
-            used = int(statm.read_text().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (used + BYTES, hard))
-        # Again each second: an error raised inside a callback of the interpreter is lost.
-        signal.setitimer(signal.ITIMER_PROF, SECONDS, 1.0)
-        yield
+        with _system_limits() if main else nullcontext():
+            yield
     except OutOfTime:
         raise TemplateLimitError(
             f"the chat template takes more than {SECONDS:.0f} seconds for this conversation; "
@@ -79,10 +75,34 @@ def limited() -> Iterator[None]:
             f"the chat template needs more than {BYTES >> 30} GiB of memory, or writes more than "
             f"{CHARACTERS >> 20} million characters; {_REMEDY}"
         ) from None
+
+
+@contextmanager
+def _system_limits() -> Iterator[None]:
+    handler = signal.signal(signal.SIGPROF, _out_of_time)
+    former = {kind: resource.getrlimit(kind) for kind in (resource.RLIMIT_AS, resource.RLIMIT_CPU)}
+    # Again each second: an error raised inside a callback of the interpreter is lost.
+    timer = signal.setitimer(signal.ITIMER_PROF, SECONDS, 1.0)
+    try:
+        if (statm := Path("/proc/self/statm")).is_file():
+            used = int(statm.read_text().split()[0]) * resource.getpagesize()
+            _lower(resource.RLIMIT_AS, used + BYTES)
+        _lower(resource.RLIMIT_CPU, math.ceil(time.process_time() + 3 * SECONDS))
+        yield
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        for kind, limits in former.items():
+            resource.setrlimit(kind, limits)
         signal.signal(signal.SIGPROF, handler or signal.SIG_DFL)
+        if handler is not None:  # one that Python did not set is gone
+            signal.setitimer(signal.ITIMER_PROF, *timer)
+
+
+def _lower(kind: int, limit: int) -> None:
+    """Set the process's own limit where it is higher."""
+    soft, hard = resource.getrlimit(kind)
+    if soft == resource.RLIM_INFINITY or soft > limit:
+        resource.setrlimit(kind, (limit, hard))
 
 
 def _out_of_time(signum: int, frame: FrameType | None) -> None:

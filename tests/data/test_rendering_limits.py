@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -44,6 +49,58 @@ def test_a_rendering_ends_and_the_next_one_goes_on(tokenizer, template):
         rendered(row, tokenizer)
     tokenizer.chat_template = tiny.CHAT_TEMPLATE
     assert rendered(row, tokenizer)[0] == "<|im_start|>user\na<|im_end|>"
+
+
+ENDLESS_COMPARISON = (
+    "{% set n = namespace(a=[1], b=[1]) %}{% for _ in range(60) %}{% set n.a = [n.a, n.a] %}"
+    "{% set n.b = [n.b, n.b] %}{% endfor %}{{ n.a == n.b }}"
+)
+
+
+def test_an_operation_that_cannot_be_interrupted_ends_with_the_process():
+    code = (
+        "import sys\n"
+        "from moe_finetune.data import rendering\n"
+        "rendering.SECONDS = 0.1\n"
+        "with rendering.limited():\n"
+        "    rendering.Template(sys.argv[1], None, {}).render([{'role': 'user'}], {})\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, ENDLESS_COMPARISON], timeout=60)
+    assert ended.returncode == -signal.SIGXCPU
+
+
+@pytest.mark.parametrize("template", [tiny.CHAT_TEMPLATE, SLOW[0], LARGE[1]])
+def test_limits_handler_and_timer_are_the_processs_own_again(tokenizer, template):
+    def handler(*_):
+        pass
+
+    tokenizer.chat_template = template
+    row = {"messages": [{"role": "user", "content": "a"}]}
+    kinds = (resource.RLIMIT_AS, resource.RLIMIT_CPU)
+    limits = [resource.getrlimit(kind) for kind in kinds]
+    former = signal.signal(signal.SIGPROF, handler)
+    try:
+        signal.setitimer(signal.ITIMER_PROF, 500, 7)
+        if template is tiny.CHAT_TEMPLATE:
+            rendered(row, tokenizer)
+        else:
+            with pytest.raises(TemplateLimitError):
+                rendered(row, tokenizer)
+        delay, interval = signal.getitimer(signal.ITIMER_PROF)
+        assert 400 < delay <= 501 and interval == pytest.approx(7, abs=0.1)
+        assert signal.getsignal(signal.SIGPROF) is handler
+        assert [resource.getrlimit(kind) for kind in kinds] == limits
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, former)
+
+
+def test_a_text_that_is_too_long_is_refused_in_a_thread_too(monkeypatch, tokenizer):
+    monkeypatch.setattr(rendering, "CHARACTERS", 9)
+    row = {"messages": [{"role": "user", "content": "a" * 10}]}
+    with ThreadPoolExecutor(1) as pool:
+        failed = pool.submit(rendered, row, tokenizer).exception()
+    assert isinstance(failed, TemplateLimitError) and "needs more than" in str(failed)
 
 
 def test_work_on_a_rendered_text_has_the_same_limit(tokenizer):
