@@ -110,7 +110,7 @@ def _gradients(
     loss: Tensor, parameters: Sequence[nn.Parameter], sharded: bool
 ) -> Sequence[Tensor | None]:
     """The gradient of each parameter; None if the loss does not reach it."""
-    if not loss.requires_grad:
+    if not parameters or not loss.requires_grad:
         return [None] * len(parameters)
     if not sharded:  # an optimizer that steps in the backward must not see these gradients
         return torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)

@@ -194,6 +194,15 @@ def test_a_hinge_that_is_met_at_the_start_is_said_and_not_refused(caplog):
         check_reach(out_of_reach, objective)
 
 
+def test_a_frozen_model_is_refused_though_its_embeddings_have_a_gradient():
+    model = tiny.model("qwen3_moe", num_hidden_layers=2)
+    model.requires_grad_(False)
+    model.enable_input_require_grads()
+    objective = Objective.from_options({"variance": {"weight": 0.1}}, model_facts(model))
+    with pytest.raises(ObjectiveError, match="variance: its gradient reaches no trainable"):
+        check_reach(model, objective)
+
+
 def test_the_trainers_own_balance_loss_is_refused(tmp_path):
     model = adapted()
     trainer = SFTTrainer(

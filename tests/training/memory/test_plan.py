@@ -209,6 +209,12 @@ def test_the_step_of_each_stage():
     assert step_shape(full).second == "reference"
 
 
+def test_a_token_mask_of_labels_has_the_same_plan():
+    config, method = tiny.config("qwen3_moe"), {"preset": "orthogonal_variance"}
+    by_labels = recipe(method={**method, "token_mask": "labels"})
+    assert plan_recipe(config, by_labels).total == plan_recipe(config, recipe(method=method)).total
+
+
 def test_what_stages_add_to_the_plan(tiny_checkpoint):
     config = tiny.config("qwen3_moe")
     plans = {stage: plan_recipe(config, staged(stage)) for stage in ("sft", "dpo", "orpo")}
