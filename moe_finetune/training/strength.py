@@ -73,7 +73,7 @@ class TermStrength:
     def missing(self) -> str:
         """Why no weight gives the term a share."""
         if all(share is None for share in self.shares.values()):
-            return "the language loss has no gradient where the term acts"
+            return "the trainer's loss has no gradient where the term acts"
         if self.at_one > 0:
             return f"the weight would be more than {LARGEST_WEIGHT:g}"
         return "the term has no gradient (its goal is met)"

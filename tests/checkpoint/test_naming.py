@@ -178,7 +178,7 @@ def test_names_that_no_loader_of_the_type_knows_are_shown(tmp_path):
     model.save_pretrained(tmp_path)
     renamed = with_vision_prefix(load_file(tmp_path / WEIGHTS))
     save_file(renamed, tmp_path / WEIGHTS, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"called 'model.language_model.layers.N', .* look"):
+    with pytest.raises(CheckpointError, match=r"named 'model.language_model.layers.N', .* look"):
         open_checkpoint(tmp_path)
 
 

@@ -173,5 +173,5 @@ def test_of_two_processes_one_prepares(warm, cache, source):
 def test_a_cache_that_cannot_be_written_is_named(tmp_path, source, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MOE_FINETUNE_CACHE", str(tmp_path / "file"))
-    with pytest.raises(DataError, match=r"file/data cannot hold.*MOE_FINETUNE_CACHE"):
+    with pytest.raises(DataError, match=r"cannot be stored in .*file/data .*MOE_FINETUNE_CACHE"):
         prepared(source)

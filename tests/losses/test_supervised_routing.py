@@ -65,7 +65,7 @@ def test_table_of_another_vocabulary_or_number_of_experts(tmp_path):
         facts = ModelFacts(moe_layers=(2,), num_experts=experts, top_k=3, vocab_size=vocabulary)
         with pytest.raises(
             ObjectiveError,
-            match=rf"t\.safetensors is for 13 tokens and 7 experts; .* {vocabulary} and {experts}",
+            match=rf"t\.safetensors has 13 tokens and 7 experts, .* {vocabulary} and {experts}",
         ):
             term.check(facts)
 

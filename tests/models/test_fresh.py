@@ -116,7 +116,7 @@ def test_both_names_of_a_key_are_the_key(key, without_weights):
 
 def test_a_tokenizer_that_is_too_large_is_refused(without_weights):
     folder = without_weights("qwen3_moe")
-    with pytest.raises(CheckpointError, match=r"260 tokens .* vocab_size is 99"):
+    with pytest.raises(CheckpointError, match=r"260 tokens, .* vocab_size is 99"):
         check_vocabulary(fresh_config(folder, {"vocab_size": 99}), load_tokenizer(folder), folder)
 
 

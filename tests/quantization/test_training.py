@@ -330,7 +330,7 @@ def test_offloading_activations_needs_an_accelerator(recipe_file, tmp_path):
     if torch.accelerator.is_available():
         pytest.skip("this machine has one")
     recipe = load_recipe(recipe_file, ["trainer.activation_offloading=true"])
-    with pytest.raises(RecipeError, match=r"trainer.activation_offloading: .*no GPU here"):
+    with pytest.raises(RecipeError, match=r"trainer.activation_offloading: .*there is no GPU"):
         run_recipe(recipe, tmp_path / "run")
 
 

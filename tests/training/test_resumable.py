@@ -169,7 +169,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     trainer(tmp_path).train()
     newest = checkpoints(tmp_path)[0]
     other = trainer(tmp_path, built=model(targets=("attention",)))
-    with pytest.raises(CheckpointError, match=r"are missing.*belongs to another recipe"):
+    with pytest.raises(CheckpointError, match=r"are missing.*resume with the recipe that wrote it"):
         other.train(resume_from_checkpoint=str(newest))
     (newest / "rank-00000.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"rank-00000.safetensors: is missing"):

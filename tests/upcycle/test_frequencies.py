@@ -48,7 +48,7 @@ def test_table_is_each_tokens_share_of_the_clusters(counts_CV, tmp_path):
 def test_a_table_of_something_else_is_refused(counts_CV, tmp_path):
     file = tmp_path / "table.safetensors"
     count_table(counts_CV, CLUSTERS, EXPERTS, "t").save(file)
-    with pytest.raises(DataError, match=r"shape \(17, 3\), and this model has 18 tokens and 3"):
+    with pytest.raises(DataError, match=r"shape \(17, 3\), but this model has 18 tokens and 3"):
         FrequencyTable.load(file, "t", 18, EXPERTS)
     with pytest.raises(DataError, match="17 tokens and 4 experts"):
         FrequencyTable.load(file, "t", VOCABULARY, 4)
