@@ -1,4 +1,4 @@
-"""Loss terms by name: a new one is a file of its own and one line here."""
+"""Loss terms by name; a new one takes one file and one line here."""
 
 from moe_finetune.losses.base import TERMS
 from moe_finetune.losses.coupling import Coupling

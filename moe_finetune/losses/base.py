@@ -1,4 +1,4 @@
-"""What a loss term is: options, what it reads from a layer's record, and its value there.
+"""Base classes of loss terms: options, what a term reads from a layer's record, and its value.
 
 Add a loss with one file for its pure function and its :class:`Term`, and one line in
 ``moe_finetune/losses/__init__.py``.
@@ -28,7 +28,7 @@ LARGEST_WEIGHT = 1e12
 
 
 class Schedule(BaseModel):
-    """How a term's weight moves over training: constant, linear warm-up, or cosine to 0."""
+    """How a term's weight changes during training: constant, linear warm-up, or cosine to 0."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -52,15 +52,15 @@ class Schedule(BaseModel):
 
 
 class TermOptions(BaseModel):
-    """Options that every term has; a term's own options join them in a subclass.
+    """Options of every term; a subclass adds a term's own.
 
-    How strong a term is: ``weight``, or ``share``, its gradient's norm over the language loss's,
-    from which the weight is found when training begins (and again ``every`` so many steps). A
-    weight next to a share records what an earlier run found and is not used; 0 removes the term
-    anyway. ``target`` finds the weight from the first forward's value instead, as a power of ten.
+    A term's strength is its ``weight``, or its ``share``: its gradient norm divided by the language
+    loss's. Training finds the weight for a share at its start (and again every ``every`` steps). A
+    weight next to a share records what an earlier run found and is not used, except that 0 removes
+    the term. ``target`` instead finds the weight, a power of ten, from the first forward's value.
 
-    ``reduction: sum`` multiplies the mean over tokens by ``tokens``: the sum that a paper prints,
-    at the number of tokens of its batch.
+    ``reduction: sum`` multiplies the mean over tokens by ``tokens``: a paper's sum over a batch of
+    that many tokens.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -134,7 +134,7 @@ class TermOptions(BaseModel):
 
     @property
     def finds_weight(self) -> bool:
-        """Whether training finds the weight: for a share, or from a target."""
+        """Whether training finds the weight, from a share or a target."""
         return self.share is not None or self.target is not None
 
     @property
@@ -148,7 +148,7 @@ class TermOptions(BaseModel):
 
 
 class OneValueOptions(TermOptions):
-    """Options of a term whose value is not a sum over tokens: one for a layer, or for a batch."""
+    """Options of a term whose value is not a sum over tokens but one per layer or batch."""
 
     reduction: Literal["mean"] = Field(
         default="mean", description="always `mean`: one value per batch or layer"
@@ -171,7 +171,7 @@ def expand_layers(entries: list[int | str]) -> set[int]:
 
 @dataclass(frozen=True)
 class PreviousLayer:
-    """What terms that join two layers read of the lower one."""
+    """What terms on two layers read from the lower one."""
 
     layer: int
     distribution_TE: Tensor
@@ -180,13 +180,13 @@ class PreviousLayer:
 
 @dataclass
 class LayerContext:
-    """The situation in which a term is evaluated in one layer.
+    """The context in which a term is evaluated in one layer.
 
     Attributes:
         previous: the MoE layer below, or None in the first one.
-        first_visit: False when a checkpointed layer is run again; state moves only when True.
-        draws: random numbers of this forward that a recomputation must meet again, by name.
-        teacher_logits_TE: of a teacher's router for the same tokens, where there is one.
+        first_visit: False when a checkpointed layer runs again; state changes only when True.
+        draws: random numbers of this forward that a recomputation must reuse, by name.
+        teacher_logits_TE: a teacher's router logits for the same tokens, or None.
     """
 
     previous: PreviousLayer | None = None
@@ -197,7 +197,7 @@ class LayerContext:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a term may ask of the model before training starts."""
+    """Facts about the model that terms are checked against before training."""
 
     moe_layers: tuple[int, ...]
     num_experts: int
@@ -205,11 +205,11 @@ class ModelFacts:
     vocab_size: int
     has_gate: bool = True
     one_space: bool = True
-    """Whether router and experts read vectors of the same space."""
+    """Whether router and experts read vectors from the same space."""
     router_rows: bool = True
     """Whether a router has a row for each expert."""
     fixed_layers: tuple[int, ...] = ()
-    """MoE layers whose experts are looked up by token, so that no training moves the selection."""
+    """MoE layers whose experts are looked up by token, so training cannot change the selection."""
 
     @property
     def selecting_layers(self) -> tuple[int, ...]:
@@ -218,17 +218,17 @@ class ModelFacts:
 
 
 class Term(ABC):
-    """One loss term. ``trains`` names what its gradient reaches inside its own layer."""
+    """One loss term. ``trains`` names the parts of its own layer that its gradient reaches."""
 
     name: ClassVar[str]
     source: ClassVar[str]
     reads: ClassVar[str]
     trains: frozenset[Literal["router", "experts"]]
     needs: frozenset[Need] = frozenset()
-    """Parts of the record beyond the router's that it reads."""
+    """Parts of the record that it reads in addition to the router's."""
     Options: ClassVar[type[TermOptions]] = TermOptions
     hinge: ClassVar[bool] = False
-    """Whether it is a hinge: 0, without a gradient, once its aim is met."""
+    """Whether it is a hinge: 0, without a gradient, once its goal is met."""
     selection: ClassVar[bool] = False
     """Whether it acts on the selection: skipped in layers that look experts up by token."""
     router_rows: ClassVar[bool] = False
@@ -243,26 +243,26 @@ class Term(ABC):
 
     @property
     def keeps_tables(self) -> bool:
-        """Whether :meth:`state_dict` is never empty after a step: a checkpoint must have it."""
+        """Whether :meth:`state_dict` is nonempty after a step, so a checkpoint must contain it."""
         return False
 
     @abstractmethod
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor | None:
-        """Unweighted float32 scalar of this layer, or None where the layer has no such term.
+        """The unweighted float32 scalar for this layer, or None if the term has no value here.
 
-        A loss over tokens is their mean; ``reduction`` is the objective's to apply.
+        A loss over tokens is their mean; the objective applies ``reduction``.
         """
 
     def target_value(self, record: RoutingRecord, value: Tensor) -> Tensor:
-        """What ``target`` is divided by: the loss's size in the first layer's first forward."""
+        """What ``target`` is divided by; by default the loss's size in the first forward."""
         return value.detach().abs()
 
     def layers(self, facts: ModelFacts) -> tuple[int, ...]:
-        """Layers in which the term has a value: what ``layers_reduction: mean`` divides by."""
+        """Layers in which the term has a value, counted for ``layers_reduction: mean``."""
         return facts.moe_layers
 
     def check(self, facts: ModelFacts) -> None:
-        """Raise ObjectiveError when the model cannot carry this term."""
+        """Raise ObjectiveError if this term cannot be computed for the model."""
         if self.options.layers != "all":
             unknown = expand_layers(self.options.layers) - set(facts.moe_layers)
             if unknown:

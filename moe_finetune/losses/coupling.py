@@ -1,4 +1,4 @@
-"""Cross-layer coupling: tokens of an expert should go on to the same experts (P1 eq. 6, F.1)."""
+"""Cross-layer coupling: an expert's tokens should continue to the same experts (P1 eq. 6, F.1)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def coupling_loss(
         next_probs_TE: probabilities of the next MoE layer.
         top_k: number of experts in T.
         mask_T: True where a token counts; None counts all.
-        transitions_EE: how strongly expert e (row) goes on to ν (column). Carries no gradient.
+        transitions_EE: strength of the transition from expert e (row) to ν (column). Carries no
+            gradient.
 
     Raises:
         ValueError: for wrong shapes, or ``top_k`` outside 1..E.
@@ -108,7 +109,7 @@ class Coupling(Term):
     """``coupling``: joint probability of the experts taken in two adjacent MoE layers.
 
     With ``pairing: transition`` each upper layer keeps a running table (E, E): the exponential
-    average over training forwards of :func:`transition_table`. T is made from it once a forward.
+    average of :func:`transition_table` over training forwards. T is read from it once per forward.
     """
 
     name = "coupling"
@@ -126,7 +127,7 @@ class Coupling(Term):
 
     @property
     def keeps_tables(self) -> bool:
-        """With ``pairing: transition``."""
+        """True with ``pairing: transition``."""
         return self.options.pairing == "transition"
 
     def layers(self, facts: ModelFacts) -> tuple[int, ...]:
@@ -148,7 +149,7 @@ class Coupling(Term):
             )
 
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor | None:
-        """Coupling of this layer with the MoE layer below; None in the first MoE layer."""
+        """The coupling of this layer with the MoE layer below; None in the first MoE layer."""
         lower = context.previous
         if lower is None:
             return None
@@ -172,7 +173,7 @@ class Coupling(Term):
         )
 
     def _moved(self, layer: int, batch_EE: Tensor) -> Tensor:
-        """The running table of ``layer`` after this forward; never changed in place."""
+        """The running table of ``layer`` after this forward, as a new tensor."""
         old_EE = self._tables.get(layer)
         if old_EE is not None:
             batch_EE = torch.lerp(batch_EE, old_EE.to(batch_EE.device), self.options.decay)
@@ -180,7 +181,7 @@ class Coupling(Term):
         return batch_EE
 
     def reduce_over_ranks(self) -> None:
-        """Average the tables over all ranks; call it on every rank, between steps."""
+        """Average the tables over all ranks; every rank must call this between steps."""
         if not (distributed_run() and self._tables):
             return
         layers = sorted(self._tables)

@@ -27,8 +27,8 @@ def dpp_loss(
 ) -> Tensor:
     """``-logdet(Ĝ + eps I)`` per token in nats, Ĝ the Gram matrix of the normalized outputs.
 
-    Smallest, ``-K log(1 + eps)``, when the K outputs are orthogonal. A zero output has length 0 in
-    Ĝ and no gradient.
+    The minimum, ``-K log(1 + eps)``, is reached when the K outputs are orthogonal. A zero output
+    has length 0 in Ĝ and no gradient.
 
     Args:
         outputs_TKH: expert outputs before the routing weight.
@@ -51,7 +51,7 @@ def dpp_from_gram(
     mask_T: Tensor | None = None,
     eps: float = 1e-4,
 ) -> Tensor:
-    """:func:`dpp_loss` from the inner products of each token's outputs."""
+    """:func:`dpp_loss` from the inner products (T, K, K) of each token's outputs."""
     check_shapes(gram_TKK=gram_TKK, mask_T=mask_T)
     if not eps > 0:
         raise ValueError(f"eps is {eps}, expected a positive number")

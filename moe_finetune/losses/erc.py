@@ -1,4 +1,4 @@
-"""Expert-router coupling: each router row should excite its own expert most (P2 eq. 3, 4).
+"""Expert-router coupling: each router row should activate its own expert most (P2 eq. 3, 4).
 
 Shape legend: E experts, P proxies (one per router row, P = E), H hidden, D expert width, r rank,
 I and O the input and output width of a projection.
@@ -42,8 +42,8 @@ def erc_loss(
     """``1/E² Σ_i Σ_{j≠i} [max(M_ij - αM_ii, 0) + max(M_ji - αM_ii, 0)]``, ``M_ij = ‖R̃_i W_g^j‖``.
 
     ``R̃_i = R_i ⊙ δ_i`` with ``δ_i ~ U(1-ε_i, 1+ε_i)^H`` and ``ε_i = min_{j≠i}‖R_i-R_j‖/(2‖R_i‖)``,
-    both without gradient. It is 0 when every proxy excites its own expert most, and every expert
-    answers its own proxy most, by the factor ``1/alpha``.
+    both without gradient. It is 0 when every proxy activates its own expert most, and every expert
+    responds most to its own proxy, by a factor of at least ``1/alpha``.
 
     Args:
         router_weight_EH: the router's weight.
@@ -57,7 +57,7 @@ def erc_loss(
         ValueError: for wrong shapes or a negative ``alpha``.
 
     Warns:
-        UserWarning: for ``alpha`` above 1, where other experts may be excited more.
+        UserWarning: for ``alpha`` above 1, which lets other experts be activated more.
 
     Source: *Coupling Experts and Routers via an Auxiliary Loss* (arXiv 2512.23447), eq. 3, 4.
     """
@@ -74,7 +74,7 @@ def erc_loss(
 
 @full_precision
 def erc_table(proxies_EH: Tensor, gate_weight_EDH: Tensor) -> Tensor:
-    """``M[i, j]``: length of expert j's gate projection of proxy i (``R_i``, or ``R̃_i``)."""
+    """``M[i, j]``: norm of expert j's gate projection of proxy i (``R_i``, or ``R̃_i``)."""
     check_shapes(proxies_EH=proxies_EH, gate_weight_EDH=gate_weight_EDH)
     return _table(
         at_least_float32(proxies_EH), lambda name: ProjectionFactors(gate_weight_EDH), "gate"
@@ -91,7 +91,7 @@ def erc_from_table(table_EE: Tensor, alpha: float = 1.0) -> Tensor:
 
 
 def perturbed(proxies_PH: Tensor, uniform_PH: Tensor) -> Tensor:
-    """``R ⊙ δ`` where ``uniform_PH`` in [0, 1) is stretched to ``U(1-ε, 1+ε)``."""
+    """``R ⊙ δ``, with δ from ``uniform_PH`` in [0, 1) scaled to ``U(1-ε, 1+ε)``."""
     with torch.no_grad():
         # Differences, not products: near rows would lose their distance to rounding.
         apart_PP = torch.cdist(
@@ -139,7 +139,7 @@ def _table(
 
 
 def _project(inputs: Tensor, factors: ProjectionFactors) -> Tensor:
-    """``x (W + s B A)^T`` for every expert without building the sum: ``(E, P, O)``."""
+    """``x (W + s B A)^T`` (E, P, O) for every expert without building the sum."""
     made_EPO = _Product.apply(inputs, factors.weight_EOI)
     if factors.a_ErI is None or factors.b_EOr is None:
         return made_EPO
@@ -151,8 +151,9 @@ def _project(inputs: Tensor, factors: ProjectionFactors) -> Tensor:
 class _Product(torch.autograd.Function):
     """``x W_e^T`` for all experts e, with x ``(P, I)`` or ``(E, P, I)``.
 
-    Some experts at a time, so that bfloat16 weights are not widened all at once; batched, because
-    the gate projection is a strided half of a fused stack, which one plain product would copy.
+    Processes some experts at a time, so bfloat16 weights are not all converted to float32 at once.
+    Batched, because the gate projection is a strided half of a fused stack, which one plain product
+    would copy.
     """
 
     @staticmethod
@@ -195,7 +196,7 @@ class _Product(torch.autograd.Function):
 
 
 def _some_experts(weight_EOI: Tensor, inputs: Tensor) -> list[slice]:
-    """Experts whose weights are about ``WIDENED_BYTES`` in the type of ``inputs``."""
+    """Slices of experts whose weights take about ``WIDENED_BYTES`` in the dtype of ``inputs``."""
     experts, outputs, width = weight_EOI.shape
     step = max(1, WIDENED_BYTES // (outputs * width * inputs.element_size()))
     return [slice(first, min(first + step, experts)) for first in range(0, experts, step)]
@@ -227,7 +228,7 @@ class ErcOptions(OneValueOptions):
 
 
 class Erc(Term):
-    """``erc``: how far each router row is from exciting its own expert most."""
+    """``erc``: how far each router row is from activating its own expert most."""
 
     name = "erc"
     source = "P2 eq. 3, 4"

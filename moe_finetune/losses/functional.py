@@ -1,4 +1,8 @@
-"""Every loss as a pure function on tensors; ``*_from_gram`` take inner products for vectors."""
+"""Every loss as a pure function on tensors; ``*_from_gram`` take inner products, not vectors.
+
+A loss is a scalar in float32 (float64 for float64 tensors), averaged over the tokens that count if
+its formula sums over tokens. Gradients have the dtype of their tensor.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Geometry of a token's K vectors, from their inner products.
 
-The losses on expert outputs and activations need lengths and angles, never the vectors: K x K
-numbers a token instead of K x H.
+Losses on expert outputs and activations need only lengths and angles: K x K numbers per token
+instead of K x H.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ def gram(vectors_TKX: Tensor, mask_T: Tensor | None = None) -> Tensor:
 
 
 def squared_lengths(gram_TKK: Tensor) -> Tensor:
-    """``‖v_k‖²`` (T, K): the diagonal."""
+    """``‖v_k‖²`` (T, K), the diagonal."""
     return gram_TKK.diagonal(dim1=-2, dim2=-1)
 
 
 def inverse_lengths(squared_TK: Tensor) -> Tensor:
-    """``1 / ‖v‖``, and 0 with zero gradient for a zero vector."""
+    """``1 / ‖v‖`` (T, K); 0 with zero gradient for a zero vector."""
     nonzero = squared_TK > ZERO_SQUARED
     return torch.where(nonzero, torch.where(nonzero, squared_TK, 1.0).rsqrt(), 0.0)
 
 
 def lengths(squared_TK: Tensor) -> Tensor:
-    """``‖v‖``, with zero gradient for a zero vector."""
+    """``‖v‖`` (T, K), with zero gradient for a zero vector."""
     nonzero = squared_TK > ZERO_SQUARED
     return torch.where(nonzero, torch.where(nonzero, squared_TK, 1.0).sqrt(), 0.0)
 
 
 def off_diagonal(square_TKK: Tensor) -> Tensor:
-    """The matrices with zeros on their diagonals."""
+    """The matrices (T, K, K) with zeros on their diagonals."""
     eye_KK = torch.eye(square_TKK.shape[-1], dtype=torch.bool, device=square_TKK.device)
     return square_TKK.masked_fill(eye_KK, 0.0)
 
 
 def cosines(gram_TKK: Tensor) -> Tensor:
-    """Cosines of all pairs with zeros on the diagonal; a zero vector has cosine 0 with anything."""
+    """Cosines (T, K, K) of all pairs, 0 on the diagonal and for pairs with a zero vector."""
     inverse_TK = inverse_lengths(squared_lengths(gram_TKK))
     return off_diagonal(gram_TKK * inverse_TK.unsqueeze(-1) * inverse_TK.unsqueeze(-2))

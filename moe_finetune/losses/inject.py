@@ -1,4 +1,4 @@
-"""Join auxiliary losses to the graph at a block's output, without changing the output."""
+"""Attach auxiliary losses to the graph at a block's output, without changing the output."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Output = TypeVar("Output", Tensor, tuple)
 def inject(output: Output, loss: Tensor, scale: float) -> Output:
     """Return ``output`` unchanged; backward through it adds ``scale * d(loss)`` to all gradients.
 
-    Equal to adding ``scale * loss`` to the model's loss, but nothing has to carry the loss out of
+    Equivalent to adding ``scale * loss`` to the model's loss, but the loss does not have to leave
     the layer, so it works under any trainer and with checkpointed or sharded layers.
 
     Args:
-        output: the block's output; must be part of the graph that is differentiated. If it is a
-            tuple (GPT-OSS also returns its routing weights), its first element is used.
+        output: the block's output, which must be part of the differentiated graph. If it is a tuple
+            (GPT-OSS also returns routing weights), its first element is used.
         loss: scalar.
         scale: usually 1 / (micro-batches of this optimizer step).
     """
@@ -29,22 +29,22 @@ def inject(output: Output, loss: Tensor, scale: float) -> Output:
 
 
 class Joins(Protocol):
-    """Joins a layer's losses to its output in another way than :func:`inject`."""
+    """Interface: attach a layer's losses to its output other than by :func:`inject`."""
 
     def join(self, output: Output, loss: LayerLoss, scale: float, first_visit: bool) -> Output:
-        """The block's output; ``first_visit`` is False when a checkpointed layer is run again."""
+        """Return the block's output; ``first_visit`` is False when a checkpointed layer reruns."""
         ...
 
 
 class PerTermLosses:
-    """Injects each term separately, so that a backward can choose which of them act.
+    """Injects each term separately, so that a backward can select which of them act.
 
-    With ``retain_graph`` the graph of one forward gives the gradient of each single term and of the
-    trainer's own loss.
+    With ``retain_graph`` one forward's graph gives the gradients of each term and of the trainer's
+    loss.
 
     Attributes:
-        only: the names of the terms that act in the next backward, each at weight 1; None for all
-            terms at their weights.
+        only: names of the terms that act in the next backward, each at weight 1; None for all terms
+            at their weights.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class PerTermLosses:
 
 
 class CollectedLosses:
-    """Collects the layers' losses, whose sum somebody else differentiates; none is injected."""
+    """Collects the layers' losses for the caller to differentiate; injects none."""
 
     def __init__(self) -> None:
         self.losses: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""One MoE layer's losses for engines with custom blocks; needs no transformers.
+"""The losses of one MoE layer, for engines with custom blocks; needs no transformers.
 
     record = RoutingRecord(
         layer=3, inputs_TH=x, logits_TE=logits, index_TK=index, weights_TK=weights, mask_T=mask,
@@ -46,22 +46,22 @@ def layer_loss(
 ) -> Tensor:
     """The weighted sum of a method's losses in one layer, a float32 scalar with its graph.
 
-    Add it to the loss, or pass it to :func:`moe_finetune.losses.inject.inject` with the block's
-    output, where the loss cannot be returned from the layer. Gram matrices that a loss reads are
-    computed from ``outputs_TKH`` and ``activations_TKD`` where the record lacks them.
+    Add it to the loss. If the layer cannot return a loss, pass it to
+    :func:`moe_finetune.losses.inject.inject` with the block's output. Gram matrices that the record
+    lacks are computed from ``outputs_TKH`` and ``activations_TKD``.
 
     Args:
-        record: what the layer computed, see :class:`RoutingRecord`; all on one device.
-        method: a preset's name, or options by the loss's name as in ``method.terms``.
+        record: the layer's tensors, see :class:`RoutingRecord`, all on one device.
+        method: the name of a preset, or options by loss name as under ``method.terms``.
         previous: the record of the MoE layer below, for ``coupling``; None in the first layer.
-        moe_layers: all MoE layers of the model, which ``layers`` and ``layers_reduction: mean``
-            refer to.
+        moe_layers: decoder indices of all MoE layers, for ``layers`` and ``layers_reduction:
+            mean``.
 
     Raises:
-        ObjectiveError: an unknown preset or term; a term that needs a part that the record lacks,
-            that finds its weight while training (``share``, ``target``), or ``layers`` or
-            ``layers_reduction: mean`` without ``moe_layers``; a preset that
-            also changes routing or keeps a bias.
+        ObjectiveError: an unknown preset or term; a term that reads a part missing from the record
+            or finds its weight in training (``share``, ``target``); ``layers`` or
+            ``layers_reduction: mean`` without ``moe_layers``; a preset that also changes routing or
+            keeps a bias.
     """
     terms = _terms(method) if isinstance(method, str) else method
     pair = (record.layer, record.layer + 1) if previous is None else (previous.layer, record.layer)
@@ -107,7 +107,7 @@ def _complete(record: RoutingRecord, objective: Objective) -> RoutingRecord:
     """``record`` with the Gram matrices that the terms read.
 
     Raises:
-        ObjectiveError: a term reads a part that is missing; names both.
+        ObjectiveError: a term reads a missing part; names both.
     """
     for need, field in _VECTORS.items():
         gram_field, vectors = f"{need}_TKK", getattr(record, field)

@@ -36,26 +36,27 @@ def load_balancing_loss(
     probabilities: Probabilities = "all",
     rank_totals: Tensor | None = None,
 ) -> Tensor:
-    """``E Σ_e f_e P_e``: 1 at perfect balance (``switch``: K), larger the more tokens crowd.
+    """``E Σ_e f_e P_e``: 1 at perfect balance (``switch``: K), larger when load concentrates.
 
-    ``f_e`` is the share of tokens that select expert e and carries no gradient; ``P_e``
-    is the mean probability of e. The loss is linear in the probabilities, so it is computed as
-    their product with constant coefficients.
+    ``f_e``, the share of tokens that select expert e, carries no gradient; ``P_e`` is the mean
+    probability of e. The loss is linear in the probabilities and is computed as their product with
+    constant coefficients.
 
     Args:
-        probs_TE: probabilities before top-k, used as they are: normalize sigmoid scores first.
-        index_TK: selected experts; their order means nothing.
+        probs_TE: probabilities before top-k, used without normalization: normalize sigmoid scores
+            first.
+        index_TK: selected experts, in any order.
         mask_T: True where a token counts; None counts all.
         variant: "switch" as written; "deepseek" divided by K; "gshard" with ``f_e`` from the first
             choice only, the selected expert of highest probability (lowest id among equals).
         sequence_lengths: tokens of each sequence, summing to T: the loss is then the mean of the
-            sequences' values (DeepSeek's ``seq_aux``); sequences without a token that counts are
-            dropped. None pools all tokens.
-        probabilities: "all", or "topk" for the selected ones renormalized to sum 1 (P0 eq. 2).
-        rank_totals: what :func:`load_totals` returned, summed over data-parallel ranks. ``f`` and
-            ``P`` are then those of all ranks (Qiu et al. 2025), the value is the same on every
-            rank, and the mean over ranks of the gradients is the gradient of one process that
-            has all tokens. Not together with ``sequence_lengths``.
+            sequences' values (DeepSeek's ``seq_aux``), without sequences in which no token counts.
+            None pools all tokens.
+        probabilities: "all", or "topk" for selected ones renormalized to sum to 1 (P0 eq. 2).
+        rank_totals: the result of :func:`load_totals`, summed over data-parallel ranks. ``f`` and
+            ``P`` then cover all ranks (Qiu et al. 2025), the value is equal on every rank, and the
+            mean over ranks of the gradients equals the gradient of one process with all tokens.
+            Cannot be combined with ``sequence_lengths``.
 
     Raises:
         ValueError: for wrong shapes, an unknown variant, or lengths that do not sum to T.
@@ -103,7 +104,7 @@ def load_totals(
     *,
     probabilities: Probabilities = "all",
 ) -> Tensor:
-    """Loads (E), probability sums (E) and token count (1) of this rank, without gradient."""
+    """This rank's loads (E), probability sums (E) and token count (1), without gradient."""
     check_shapes(probs_TE=probs_TE, index_TK=index_TK, mask_T=mask_T)
     probs_TE, chosen_TC, counts_T = _prepare(
         probs_TE.detach(), index_TK, mask_T, variant, probabilities
@@ -119,7 +120,7 @@ def _prepare(
     variant: Variant,
     probabilities: Probabilities,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Probabilities to average, the choices that make up the load, and 1 per token that counts."""
+    """Probabilities to average, the choices counted as load, and 1 for each token that counts."""
     check_choice("variant", variant, ("switch", "deepseek", "gshard"))
     check_choice("probabilities", probabilities, ("all", "topk"))
     probs_TE = counted(probs_TE, mask_T)
@@ -138,7 +139,7 @@ def _prepare(
 
 
 def _load(slots_TC: Tensor, counts_T: Tensor, size: int) -> Tensor:
-    """Tokens per slot. Sums of ones are exact in any order, so this repeats bit for bit."""
+    """Tokens per slot. Sums of ones are exact in any order, so this is deterministic."""
     ones = counts_T.unsqueeze(1).expand_as(slots_TC).reshape(-1)
     return counts_T.new_zeros(size).index_add_(0, slots_TC.reshape(-1), ones)
 
@@ -210,7 +211,7 @@ class LoadBalance(Term):
         context: LayerContext,
         inputs: tuple[Tensor, Tensor, Tensor, Variant],
     ) -> Tensor:
-        """Totals of all ranks; kept for a recomputation, which then needs no communication."""
+        """Totals of all ranks, kept so that a recomputation needs no communication."""
         if self.name not in context.draws:
             totals = load_totals(*inputs, probabilities=self.options.probabilities)
             if distributed_run():

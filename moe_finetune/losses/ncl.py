@@ -30,9 +30,9 @@ def ncl_loss(
     Args:
         outputs_TKH: expert outputs before the routing weight.
         mask_T: True where a token counts; None counts all.
-        normalize: divide the outputs by the token's mean output norm first, gradient included
-            (ours): the value then lies in ``[-K², 0]`` and does not depend on the outputs' scale.
-            Without it the loss is the paper's and **unbounded below**: growing outputs lower it.
+        normalize: first divide the outputs by the token's mean output norm, gradient included (our
+            addition); the value is then in ``[-K², 0]`` and independent of the outputs' scale.
+            Without it the loss is the paper's and **unbounded below**: larger outputs lower it.
 
     Raises:
         ValueError: for wrong shapes.

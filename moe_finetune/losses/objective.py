@@ -25,13 +25,13 @@ _FOUND = "strength."
 
 @dataclass
 class LayerLoss:
-    """Value of the objective in one layer, by term.
+    """The objective in one layer, by term.
 
     Attributes:
         losses: unweighted values with their graphs.
-        factors: what each is multiplied by at this step; 0 for a share whose weight is not found
-            yet, or at the end of a schedule.
-        at_one: the same at weight 1.
+        factors: multiplier of each at this step; 0 for a share whose weight is not found yet, or at
+            the end of a schedule.
+        at_one: the multipliers at weight 1.
     """
 
     losses: dict[str, Tensor] = field(default_factory=dict)
@@ -59,8 +59,8 @@ class Objective:
     """Loss terms, their weights at the current step, and the layers each applies to.
 
     Args:
-        terms: the terms; at most one of a name.
-        facts: the model's sizes; every term is checked against them.
+        terms: loss terms with distinct names.
+        facts: facts about the model; every term is checked against them.
 
     Attributes:
         full_weights: each term's weight before its schedule; None for a share until it is found.
@@ -88,7 +88,7 @@ class Objective:
 
     @classmethod
     def from_options(cls, terms: Mapping[str, Mapping[str, Any]], facts: ModelFacts) -> Objective:
-        """Build from ``{term name: options}``; a term of weight 0 is skipped."""
+        """Build from ``{term name: options}``; a term with weight 0 is skipped."""
         built = []
         for name, options in terms.items():
             kind = TERMS[name]
@@ -105,7 +105,7 @@ class Objective:
 
     @property
     def needs(self) -> frozenset[Need]:
-        """Everything the terms read beyond the router's tensors."""
+        """Everything the terms read in addition to the router's tensors."""
         return frozenset().union(*(term.needs for term in self.terms))
 
     def needs_of(self, layer: int) -> frozenset[Need]:
@@ -121,7 +121,7 @@ class Objective:
         }
 
     def set_full_weight(self, name: str, weight: float | None) -> None:
-        """Note the weight that was found for a term's share; its schedule goes on."""
+        """Set the weight found for a term's share; its schedule continues."""
         self.full_weights[name] = weight
         self.set_progress(*self._progress)
 
@@ -143,7 +143,7 @@ class Objective:
         return result
 
     def _find_weight(self, term: Term, record: RoutingRecord, value: Tensor) -> None:
-        """Set the weight for a term's target: the mean over the ranks decides for all of them."""
+        """Set the weight for a term's target from the mean over ranks, equal on all."""
         measured = term.target_value(record, value)
         if measured.is_meta or is_fake(measured):  # memory is planned without values
             return
@@ -161,7 +161,7 @@ class Objective:
         self.set_full_weight(term.name, 10.0 ** round(math.log10(target / size)))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """State of all terms, keys prefixed by the term's name, and weights found for shares."""
+        """State of all terms, with the term's name as prefix, and weights found for shares."""
         return self.found_weights() | {
             f"{term.name}.{key}": tensor
             for term in self.terms
@@ -169,7 +169,7 @@ class Objective:
         }
 
     def found_weights(self) -> dict[str, Tensor]:
-        """State of weights that training finds: ``strength.<term>``, 0 until it is found."""
+        """Weights that training finds, as ``strength.<term>``; 0 until found."""
         return {
             f"{_FOUND}{term.name}": torch.tensor(
                 self.full_weights[term.name] or 0.0, dtype=torch.float64

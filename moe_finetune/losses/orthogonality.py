@@ -33,7 +33,7 @@ def orthogonality_loss(
     *,
     one_sided: bool = False,
 ) -> Tensor:
-    """Squared overlap of the outputs of a token's experts, over ordered pairs, per token.
+    """Squared overlap of a token's expert outputs over ordered pairs, mean over tokens.
 
     ``projection``: ``Σ_{j≠k} ‖proj_{y_k}(y_j)‖² = Σ_{j≠k} ⟨y_j,y_k⟩² ‖y_k‖² / (‖y_k‖² + eps)²``,
     in squared units of the outputs. ``cosine``: ``Σ_{j≠k} cos²(y_j, y_k)``, where a zero vector
@@ -46,7 +46,7 @@ def orthogonality_loss(
         mask_T: True where a token counts; None counts all.
         form: "projection" or "cosine".
         tau_gate: threshold of the scores.
-        eps: added to the squared length that is divided by.
+        eps: added to the squared length in the denominator.
         one_sided: treat ``y_k``, the vector projected on, as constant (P0 eq. 28).
 
     Raises:

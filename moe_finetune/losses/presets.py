@@ -1,4 +1,4 @@
-"""Methods of the papers as data: loss terms, routing noise and bias update by preset name."""
+"""The papers' methods as data: loss terms, routing noise and bias update by preset name."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Preset:
     Attributes:
         name: the preset's name in a recipe.
         terms: options of each loss term, by its name.
-        source: paper and place.
-        shows: what a run should show against ``aux_loss`` or ``none``.
+        source: paper and section.
+        shows: the expected effect compared with ``aux_loss`` or ``none``.
         perturbations: ``jitter``, ``expert_dropout``, ``random_second_choice``.
         bias_update: step of the loss-free bias, or None.
     """
@@ -30,7 +30,7 @@ class Preset:
     bias_update: float | None = None
 
     def method(self) -> dict[str, Any]:
-        """The preset as a recipe's ``method:`` mapping; a copy that may be changed."""
+        """The preset as a recipe's ``method:`` mapping; a copy that may be modified."""
         method: dict[str, Any] = {"terms": copy.deepcopy(dict(self.terms))}
         if self.perturbations:
             method["perturbations"] = dict(self.perturbations)

@@ -1,4 +1,4 @@
-"""The record that one MoE layer hands over, once per forward.
+"""The record of one MoE layer in one forward.
 
 Shape legend: T tokens (batch x sequence), E routed experts, K selected, H hidden, D expert width.
 """
@@ -17,10 +17,10 @@ Projection = Literal["gate", "up", "down"]
 
 
 def log_scores(logits_TE: Tensor, score: str) -> Tensor:
-    """Logarithms of the scores, up to a constant of the token: a softmax of them has sum 1.
+    """Log-scores up to a constant per token; their softmax gives the normalized scores.
 
-    Instead of dividing by sums, which are below the smallest float where all logits of a sigmoid
-    router are.
+    This avoids dividing by a sum of scores, which underflows if all of a sigmoid router's scores
+    do.
     """
     if score == "softmax":
         return logits_TE
@@ -32,7 +32,7 @@ def log_scores(logits_TE: Tensor, score: str) -> Tensor:
 
 
 def scores_of(logits_TE: Tensor, score: str) -> Tensor:
-    """Scores over all experts, before top-k: softmax, sigmoid, or the root of a softplus."""
+    """Scores over all experts before top-k: softmax, sigmoid, or square root of softplus."""
     if score == "softmax":
         return logits_TE.softmax(-1)
     if score == "sigmoid":
@@ -42,23 +42,23 @@ def scores_of(logits_TE: Tensor, score: str) -> Tensor:
 
 @dataclass(frozen=True)
 class RoutingRecord:
-    """What a MoE layer computed for the tokens of one forward.
+    """The tensors that a MoE layer computed in one forward.
 
-    Tensors that no active loss or metric needs are not gathered and are ``None``. Everything keeps
-    its graph. Gram matrices are the inner products of a token's K vectors; most losses on outputs
-    and activations need nothing else, and they are K/H times smaller than the vectors.
+    Tensors that no active loss or metric needs are ``None``. All tensors keep their graph. Gram
+    matrices contain the inner products of a token's K vectors. Most losses on outputs and
+    activations need nothing else, and they take K/H of the vectors' memory.
 
     Attributes:
         layer: index of the decoder layer.
         inputs_TH: the block's input.
         logits_TE: float32, before the score function.
         index_TK: selected experts, in the order the family's router gave them.
-        weights_TK: the weights the block uses (renormalized and scaled as the family does).
+        weights_TK: the weights that the block uses, renormalized and scaled as in the family.
         mask_T: bool, True where a token counts.
         token_ids_T: input ids, or None when the model was called with embeddings.
         sequence_lengths: tokens of each sequence, in the order of T; sums to T.
-        router_weight_EH: the router's effective weight (adapter included); None where experts rank
-            themselves and have no row.
+        router_weight_EH: the router's effective weight, adapter included; None if experts rank
+            themselves without a router.
         score: "softmax", "sigmoid" or "sqrtsoftplus".
         expert_factors: the effective projections of the experts, by name.
     """
@@ -83,7 +83,7 @@ class RoutingRecord:
 
     @cached_property
     def probs_TE(self) -> Tensor:
-        """Float32 scores over all experts, before top-k; those of a sigmoid as they are."""
+        """Float32 scores over all experts before top-k; sigmoid scores are not normalized."""
         return scores_of(self.logits_TE, self.score)
 
     @cached_property
@@ -95,7 +95,7 @@ class RoutingRecord:
 
     @cached_property
     def scores_TK(self) -> Tensor:
-        """Probabilities of the selected experts, renormalized to sum 1, unscaled."""
+        """Probabilities of the selected experts, renormalized to sum to 1, unscaled."""
         return log_scores(self.logits_TE, self.score).gather(-1, self.index_TK).softmax(-1)
 
     @cached_property
@@ -106,7 +106,7 @@ class RoutingRecord:
 
 @dataclass(frozen=True)
 class ProjectionFactors:
-    """One projection of all experts as ``weight + scaling * B @ A``, without building the sum.
+    """One projection of all experts, ``weight + scaling * B @ A``, without building the sum.
 
     O is the projection's output width and I its input width: (D, H) for gate and up, (H, D) for
     down. ``weight_EOI`` (a view where the checkpoint fuses projections); ``a_ErI`` and ``b_EOr``,
@@ -119,7 +119,7 @@ class ProjectionFactors:
     scaling: float = 1.0
 
     def of(self, experts: Sequence[int]) -> Tensor:
-        """The projections of some experts, float32 ``(len(experts), O, I)``, built and detached."""
+        """The merged projections of some experts, float32 ``(len(experts), O, I)``, detached."""
         chosen = list(experts)
         built_EOI = self.weight_EOI[chosen].detach().float()
         if self.a_ErI is not None and self.b_EOr is not None:

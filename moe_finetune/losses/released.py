@@ -1,7 +1,7 @@
-"""P0's losses as its authors' public code computes them, which is not as the paper prints them.
+"""P0's losses as its authors' public code computes them, which differs from the paper.
 
-The forms are re-stated from the code's arithmetic; ``recipes/papers/p0_expert_specialization.md``
-lists paper against code point by point. T tokens, E routed experts, K selected, H hidden.
+Reimplemented from the code's arithmetic; ``recipes/papers/p0_expert_specialization.md`` compares
+paper and code point by point. T tokens, E routed experts, K selected, H hidden.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ EPS = 1e-6
 
 @full_precision
 def softmax_variance_loss(logits_TE: Tensor, mask_T: Tensor | None = None) -> Tensor:
-    """``-Var_e softmax(logits_t)_e``, the mean over tokens; the variance divides by E - 1.
+    """``-Var_e softmax(logits_t)_e``, mean over tokens; the variance divides by E - 1.
 
-    Over all experts, before top-k, and within a token. P0's eq. 7 is over tokens, after top-k.
+    The variance is over all experts of a token, before top-k. P0's eq. 7 is over tokens, after
+    top-k.
 
     Raises:
         ValueError: for wrong shapes.
@@ -48,8 +49,8 @@ def span_orthogonality_loss(
 ) -> Tensor:
     """``1/K Σ_k ‖projection of y_k on the span of the token's other outputs‖²``, mean over tokens.
 
-    The span's basis is that of Gram-Schmidt, each vector divided by (its length + ``eps``). P0's
-    eq. 25 projects on one other output at a time.
+    The basis comes from Gram-Schmidt, with each vector divided by (its length + ``eps``). P0's eq.
+    25 projects on one other output at a time.
 
     Raises:
         ValueError: for wrong shapes.
@@ -84,11 +85,11 @@ def span_orthogonality_loss(
 
 
 def grouped_by_expert(outputs_TKH: Tensor, index_TK: Tensor, mask_T: Tensor | None) -> Tensor:
-    """All outputs in the order of their experts, cut into groups of K.
+    """All outputs sorted by expert and cut into groups of K.
 
-    The authors' code joins the experts' outputs one expert after another and then views them as
-    (tokens, K, H), so that nearly every group has K tokens of one expert instead of K experts of
-    one token. Tokens that do not count are dropped.
+    The authors' code concatenates outputs expert by expert and views them as (tokens, K, H), so
+    nearly every group has K tokens of one expert instead of K experts of one token. Tokens that do
+    not count are dropped.
     """
     if mask_T is not None:
         keep_T = mask_T.to(torch.bool)
@@ -99,9 +100,9 @@ def grouped_by_expert(outputs_TKH: Tensor, index_TK: Tensor, mask_T: Tensor | No
 
 @torch.no_grad()
 def router_row_overlap(router_weight_EH: Tensor, top_k: int) -> Tensor:
-    """Mean over the first ``top_k`` rows of the squared projection on the span of all other rows.
+    """Squared projection on the span of all other rows, mean over the first ``top_k`` rows.
 
-    From this value the authors' code finds the weight of the loss on outputs.
+    The authors' code derives the weight of the loss on outputs from this value.
     """
     rows_EH = router_weight_EH.double()
     squares = []
@@ -137,7 +138,7 @@ class SpanOrthogonalityOptions(TermOptions):
 
 
 class SpanOrthogonality(Term):
-    """``span_orthogonality``: what the other outputs' span covers of each output."""
+    """``span_orthogonality``: the part of each output in the span of the others."""
 
     name = "span_orthogonality"
     source = "P0's released code"

@@ -22,8 +22,8 @@ def specialization_loss(activations_TKD: Tensor, mask_T: Tensor | None = None) -
     The paper's sum includes ``e = ν``, a constant K that is dropped.
 
     Args:
-        activations_TKD: activations after the gate, before the down projection. A zero vector has
-            cosine 0 with anything.
+        activations_TKD: activations after the gate and before the down projection. A zero vector
+            has cosine 0 with anything.
         mask_T: True where a token counts; None counts all.
 
     Raises:

@@ -40,8 +40,8 @@ def supervised_routing_loss(
     Raises:
         ValueError: for wrong shapes.
 
-    Source: *Supervised Routing for MoE* (P3), §3.2. The paper sums over the batch's tokens; here it
-    is their mean, so that the gradient does not grow with the batch.
+    Source: *Supervised Routing for MoE* (P3), §3.2. The paper sums over the batch's tokens; this is
+    their mean, so the gradient does not grow with the batch.
     """
     check_shapes(
         logits_TE=logits_TE,
@@ -59,8 +59,8 @@ def load_token_frequencies(path: str | Path) -> Tensor:
     """Read a ``(V, E)`` float32 table from the ``token_frequencies`` tensor of a safetensors file.
 
     Raises:
-        ObjectiveError: a missing or damaged file, another key or shape, or rows that do not sum
-            to 1.
+        ObjectiveError: a missing or damaged file, a wrong key or shape, or rows that do not sum to
+            1.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -120,7 +120,7 @@ class SupervisedRouting(Term):
         self._table_VE = load_token_frequencies(str(options.table))
 
     def check(self, facts: ModelFacts) -> None:
-        """Refuse a table of another vocabulary or number of experts."""
+        """Refuse a table with a different vocabulary or number of experts."""
         super().check(facts)
         model_shape = (facts.vocab_size, facts.num_experts)
         if tuple(self._table_VE.shape) != model_shape:

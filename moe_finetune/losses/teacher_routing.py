@@ -1,4 +1,4 @@
-"""Distillation of routing: the student's routers learn how a teacher's spread their tokens."""
+"""Routing distillation: the student's routers learn the distributions of a teacher's."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ def teacher_routing_loss(
     *,
     score: str = "softmax",
 ) -> Tensor:
-    """``KL(teacher || student)`` of the routers' distributions over all experts, nats per token.
+    """``KL(teacher || student)`` of the routers' distributions over all experts, in nats per token.
 
     Args:
         logits_TE: the student's router logits, before the score function.
-        teacher_logits_TE: the teacher's, of the same experts; no gradient reaches them.
+        teacher_logits_TE: the teacher's router logits over the same experts; carries no gradient.
         mask_T: True where a token counts; None counts all.
-        score: of both routers; scores are normalized over the experts, as those of a sigmoid.
+        score: score function of both routers; scores such as a sigmoid's are normalized over
+            experts.
 
     Raises:
         ValueError: for wrong shapes.
@@ -44,7 +45,7 @@ def teacher_routing_loss(
 
 
 class TeacherRouting(Term):
-    """``teacher_routing``: the routers' divergence from a teacher's, of stage ``distill``."""
+    """``teacher_routing``: divergence of the routers from a teacher's, in stage ``distill``."""
 
     name = "teacher_routing"
     source = "Hinton et al. 2015, for a router's distribution; ours"

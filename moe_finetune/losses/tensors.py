@@ -1,4 +1,4 @@
-"""What all losses share: shape checks, arithmetic type, masked means.
+"""Helpers of all losses: shape checks, dtypes, masked means.
 
 Shape legend: T tokens, E routed experts, K selected, H hidden, D expert width, V vocabulary,
 X any width.
@@ -23,7 +23,7 @@ def check_shapes(**tensors: Tensor | None) -> None:
     """Check each tensor against the suffix of its name; equal letters are equal sizes.
 
     Raises:
-        ValueError: naming the argument, the shape got and the shape expected.
+        ValueError: names the argument, its shape and the expected shape.
     """
     sizes: dict[str, int] = {}
     for name, tensor in tensors.items():
@@ -46,18 +46,18 @@ def check_shapes(**tensors: Tensor | None) -> None:
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise ValueError when ``value`` is none of ``choices``."""
+    """Raise ValueError if ``value`` is not in ``choices``."""
     if value not in choices:
         raise ValueError(f"{name} is '{value}', expected one of {', '.join(choices)}")
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """Float64 stays; narrower types become float32. Gradients arrive in the tensor's own type."""
+    """Convert to float32 unless float64. Gradients arrive in the tensor's own dtype."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def full_precision(function: Callable[Inputs, Result]) -> Callable[Inputs, Result]:
-    """Run ``function`` outside autocast, which would put its products back into 16 bits."""
+    """Run ``function`` outside autocast, which would compute its products in 16 bits."""
 
     @functools.wraps(function)
     def wrapped(*args: Inputs.args, **kwargs: Inputs.kwargs) -> Result:
@@ -69,7 +69,7 @@ def full_precision(function: Callable[Inputs, Result]) -> Callable[Inputs, Resul
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
-    """Switch autocast off on ``device``, where there is one and it is on."""
+    """Disable autocast on ``device`` if it is enabled."""
     kind = device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
@@ -77,17 +77,17 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Whether reading the tensor's values waits for nothing: on a CPU, and not a fake tensor."""
+    """Whether the tensor's values can be read without waiting: on a CPU, and not fake."""
     return tensor.device.type == "cpu" and not is_fake(tensor)
 
 
 def distributed_run() -> bool:
-    """Whether a process group is up."""
+    """Whether a process group is initialized."""
     return distributed.is_available() and distributed.is_initialized()
 
 
 def blank(tensor: Tensor, mask_T: Tensor | None) -> Tensor:
-    """Zeros instead of the rows that do not count, so that a NaN there reaches nothing."""
+    """Set rows that do not count to zero, so a NaN there has no effect."""
     if mask_T is None:
         return tensor
     rows = mask_T.to(torch.bool).view(-1, *(1,) * (tensor.dim() - 1))
@@ -95,12 +95,12 @@ def blank(tensor: Tensor, mask_T: Tensor | None) -> Tensor:
 
 
 def counted(tensor: Tensor, mask_T: Tensor | None) -> Tensor:
-    """The tensor in at least float32, with zeros in the rows that do not count."""
+    """The tensor in at least float32, with rows that do not count set to zero."""
     return blank(at_least_float32(tensor), mask_T)
 
 
 def count(mask_T: Tensor | None, values_T: Tensor) -> Tensor:
-    """Number of tokens that count, at least 1, in the type of ``values_T``."""
+    """Number of tokens that count, at least 1, in the dtype of ``values_T``."""
     if mask_T is None:
         return values_T.new_full((), max(values_T.shape[0], 1))
     return mask_T.to(torch.bool).sum().clamp_min(1).to(values_T.dtype)

@@ -1,4 +1,4 @@
-"""Routing variance: makes each expert's score differ from token to token (P0, eq. 7)."""
+"""Routing variance: makes each expert's scores vary over tokens (P0 eq. 7)."""
 
 from __future__ import annotations
 

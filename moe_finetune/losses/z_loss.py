@@ -1,4 +1,4 @@
-"""Router z-loss: keeps router logits small (ST-MoE, Zoph et al. 2022, eq. 5)."""
+"""Router z-loss: penalizes large router logits (ST-MoE, Zoph et al. 2022, eq. 5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays in: torch or numpy, checked once, with one way to say what is wrong.
+"""Input arrays of metrics, torch or numpy: checks and conversion.
 
 Shape legend of the metrics: T tokens, L MoE layers, E routed experts, K selected, H hidden,
 D expert width, N items of a sample, V vocabulary, R ranks.
@@ -19,7 +19,7 @@ Array = Any
 
 
 class NotFiniteError(NumericsError, ValueError):
-    """NaN or infinity where a metric needs numbers, in the array ``name``."""
+    """NaN or infinity in the array ``name`` of a metric."""
 
     def __init__(self, name: str, problem: str):
         super().__init__(f"{name}: {problem}")
@@ -28,7 +28,7 @@ class NotFiniteError(NumericsError, ValueError):
 
 @contextmanager
 def from_layer(layer: int) -> Iterator[None]:
-    """Name the model where a metric of what its ``layer`` computed meets NaN or infinity."""
+    """Blame the model for NaN or infinity in a metric of what its ``layer`` computed."""
     try:
         yield
     except NotFiniteError as error:
@@ -50,13 +50,13 @@ def to_numpy(values: Array) -> np.ndarray:
 
 
 def mean_known(values: Sequence[float | None]) -> float | None:
-    """The mean of the values that exist; None where none does."""
+    """The mean of the values that are not None; None if all are."""
     numbers = [value for value in values if value is not None]
     return float(np.mean(numbers)) if numbers else None
 
 
 def check_shape(name: str, array: np.ndarray, expected: Sequence[int | str]) -> None:
-    """Raise ValueError unless ``array`` has the shape ``expected`` (letters stand for any size)."""
+    """Raise ValueError unless ``array`` has the shape ``expected`` (letters match any size)."""
     fits = array.ndim == len(expected) and all(
         isinstance(size, str) or size == actual
         for size, actual in zip(expected, array.shape, strict=True)
@@ -100,7 +100,7 @@ def floats(
 def integers(
     name: str, values: Array, expected: Sequence[int | str], limit: int | None = None
 ) -> np.ndarray:
-    """Non-empty integer array of the shape ``expected``, all in ``[0, limit)`` if that is given."""
+    """Non-empty integer array of the shape ``expected``, all in ``[0, limit)`` if given."""
     array = _filled(name, values, expected)
     if array.dtype.kind not in "iu":
         raise ValueError(f"{name}: got dtype {array.dtype}, expected integers")
@@ -112,7 +112,7 @@ def integers(
 
 
 def keep(name: str, mask_T: Array | None, tokens: int) -> np.ndarray | slice:
-    """Selector of the tokens that count: all of them without a mask; ValueError when none do."""
+    """Index of the tokens that count, all without a mask; ValueError if none do."""
     if mask_T is None:
         return slice(None)
     mask = to_numpy(mask_T)
@@ -124,7 +124,7 @@ def keep(name: str, mask_T: Array | None, tokens: int) -> np.ndarray | slice:
 
 
 def chunks(rows: int, row_elements: int, limit: int = 4_000_000) -> Iterator[slice]:
-    """Slices over ``rows`` of about ``limit`` elements at most."""
+    """Slices over ``rows`` of at most about ``limit`` elements each."""
     step = max(1, limit // max(1, row_elements))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))

@@ -1,4 +1,4 @@
-"""Do domains use different experts?"""
+"""Whether domains use different experts."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from moe_finetune.metrics.arrays import Array, entropy, floats
 def domain_information(counts_GE: Array) -> dict:
     """Shares and mutual information of dispatch counts ``(domains, experts)``.
 
-    Returns ``shares_GE`` (rows sum to 1) and ``mutual_information`` I(expert; domain) in nats,
-    domains weighted by their dispatches: 0 when all domains use the experts alike, the entropy of
-    the domains (``ln`` of their number when equally large) when no expert serves two. An empty
-    domain raises ValueError. Source: P4 Fig. 3d-e.
+    Returns ``shares_GE`` (rows sum to 1) and ``mutual_information`` I(expert; domain) in nats, with
+    domains weighted by their dispatches: 0 if all domains use the experts equally, the entropy of
+    the domains (``ln`` of their number if equally large) if no expert serves two. Raises ValueError
+    for an empty domain. Source: P4 Fig. 3d-e.
     """
     counts = floats("counts_GE", counts_GE, ("G", "E"))
     totals_G = counts.sum(-1)

@@ -1,4 +1,4 @@
-"""How different the experts are, seen from tokens: neighbors, clusters, cosines."""
+"""How different the experts are on tokens: neighbors, clusters, cosines."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def expert_overlap(
     sample: int | None = None,
     seed: int = 0,
 ) -> float:
-    """Mean share of an embedding's k nearest neighbors that carry another expert label.
+    """Mean share of an embedding's k nearest neighbors with a different expert label.
 
     Euclidean distance, without the embedding itself, ``k' = min(k, N - 1)``, ties to the lower
     index. ``embeddings_NH`` ``(N, H)`` (a token's input to the MoE block, or its top-1 expert's
     output), ``labels_N`` ``(N,)`` its top-1 expert. ``sample``: use that many embeddings, drawn
     without replacement by ``seed`` (the cost grows with N squared). 0 at perfect specialization;
-    about ``1 - sum_e share_e^2`` when labels say nothing about the embedding. NaN raises
-    ValueError. Source: P0 eq. 39-41 (distance and k are ours).
+    about ``1 - sum_e share_e^2`` if labels are independent of the embeddings. Raises ValueError for
+    NaN. Source: P0 eq. 39-41 (distance and k are ours).
     """
     embeddings, labels = _sampled(embeddings_NH, labels_N, sample, seed)
     count = len(labels)
@@ -51,9 +51,9 @@ def silhouette(
 ) -> float:
     """Mean silhouette coefficient of embeddings labeled by their top-1 expert (scikit-learn's).
 
-    Range -1 (every point nearer to another cluster) over 0 (overlapping) to 1 (perfectly separate
-    experts). Arguments as in :func:`expert_overlap`. Needs 2 to N - 1 different labels. Source:
-    P0 eq. 38.
+    Range -1 (every point is nearer to another cluster) to 1 (perfectly separate experts); 0 for
+    overlapping ones. Arguments as in :func:`expert_overlap`. Needs 2 to N - 1 different labels.
+    Source: P0 eq. 38.
     """
     embeddings, labels = _sampled(embeddings_NH, labels_N, sample, seed)
     kinds = len(np.unique(labels))
@@ -68,9 +68,9 @@ def silhouette(
 def separation(
     embeddings_NH: Array, labels_N: Array, k: int = 10
 ) -> tuple[float | None, float | None]:
-    """:func:`expert_overlap` and :func:`silhouette` of a sample from one matrix of distances.
+    """:func:`expert_overlap` and :func:`silhouette` of a sample, from one distance matrix.
 
-    None where one is not defined: below 2 embeddings, or for 1 or N different labels.
+    None if undefined: with fewer than 2 embeddings, or with 1 or N different labels.
     """
     embeddings, labels = _sampled(embeddings_NH, labels_N, None, 0)
     count, kinds = len(labels), len(np.unique(labels))
@@ -125,7 +125,7 @@ def _mean_squared_cosine(
 
 
 def _foreign(distances_RN: np.ndarray, labels_N: np.ndarray, start: int, neighbors: int) -> int:
-    """Nearest neighbors with another label, summed over the embeddings from ``start`` on."""
+    """Number of nearest neighbors with a different label, for embeddings from ``start`` on."""
     rows = np.arange(len(distances_RN))
     distances_RN[rows, rows + start] = np.inf
     nearest = _smallest(distances_RN, neighbors)
@@ -141,14 +141,14 @@ def _silhouette(squared_NN: np.ndarray, labels_N: np.ndarray) -> float:
 
 
 def _squared_distances(embeddings_NH: np.ndarray, part: slice) -> np.ndarray:
-    """Squared Euclidean distances of the embeddings in ``part`` to all, in their dtype."""
+    """Squared Euclidean distances from the embeddings in ``part`` to all, in their dtype."""
     squares_N = np.einsum("nh,nh->n", embeddings_NH, embeddings_NH)
     products = embeddings_NH[part] @ embeddings_NH.T
     return np.maximum(squares_N[part, None] + squares_N - 2 * products, 0)
 
 
 def _smallest(values_RN: np.ndarray, count: int) -> np.ndarray:
-    """Where the ``count`` smallest values of each row are, ties to the lower index; bool."""
+    """Bool mask of the ``count`` smallest values in each row; ties go to the lower index."""
     last = np.partition(values_RN, count - 1, axis=-1)[:, count - 1 : count]
     smaller, equal = values_RN < last, values_RN == last
     room = count - smaller.sum(-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""A metric of one MoE layer that an installed package brings, and a metric's name for people."""
+"""Metrics of one MoE layer from installed packages, and display names of metrics."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from moe_finetune.errors import PluginError
 
 @dataclass(frozen=True)
 class Word:
-    """A name for people, what it means, and which way is good for specialized, balanced experts.
+    """A metric's display name, meaning, and good direction for specialized, balanced experts.
 
-    ``good`` is +1 (more is better), -1 (less is better) or 0 (neither by itself).
+    ``good`` is +1 (higher is better), -1 (lower is better) or 0 (neither by itself).
     """
 
     name: str
@@ -32,22 +32,22 @@ INPUTS = (
 
 @dataclass(frozen=True)
 class LayerMetric:
-    """A number for each MoE layer.
+    """A metric with one number per MoE layer.
 
     Attributes:
-        compute: its parameters are names of :data:`INPUTS`; returns a number, or None where the
-            layer has none. It is not called for a layer that lacks an input.
-        word: what the report calls it.
+        compute: a function whose parameters are names in :data:`INPUTS`; returns a number, or None
+            if undefined. It is not called for a layer that lacks an input.
+        word: its name in the report.
     """
 
     compute: Callable[..., float | None]
     word: Word
 
     def __call__(self, name: str, arrays: Mapping[str, Any]) -> float | None:
-        """The value for one layer's arrays, by name; an input that is None does not exist.
+        """The value for one layer's arrays by name; None marks a missing input.
 
         Raises:
-            PluginError: ``compute`` failed, or returned something else than a number.
+            PluginError: ``compute`` failed, or did not return a number.
         """
         chosen = {key: arrays[key] for key in inspect.signature(self.compute).parameters}
         if any(array is None for array in chosen.values()):
@@ -63,7 +63,7 @@ class LayerMetric:
 
 
 def problem_of(value: object) -> str | None:
-    """Why an entry point's value is no metric, or None."""
+    """Why an entry point's value is not a metric, or None."""
     if not isinstance(value, LayerMetric):
         return f"is {value!r:.80}, and must be a moe_finetune.metrics.LayerMetric"
     try:

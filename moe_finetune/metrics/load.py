@@ -1,4 +1,4 @@
-"""How evenly the tokens spread over the experts."""
+"""How evenly tokens are distributed over the experts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from moe_finetune.metrics.arrays import Array, chunks, floats, integers
 def expert_load(index_TK: Array, num_experts: int) -> np.ndarray:
     """Dispatches per expert, ``(E,)`` int64: how many (token, choice) pairs select each expert.
 
-    Also takes ``index_TLK`` and then gives ``(L, E)``. Sums to T*K per layer; T*K/E everywhere at
-    perfect balance. Source: P0 eq. 36 (load_e).
+    Also accepts ``index_TLK`` and then returns ``(L, E)``. Sums to T*K per layer; T*K/E everywhere
+    at perfect balance. Source: P0 eq. 36 (load_e).
     """
     shape = ("T", "K") if np.ndim(index_TK) == 2 else ("T", "L", "K")
     index = integers("index_TK", index_TK, shape, limit=num_experts)
@@ -26,15 +26,16 @@ def expert_load(index_TK: Array, num_experts: int) -> np.ndarray:
 
 
 def collapse_limit(num_experts: int, top_k: int) -> float:
-    """MaxVio beyond which a router counts as collapsed: 3/4 of the largest possible, E / K - 1."""
+    """MaxVio above which a router counts as collapsed: 3/4 of the largest value, E / K - 1."""
     return 0.75 * (num_experts / top_k - 1)
 
 
 def max_violation(load_E: Array) -> float:
     """MaxVio: ``(max_e load_e - mean load) / mean load`` over the whole evaluation set.
 
-    ``load_E`` ``(E,)`` counts or shares. Range 0 (perfect balance) to E - 1 (one expert takes all).
-    Unitless. Source: P0 eq. 36 (after Wang et al. 2024). ValueError for negative or all-zero loads.
+    ``load_E`` ``(E,)`` counts or shares. Range 0 (perfect balance) to E - 1 (one expert takes all;
+    at most E / K - 1 with K distinct experts per token). Source: P0 eq. 36 (after Wang et al.
+    2024). Raises ValueError for negative or all-zero loads.
     """
     load = floats("load_E", load_E, ("E",))
     mean = load.mean()

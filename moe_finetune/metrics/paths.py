@@ -1,4 +1,4 @@
-"""How tokens move from one MoE layer to the next, and whether they keep their way."""
+"""How tokens move from one MoE layer to the next, and how stable their paths are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moe_finetune.metrics.arrays import Array, chunks, floats, integers, keep, t
 
 
 def pair_counts(index_TK: np.ndarray, next_index_TK: np.ndarray, num_experts: int) -> np.ndarray:
-    """``(E, E)`` int64: tokens with expert e in one list and expert n in the other."""
+    """``(E, E)`` int64: number of tokens with expert e in one list and expert n in the other."""
     counts = np.zeros(num_experts * num_experts, np.int64)
     pairs = index_TK.shape[1] * next_index_TK.shape[1]
     for part in chunks(len(index_TK), pairs, limit=1_000_000):
@@ -24,9 +24,8 @@ def conditional_activation(
     """``P(n in A^{l+1} given e in A^l)`` as ``(E, E)``, row e and column n.
 
     ``index_TK`` and ``next_index_TK`` ``(T, K)`` are the experts selected in two adjacent MoE
-    layers. Rows sum to the next layer's K; the row of an expert that was never used is 0. Entries
-    are ``K / E`` when layers are independent and balanced, 0 or 1 when the path is fixed. Source:
-    P1 Fig. 2.
+    layers. Rows sum to the next layer's K; the row of an unused expert is 0. Entries are ``K / E``
+    if layers are independent and balanced, 0 or 1 if paths are fixed. Source: P1 Fig. 2.
     """
     index = integers("index_TK", index_TK, ("T", "K"), limit=num_experts)
     following = integers("next_index_TK", next_index_TK, (len(index), "K"), limit=num_experts)
@@ -65,7 +64,7 @@ def path_stability(top1_a_T: Array, top1_b_T: Array) -> float:
     """Share of tokens whose top-1 expert is the same in two checkpoints.
 
     ``(T,)`` for one layer, or ``(T, L)`` for the mean over layers too. Range 0 to 1 (nothing
-    moved); about ``1/E`` for two unrelated balanced routers. Source: P1 Table 13.
+    changed); about ``1/E`` for two unrelated balanced routers. Source: P1 Table 13.
     """
     a = to_numpy(top1_a_T)
     a = integers("top1_a_T", a, ("T", "L")[: max(1, min(a.ndim, 2))])
@@ -76,7 +75,7 @@ def path_stability(top1_a_T: Array, top1_b_T: Array) -> float:
 def top_choice(index_TLK: np.ndarray, weights_TLK: np.ndarray) -> np.ndarray:
     """The selected expert of highest weight, ``(T, L)``; among equal weights the lowest id.
 
-    The order in which a router lists its experts means nothing, so neither does it here.
+    The order in which a router lists its experts is ignored.
     """
     best = weights_TLK.max(-1, keepdims=True)
     highest = np.iinfo(index_TLK.dtype).max

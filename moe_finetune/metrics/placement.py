@@ -1,4 +1,4 @@
-"""What a placement of experts on ranks costs a trace in communication and balance."""
+"""Communication and balance of a trace under a placement of experts on ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def rank_counts(
 ) -> Iterator[tuple[slice, np.ndarray]]:
     """Yield slices of tokens with ``counts_TLR``: how many of a token's K experts are on each rank.
 
-    Slices bound the memory to a few dozen MB whatever the number of tokens.
+    Slices limit the memory to a few dozen MB for any number of tokens.
     """
     tokens, layers, width = index_TLK.shape
     layer_of = np.arange(layers)[None, :]
@@ -34,13 +34,13 @@ def placement_metrics(index_TLK: Array, ranks_LE: Array) -> dict[str, float]:
     ``index_TLK`` ``(T, L, K)`` selected experts; ``ranks_LE`` ``(L, E)`` the rank of each
     expert. Returns
 
-    - ``cross_rank_share``: mean over tokens, adjacent layers and all K x K pairs of
-      ``[rank(e^l) != rank(n^{l+1})]``; 0 when a token stays on its rank, about ``1 - 1/R`` for a
-      random placement. NaN for a single layer, which has no pairs.
-    - ``ranks_per_token``: mean over tokens and layers of the distinct ranks among a token's K
-      experts; 1 to ``min(K, R)``.
-    - ``rank_imbalance``: mean over layers of the largest over the mean dispatches per rank; 1 at
-      perfect balance, R when one rank gets all.
+    - ``cross_rank_share``: mean over tokens, adjacent layers and all K x K pairs of ``[rank(e^l) !=
+      rank(n^{l+1})]``; 0 if every token stays on its rank, about ``1 - 1/R`` for a random
+      placement. NaN for a single layer, which has no pairs.
+    - ``ranks_per_token``: mean over tokens and layers of the number of distinct ranks among a
+      token's K experts; 1 to ``min(K, R)``.
+    - ``rank_imbalance``: mean over layers of the largest divided by the mean dispatches per rank; 1
+      at perfect balance, R if one rank gets all.
 
     Definitions are ours; the paper (P1 app. D) reports samples/s.
     """

@@ -1,4 +1,4 @@
-"""Points in the plane for pictures: principal components of tokens, t-SNE of gate rows."""
+"""Two-dimensional projections for pictures: PCA of tokens, t-SNE of gate rows."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def principal_points(
 
 
 def gate_experts(num_experts: int) -> list[int]:
-    """The experts whose gate rows are drawn: every eighth."""
+    """The experts whose gate rows are drawn: every eighth one."""
     return list(range(0, num_experts, EVERY))
 
 
 def gate_row_points(layer: int, rows_EDH: np.ndarray, experts_E: list[int]) -> dict[str, Any]:
     """t-SNE of the rows of some experts' gate projections.
 
-    ``rows_EDH`` ``(E, D, H)`` rows of the experts numbered ``experts_E``; at most 40 a expert,
-    evenly spread, are drawn. Returns ``layer`` and ``points`` ``[x, y, expert]``. Source: P2 Fig. 4
-    (perplexity 30, or a third of the rows where there are fewer; started from the principal
-    components, so that it repeats).
+    ``rows_EDH`` ``(E, D, H)`` rows of the experts numbered ``experts_E``; at most 40 per expert,
+    evenly spaced, are drawn. Returns ``layer`` and ``points`` ``[x, y, expert]``. Source: P2 Fig.
+    4. Perplexity is 30, or a third of the rows if that is less; it starts from the principal
+    components, so it is deterministic.
     """
     from sklearn.manifold import TSNE
 
@@ -67,10 +67,10 @@ def _points(flat_N2: np.ndarray, experts_N: np.ndarray) -> list[list[float | int
 
 
 def spread_between(points_N2: np.ndarray, groups_N: np.ndarray) -> float:
-    """Share of the points' spread that lies between their groups (eta squared); NaN without points.
+    """Share of the points' variance that is between groups (eta squared); NaN without points.
 
-    Sum of squared distances of the group means from the common mean, over that of the points:
-    0 when the groups lie on one another, 1 when each is one point of its own.
+    Sum of squared distances from the common mean, of the group means divided by that of the points:
+    0 if the group means coincide, 1 if each group is a single distinct point.
     """
     if not len(points_N2):
         return float("nan")

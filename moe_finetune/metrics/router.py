@@ -1,4 +1,4 @@
-"""Metrics of the router's and the gate projections' weights, without tokens."""
+"""Metrics of the weights of router and gate projections, without tokens."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def router_cosine(router_weight_EH: Array) -> float:
 def noise_level(router_weight_EH: Array) -> float:
     """Mean over experts of ``eps_i = min_{j != i} |R_i - R_j| / (2 |R_i|)``.
 
-    The width of ERC's noise; grows as the router's rows move apart, 0 when each row has a twin,
-    ``sqrt(2) / 2`` for orthogonal rows of equal length. Source: P2 Fig. 5a.
+    The width of ERC's noise: it grows as the router's rows move apart. 0 if each row has a
+    duplicate, ``sqrt(2) / 2`` for orthogonal rows of equal length. Source: P2 Fig. 5a.
     """
     router = _rows(router_weight_EH)
     norms = np.linalg.norm(router, axis=-1)
@@ -59,7 +59,7 @@ def erc_table(
 
 
 def erc_of_norms(norms_EE: np.ndarray, alphas: Sequence[float] = (1, 2, 3, 4, 5)) -> dict:
-    """:func:`erc_table` of ``M (E, E)``, where all gates together do not fit into memory."""
+    """:func:`erc_table` from ``M (E, E)``, for gates that do not fit into memory together."""
     norms = norms_EE
     own_norm = np.diag(norms)[:, None]
     off = ~np.eye(len(norms), dtype=bool)

@@ -1,4 +1,4 @@
-"""What the router's probabilities and scores look like over a set of tokens."""
+"""Statistics of the router's probabilities and scores over a set of tokens."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def routing_variance(probs_TE: Array) -> float:
 def score_variance(scores_TE: Array) -> float:
     """Mean over tokens of ``1/E sum_e (s_te - mean_t s_te)^2``: what the variance loss raises.
 
-    ``scores_TE`` ``(T, E)`` after top-k: rows sum to 1, zeros elsewhere. 0 when every token is
-    routed alike; at most ``(1 - 1/E) / E``, reached by one-hot scores in perfect balance (perfect
+    ``scores_TE`` ``(T, E)`` after top-k: rows sum to 1, zeros elsewhere. 0 if all tokens have equal
+    scores; at most ``(1 - 1/E) / E``, reached by one-hot scores in perfect balance (perfect
     specialization). Source: P0 eq. 7.
     """
     scores = floats("scores_TE", scores_TE, ("T", "E"), as_given=True)
@@ -37,8 +37,8 @@ def routing_entropy(probs_TE: Array) -> float:
     """Mean over tokens of ``-sum_e p_te ln p_te``, in nats.
 
     ``probs_TE`` ``(T, E)``, rows sum to 1: full probabilities or top-k scores. ``ln E`` (``ln K``
-    for top-k scores) when all are equal, 0 when every token has one certain expert. Source: P1;
-    P3's S_RL.
+    for top-k scores) if all are equal, 0 if every token has one certain expert. Source: P1; P3's
+    S_RL.
     """
     probs = _distribution("probs_TE", probs_TE)
     total = 0.0
@@ -51,8 +51,8 @@ def routing_information(scores_TE: Array) -> dict[str, float]:
     """Entropies of the expert Z that a token X is routed to, in nats.
 
     ``scores_TE`` ``(T, E)``: top-k scores, rows sum to 1. Returns ``entropy`` H(Z) of the mean
-    distribution (``ln E`` at perfect balance), ``conditional_entropy`` H(Z|X) (at most ``ln K``;
-    0 when decided), ``mutual_information`` I(X;Z) = H(Z) - H(Z|X) (``ln E`` at perfect
+    distribution (``ln E`` at perfect balance), ``conditional_entropy`` H(Z|X) (at most ``ln K``; 0
+    for one-hot scores), ``mutual_information`` I(X;Z) = H(Z) - H(Z|X) (``ln E`` at perfect
     specialization in balance) and ``collision_entropy`` H_2 = -ln sum_e mean_e^2 (between 0 and
     H(Z)). Source: P4 thm 3.3, 4.1, 4.2.
     """
@@ -68,7 +68,7 @@ def routing_information(scores_TE: Array) -> dict[str, float]:
 
 
 def rmse(curve_a: Array, curve_b: Array) -> float:
-    """Root mean squared difference of two curves of the same length; 0 when equal. P0 eq. 43."""
+    """Root mean squared difference of two curves of equal length; 0 if equal. Source: P0 eq. 43."""
     a = floats("curve_a", curve_a, ("N",))
     b = floats("curve_b", curve_b, a.shape)
     return float(np.sqrt(((a - b) ** 2).mean()))

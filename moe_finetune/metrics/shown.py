@@ -1,4 +1,4 @@
-"""Which logged values a terminal shows, in what order, and how each is written."""
+"""The logged values that a terminal shows: order, names and number format."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ordered(keys: Iterable[str]) -> list[str]:
 
 
 def name(key: str) -> str:
-    """What a logged value is called on a terminal."""
+    """A logged value's name on a terminal."""
     if key.startswith("losses/"):
         return key.removeprefix("losses/").replace("_", " ")
     plain = {"loss": "loss", "eval_loss": "validation loss", "routing/entropy": "entropy"}
@@ -30,5 +30,5 @@ def name(key: str) -> str:
 
 
 def number(value: float) -> str:
-    """Four digits of it."""
+    """The value with four digits."""
     return f"{value:.4g}" if math.isfinite(value) else str(value)

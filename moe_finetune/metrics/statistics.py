@@ -1,7 +1,7 @@
-"""Intervals and tests of differences: over items, over seeds, over both, and of two raters.
+"""Confidence intervals and tests of differences, over items, seeds or both, and of two raters.
 
-Intervals are two-sided 95 % ones and p values two-sided. Shape legend: S seeds, N items,
-P patterns (items whose S values are alike), B resamples.
+Intervals are two-sided 95 % intervals, and p values are two-sided. Shape legend: S seeds, N items,
+P patterns (groups of items with equal S values), B resamples.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Interval:
 
 
 def t_interval(values: Sequence[float] | np.ndarray) -> Interval:
-    """Mean of independent values and its Student interval.
+    """Mean of independent values and its Student t-interval.
 
     Raises:
         ValueError: no values, or one that is not finite.
@@ -58,11 +58,11 @@ class PairedTest:
 
     Attributes:
         name: ``McNemar`` or ``bootstrap`` (one seed, over items), ``seeds and items``, ``paired t``
-            (over seeds, for values that no item has by itself), ``Newcombe`` or ``normal`` (an
-            interval for independent samples), ``not enough seeds``, or ``none``.
+            (over seeds, for values of whole runs), ``Newcombe`` or ``normal`` (an interval for
+            independent samples), ``not enough seeds``, or ``none``.
         difference: arm - baseline.
-        low, high: 95 % interval of the difference, where there is one.
-        p: p value; ``p_holm`` corrected over all comparisons of this kind.
+        low, high: 95 % interval of the difference, if any.
+        p: p value; ``p_holm``: corrected over all comparisons of this kind.
         verdict: ``better``, ``worse``, ``unclear``, or ``unknown`` without a test or an interval.
     """
 
@@ -75,7 +75,7 @@ class PairedTest:
     verdict: str = "unclear"
 
     def decide(self, higher_is_better: bool) -> None:
-        """Set the verdict, at 5 %: by the corrected p value, the p value, or the interval."""
+        """Set the verdict at the 5 % level, by the corrected p value, p value, or interval."""
         p = self.p if self.p_holm is None else self.p_holm
         if p is not None:
             clear = p < ALPHA
@@ -94,7 +94,7 @@ def correct_and_decide(tests: Sequence[tuple[PairedTest, bool]]) -> None:
     """Correct the p values of these tests together (Holm) and set their verdicts.
 
     Args:
-        tests: each with whether higher is better; those without a p value are left as they are.
+        tests: tests, each with whether higher is better; those without a p value get no correction.
     """
     tested = [(test, higher) for test, higher in tests if test.p is not None]
     corrected = holm([test.p for test, _ in tested if test.p is not None])
@@ -106,11 +106,10 @@ def correct_and_decide(tests: Sequence[tuple[PairedTest, bool]]) -> None:
 def compare_items(
     values_SN: np.ndarray, baseline_SN: np.ndarray, seed: int | np.random.Generator = 0
 ) -> PairedTest:
-    """Test item values of seed-paired runs.
+    """Test item values of runs paired by seed.
 
-    Of one seed, items that count 0 or 1 are tested with McNemar's exact test, others with the
-    bootstrap. Several seeds are a sample as the items are: both are resampled
-    (:func:`crossed_bootstrap`).
+    With one seed, 0/1 items use McNemar's exact test, others the bootstrap. With several seeds,
+    both seeds and items are samples and are resampled (:func:`crossed_bootstrap`).
 
     Raises:
         ValueError: arrays of different shape, or without a seed or item.
@@ -135,9 +134,9 @@ def compare_items(
 def compare_seeds(values_S: np.ndarray, baseline_S: np.ndarray) -> PairedTest:
     """Test values of whole runs, paired by seed, with Student's t.
 
-    "not enough seeds" where the spread between seeds cannot be estimated: of a single seed, and
-    where every seed has the same difference, whose t would be infinite; of differences of 0, p is
-    1. "none" where a value is not finite.
+    The result is "not enough seeds" if the spread between seeds cannot be estimated: for a single
+    seed, or if all seeds have the same nonzero difference (infinite t). If all differences are 0, p
+    is 1. The result is "none" if a value is not finite.
     """
     difference_S = np.asarray(values_S, float) - np.asarray(baseline_S, float)
     mean = float(difference_S.mean())
@@ -163,11 +162,11 @@ def mcnemar(gained: int, lost: int) -> float:
 def paired_bootstrap(
     difference_N: np.ndarray, rng: np.random.Generator, resamples: int = RESAMPLES
 ) -> tuple[float, float, float]:
-    """Return low and high of the percentile interval of the mean, and a p value.
+    """Return low and high of the mean's percentile interval, and a p value.
 
     The p value is the share of resampled means, shifted to mean zero, that lie as far from zero as
-    the observed one (Efron & Tibshirani 1993, section 16.4), counted with the observed one. One
-    item says nothing: its p value is 1.
+    the observed one (Efron & Tibshirani 1993, section 16.4), counting the observed one. A single
+    item has p value 1.
     """
     observed = float(difference_N.mean())
     if len(difference_N) == 1:
@@ -191,11 +190,11 @@ def crossed_bootstrap(
     """Return low and high of the interval of the mean, and a p value.
 
     Seeds and items are resampled independently (the pigeonhole bootstrap, Owen 2007, "The
-    pigeonhole bootstrap", Annals of Applied Statistics 1:386), so many items do not make a
-    difference certain without many seeds, nor the reverse. A resample of S seeds has only (S-1)/S
-    of their variance, which matters for few seeds, so deviations are widened by sqrt(S / (S-1)).
-    The p value is the share of resampled means, shifted to mean zero, as far from zero as the
-    observed one.
+    pigeonhole bootstrap", Annals of Applied Statistics 1:386), so many items alone do not make a
+    difference certain without many seeds, nor the reverse. Resampling S seeds gives only (S-1)/S of
+    their variance, which matters for few seeds, so deviations are scaled by sqrt(S / (S-1)). The p
+    value is the share of resampled means, shifted to mean zero, as far from zero as the observed
+    one.
     """
     seeds, items = difference_SN.shape
     # Drawing N of the items is drawing how often each distinct pattern comes, and few are distinct.
@@ -230,7 +229,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def wilson(share: float, n: int) -> tuple[float, float]:
     """Return Wilson's score interval of a share of ``n`` items.
 
-    Scipy's takes only whole counts, which a mean over several replies an item is not.
+    SciPy's version takes only integer counts, which a mean over several replies per item is not.
     """
     center = (share + Z * Z / (2 * n)) / (1 + Z * Z / n)
     half = Z / (1 + Z * Z / n) * math.sqrt(share * (1 - share) / n + Z * Z / (4 * n * n))
@@ -238,7 +237,7 @@ def wilson(share: float, n: int) -> tuple[float, float]:
 
 
 def normal(value: float, stderr: float) -> tuple[float, float]:
-    """Return the normal interval of a value with this standard error."""
+    """Return the 95 % normal interval of a value with this standard error."""
     return value - Z * stderr, value + Z * stderr
 
 
@@ -260,7 +259,7 @@ def newcombe(share_a: float, n_a: int, share_b: float, n_b: int) -> tuple[float,
 def cohens_kappa(a: Sequence[bool], b: Sequence[bool]) -> float:
     """Return Cohen's kappa of two raters over the same items (Cohen 1960).
 
-    1 is full agreement, 0 what chance gives; 1.0 by definition where both give one and the same
+    1 is full agreement, 0 is agreement by chance; 1.0 by definition if both give the same single
     verdict to all items.
 
     Raises:
@@ -278,9 +277,9 @@ def cohens_kappa(a: Sequence[bool], b: Sequence[bool]) -> float:
 def relative_gain(cells: Iterable[tuple[float, float, bool]]) -> float | None:
     """Return the unweighted mean of method / baseline - 1 over (method, baseline, higher) cells.
 
-    A cell is one model on one benchmark; pool the cells of several models to get a table's gain.
-    Where lower is better the cell counts baseline / method - 1, so that a gain is always positive.
-    None where a denominator is 0.
+    A cell is one model on one benchmark; pool the cells of several models for a table's gain. If
+    lower is better, the cell counts baseline / method - 1, so a gain is always positive. None if a
+    denominator is 0.
 
     Raises:
         ValueError: no cell.

@@ -1,4 +1,4 @@
-"""Routing against the token: does the router rank experts as token counts do?"""
+"""How far routing follows the token: router ranks compared with token counts."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def conditional_mean_rank(
     ``logits_TN`` ``(T, N)`` router logits (or probabilities) over N experts; ``token_ids_T``
     ``(T,)``; ``token_frequencies_VN`` ``(V, N)`` counts or shares of each token id per expert. The
     rank is 1 + the number of experts with a strictly greater frequency; tokens without counts are
-    dropped; equal logits are ranked by expert index. Pool layers by stacking their rows along T.
-    1 when the router follows the token counts perfectly (k = 1), about ``(N + 1) / 2`` when they
-    are unrelated, N at worst. Returns the mean and its population standard deviation over tokens.
+    dropped; equal logits are ranked by expert index. Pool layers by stacking their rows along T. 1
+    when the router follows the token counts perfectly (k = 1), about ``(N + 1) / 2`` when they are
+    unrelated, N at worst. Returns the mean and the population standard deviation over tokens.
     Source: P3 section 4.1.
     """
     logits = floats("logits_TN", logits_TN, ("T", "N"), as_given=True)
@@ -48,8 +48,8 @@ def conditional_mean_rank(
 def token_consistency(tokens: Sequence[Hashable], experts: Sequence[int]) -> float:
     """Share of repeated tokens that go to the most frequent expert of their token.
 
-    ``tokens`` and ``experts`` have one entry for each position of a text. 1 when only the token
-    decides; NaN when no token is repeated.
+    ``tokens`` and ``experts`` have one entry per position of a text. 1 if the token alone
+    determines the expert; NaN if no token is repeated.
     """
     counts: dict[Hashable, Counter[int]] = {}
     for token, expert in zip(tokens, experts, strict=True):

@@ -1,4 +1,4 @@
-"""What logged values and metrics are called, and how they are read."""
+"""Names and meanings of logged values and metrics."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Frozen weights in 4 or 8 bits under an adapter: formats, tensors, streaming load."""
+"""Frozen weights in 4 or 8 bits: number formats, tensors, and formats of checkpoints."""

@@ -1,11 +1,12 @@
 """Two number formats for frozen weights, through bitsandbytes' kernels on CPUs and GPUs.
 
-- ``nf4``: 4 bits a weight, the 16 quantiles of a normal distribution, scaled by the largest
-  magnitude of 64 weights in a row (QLoRA, Dettmers et al. 2023, arXiv 2305.14314): 4.5 bits.
-- ``int8``: 8 bits a weight, scaled by the largest magnitude of a matrix's row (LLM.int8, Dettmers
-  et al. 2022, arXiv 2208.07339). Only weights are rounded, activations are not.
+- ``nf4``: 4 bits per weight, 16 quantiles of a normal distribution, scaled by the largest magnitude
+  among 64 consecutive weights; 4.5 bits with scales (QLoRA, Dettmers et al. 2023, arXiv
+  2305.14314).
+- ``int8``: 8 bits per weight, scaled by the largest magnitude in its row (LLM.int8, Dettmers et al.
+  2022, arXiv 2208.07339). Activations are not rounded.
 
-Each matrix is quantized separately: no block of weights reaches into the next expert's.
+Each matrix is quantized separately: no block spans two experts.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ BLOCK = 64
 
 
 def check_kind(kind: str | None, key: str = "quantization") -> Kind | None:
-    """``kind``, where "none" is None.
+    """Return ``kind``, or None for "none".
 
     Raises:
         RecipeError: an unknown format.
@@ -45,10 +46,10 @@ def check_kind(kind: str | None, key: str = "quantization") -> Kind | None:
 
 @functools.cache
 def bitsandbytes() -> Any:
-    """The library, whose import registers its kernels with torch.
+    """Import bitsandbytes, which registers its kernels with torch.
 
     Raises:
-        DependencyError: it is not installed, or cannot be imported here.
+        DependencyError: it is not installed or cannot be imported.
     """
     noisy = logging.getLogger("bitsandbytes")
     level, kernels = noisy.level, sys.modules.get("kernels")
@@ -72,7 +73,7 @@ def bitsandbytes() -> Any:
 
 
 def packed_shapes(kind: Kind, rows: int, columns: int) -> tuple[int, int]:
-    """Bytes and float32 scales of one matrix."""
+    """Numbers of packed bytes and of float32 scales of one matrix."""
     if kind == "int8":
         return rows * columns, rows
     blocks = math.ceil(rows * columns / BLOCK)
@@ -96,7 +97,7 @@ def quantize(matrix_RC: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
 def dequantize(
     packed_nP: Tensor, scales_nB: Tensor, rows: int, columns: int, kind: Kind, dtype: torch.dtype
 ) -> Tensor:
-    """``n`` matrices ``(n, rows, columns)`` in ``dtype`` from their packed bytes and scales."""
+    """Matrices ``(n, rows, columns)`` in ``dtype`` from their packed bytes and scales."""
     count = packed_nP.shape[0]
     if kind == "int8":
         values_nRC = packed_nP.view(count, rows, columns).to(dtype)

@@ -1,4 +1,4 @@
-"""Formats of checkpoints that come quantized, and the floats that their tensors stand for:
+"""Formats of quantized checkpoints, and how to decode their tensors:
 
 - ``fp8``: 8-bit floats with a scale for each block of a matrix (DeepSeek-V3):
   ``X.weight`` and ``X.weight_scale_inv``.
@@ -39,18 +39,17 @@ Read = Callable[[TensorInfo], Tensor]
 
 @dataclass(frozen=True)
 class Format:
-    """How quantized tensors lie in the files.
+    """How a format stores quantized tensors.
 
     Attributes:
-        suffixes: a float tensor's name without ``of`` and each of these are its parts, the packed
-            values first.
-        dtypes: of each part.
-        of: the end of the float tensor's name.
-        shape: of the float tensor, from the parts' headers; raises CheckpointError for parts whose
-            shapes do not belong together. Only ``weight_shape`` is read.
-        values: the float32 tensor from the parts; of one expert from one expert's parts. Raises
-            ValueError for a scale that erases values.
-        pack: parts for other float32 values, from those and the parts that are stored now.
+        suffixes: endings of the parts' names, which replace ``of``; the packed values come first.
+        dtypes: dtype of each part.
+        of: ending of the float tensor's name.
+        shape: computes the float tensor's shape from the parts' headers; raises CheckpointError if
+            the parts' shapes do not match. Only ``weight_shape`` is read.
+        values: decodes the parts, or one expert's parts, to float32. Raises ValueError for a scale
+            that erases values.
+        pack: encodes new float32 values, given the stored parts.
     """
 
     name: str
@@ -62,10 +61,10 @@ class Format:
     pack: Callable[[Tensor, list[Tensor]], list[Tensor]]
 
     def parts(self, whole: str, stored: Mapping[str, TensorInfo]) -> list[TensorInfo]:
-        """The parts of the float tensor ``whole``, which are there and of the right dtypes.
+        """The parts of the float tensor ``whole``, checked for presence and dtype.
 
         Raises:
-            CheckpointError: names the part that is missing, or of another dtype.
+            CheckpointError: a part is missing or has another dtype.
         """
         stem = whole.removesuffix(self.of)
         names = [f"{stem}{suffix}" for suffix in self.suffixes]
@@ -91,10 +90,10 @@ class Format:
 
 
 def format_of(config: Mapping[str, Any], path: object) -> Format | None:
-    """The format of a ``config.json``; None for a checkpoint of floats.
+    """The format declared in a ``config.json``; None for a checkpoint of floats.
 
     Raises:
-        UnsupportedModelError: a format that cannot be read, by its name.
+        UnsupportedModelError: the format is not supported; names it.
     """
     section = config.get(QUANTIZATION)
     if section is None:
@@ -188,10 +187,10 @@ def _packed_format(section: Mapping[str, Any], path: object) -> Format:
 
 
 def _group_size(section: Mapping[str, Any], path: object) -> int | None:
-    """Columns that share a scale; None for a scale a row.
+    """Number of columns that share a scale; None for one scale per row.
 
     Raises:
-        UnsupportedModelError: something else than symmetric 4-bit integers, or groups that differ.
+        UnsupportedModelError: not symmetric 4-bit integers, or groups that differ.
     """
 
     def refuse(problem: str) -> UnsupportedModelError:
@@ -249,7 +248,7 @@ def _mxfp4_shape(parts: list[TensorInfo], _: Read) -> tuple[int, ...]:
 
 
 def _mxfp4(parts: list[Tensor]) -> Tensor:
-    """``(..., rows, blocks, 16)`` bytes and ``(..., rows, blocks)`` exponents, transposed."""
+    """Decode bytes ``(..., rows, blocks, 16)`` and exponents ``(..., rows, blocks)``; transpose."""
     packed, exponents = parts
     table = torch.tensor(FP4)
     both = torch.stack([packed & 15, packed >> 4], -1).long()

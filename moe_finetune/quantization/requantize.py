@@ -1,9 +1,9 @@
-"""Float weights back into the packed parts of a checkpoint's own format.
+"""Pack float weights into a checkpoint's own quantized format.
 
-Rounding to nearest, and for each block the scale with the least squared error among that of the
-block as it was stored and those that its largest magnitude gives. A value that has not changed is
-on the grid of the stored scale, so an unchanged block keeps its bytes, and no block gets further
-from its new values than the stored one is.
+Values are rounded to nearest. Each block gets the scale with the least squared error among the
+stored scale and those derived from its largest magnitude. An unchanged value is on the stored
+scale's grid, so an unchanged block keeps its bytes, and no block has a larger error than with its
+stored bytes.
 
 Shape legend: R rows and C columns of a matrix, n values that share a scale.
 """
@@ -26,7 +26,7 @@ Round = Callable[[Tensor], Tensor]
 
 
 def pack_fp8(values_RC: Tensor, stored: list[Tensor], rows: int, columns: int) -> list[Tensor]:
-    """8-bit floats (R, C) and a scale for each block of ``rows`` x ``columns``.
+    """Return 8-bit floats (R, C) and a scale for each block of ``rows`` x ``columns``.
 
     Args:
         values_RC: float32.
@@ -45,7 +45,7 @@ def pack_fp8(values_RC: Tensor, stored: list[Tensor], rows: int, columns: int) -
 
 
 def pack_int4(values_RC: Tensor, stored: list[Tensor]) -> list[Tensor]:
-    """4-bit integers, eight in an int32, a scale for each group of a row, and the shape.
+    """Return 4-bit integers, eight per int32, a scale for each group of a row, and the shape.
 
     Args:
         values_RC: float32.
@@ -64,11 +64,11 @@ def pack_int4(values_RC: Tensor, stored: list[Tensor]) -> list[Tensor]:
 
 
 def pack_mxfp4(values: Tensor, stored: list[Tensor]) -> list[Tensor]:
-    """4-bit floats in blocks of 32, two in a byte, and exponents; packed rows are float columns.
+    """Return 4-bit floats in blocks of 32, two per byte, and exponents; packed rows are columns.
 
     Args:
         values: float32 (..., C, R).
-        stored: the parts as they were: (..., R, C / 32, 16) and (..., R, C / 32).
+        stored: the stored parts: (..., R, C / 32, 16) and (..., R, C / 32).
     """
     exponents = stored[1]
     blocks = values.transpose(-1, -2).unflatten(-1, (exponents.shape[-1], -1))
@@ -85,7 +85,7 @@ def pack_mxfp4(values: Tensor, stored: list[Tensor]) -> list[Tensor]:
 
 
 def _nearest(blocks: Tensor, scales: list[Tensor], rounded: Round) -> tuple[Tensor, Tensor]:
-    """Of each block (..., n) the best scale (...) and the digits (..., n); the first of equals."""
+    """The best scale (...) and its digits (..., n) for each block (..., n); first among ties."""
     best = torch.full(blocks.shape[:-1], torch.inf)
     chosen, digits = scales[0], torch.zeros_like(blocks)
     for scale in scales:
@@ -100,7 +100,7 @@ def _nearest(blocks: Tensor, scales: list[Tensor], rounded: Round) -> tuple[Tens
 
 
 def _as_stored(scale: Tensor, stored: Tensor) -> Tensor:
-    """A scale rounded as it will be stored; one that overflows there is never the best."""
+    """A scale rounded as it will be stored; one that overflows is never selected."""
     return scale.to(stored.dtype).float()
 
 
@@ -122,5 +122,5 @@ def _fp4_codes(digits: Tensor) -> Tensor:
 
 
 def _wrapped(unsigned: Tensor) -> Tensor:
-    """Whole numbers below 2 ** 32 as the int32 of the same bits."""
+    """Integers below 2 ** 32 as int32 with the same bits."""
     return torch.where(unsigned >= 1 << 31, unsigned - (1 << 32), unsigned).to(torch.int32)

@@ -1,18 +1,18 @@
 """A frozen weight stored quantized: an expert stack ``(E, O, I)`` or a matrix ``(O, I)``.
 
-It is a tensor of the float weight's shape, dtype and device, so that PEFT, transformers and the
-experts' forward see what they expect, but it stores only packed bytes and scales. Views and slices
-of experts stay packed; any other operation dequantizes what it reads and gives an ordinary tensor.
-Autograd saves the packed weight for the backward, which dequantizes it again. Writing into it is an
-error: an update would be lost.
+It is a tensor with the float weight's shape, dtype and device, as PEFT, transformers and the
+experts' forward expect, but it stores only packed bytes and scales. Views and slices of experts
+stay packed; any other operation dequantizes what it reads and returns an ordinary tensor. Autograd
+saves the packed weight, and the backward dequantizes it again. Writing into it is an error, because
+the update would be lost.
 
-Packed bytes and scales are rows of units: an expert of a stack, or as few rows of a matrix as fill
-whole blocks. A unit is never divided, so ranks can share a weight by units: FSDP2 splits it as it
-splits an ordinary parameter, all-gathers bytes and scales, and frees them again.
+Packed bytes and scales are stored by unit: an expert of a stack, or the fewest rows of a matrix
+that fill whole blocks. A unit is never divided, so ranks can share a weight by units: FSDP2 splits
+it like an ordinary parameter, all-gathers bytes and scales, and frees them again.
 
-bitsandbytes' own layers are not used, for what they hide: ``Linear4bit``'s weight has neither the
-shape that PEFT reads for a LoRA on a parameter nor the dtype that some models cast to, and
-``Linear8bitLt`` rounds activations. Blocks, scales and values are those of its functions.
+bitsandbytes' own layers are not used: ``Linear4bit``'s weight has neither the shape that PEFT reads
+for LoRA on a parameter nor the dtype that some models cast to, and ``Linear8bitLt`` rounds
+activations. Blocks, scales and values are those of bitsandbytes' functions.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from moe_finetune.quantization.codec import BLOCK, Kind, dequantize, packed_shap
 
 @dataclass(frozen=True)
 class _Layout:
-    """How the packed matrices are read.
+    """How the weight maps to the packed matrices.
 
     Attributes:
         kind: number format.
         stored: rows and columns of each packed unit.
-        stacked: whether units are experts, or follow each other as the rows of one matrix.
+        stacked: whether units are experts instead of consecutive rows of one matrix.
         transposed: whether the weight is the transpose of the packed matrices.
-        rows: start, stop and step of the (transposed) matrices' rows that the weight has.
-        flat: whether the weight has the one dimension of all its values, one after the other.
+        rows: start, stop and step of the weight's rows within the (transposed) matrices.
+        flat: whether the weight is flattened to one dimension.
     """
 
     kind: Kind
@@ -63,7 +63,7 @@ class _Layout:
 
     @property
     def whole(self) -> bool:
-        """Whether the weight is the units as they are stored."""
+        """Whether the weight is all of its units, untransposed and unsliced."""
         return not (self.transposed or self.rows or self.flat)
 
     @property
@@ -72,18 +72,18 @@ class _Layout:
 
     @property
     def rows_per_unit(self) -> int:
-        """How many indices of the weight's first dimension a unit has."""
+        """Number of indices of the weight's first dimension per unit."""
         return 1 if self.stacked else self.stored[0]
 
 
 class QuantizedWeight(Tensor):
-    """Packed units ``(U, P)`` and scales ``(U, B)`` that behave as the weight they stand for."""
+    """Packed units ``(U, P)`` and scales ``(U, B)`` that behave like the float weight."""
 
     _packed: Tensor
     _scales: Tensor
     _layout: _Layout
     _padded: tuple[Tensor, Tensor] | None = None
-    """Of a shard: its bytes and scales with the rows that fill it up to the first rank's length."""
+    """For a shard, its bytes and scales padded to the first rank's length."""
 
     @staticmethod
     def __new__(
@@ -118,7 +118,7 @@ class QuantizedWeight(Tensor):
 
     @classmethod
     def of(cls, weight: Tensor, kind: Kind) -> QuantizedWeight:
-        """``weight`` (E, R, C) or (R, C), quantized matrix by matrix."""
+        """Quantize ``weight`` (E, R, C) or (R, C) matrix by matrix."""
         packed = cls.empty(weight.shape, kind, weight.dtype, weight.device)
         matrices = weight.detach() if weight.dim() == 3 else weight.detach().unsqueeze(0)
         for expert, matrix in enumerate(matrices):
@@ -141,7 +141,7 @@ class QuantizedWeight(Tensor):
         return sum(part.numel() * part.element_size() for part in (self._packed, self._scales))
 
     def dequantize(self, experts: slice | Sequence[int] | Tensor | None = None) -> Tensor:  # type: ignore[override]
-        """The weight as an ordinary tensor; of a stack only ``experts``, in their order."""
+        """Return the weight as an ordinary tensor; of a stack only ``experts``, in their order."""
         packed, scales, layout = self._packed, self._scales, self._layout
         if experts is not None:
             packed, scales = packed[experts], scales[experts]
@@ -159,14 +159,14 @@ class QuantizedWeight(Tensor):
         return values if layout.stacked else values[0]
 
     def on_parts(self, change: Callable[[Tensor], Tensor]) -> QuantizedWeight:
-        """The same weight with ``change`` made to its bytes and to its scales."""
+        """The same weight with ``change`` applied to its bytes and to its scales."""
         return self._like(change(self._packed), change(self._scales))
 
     # -- FSDP2 ---------------------------------------------------------------------------------
 
     # The other signature that FSDP2 knows demands parts of the float shard's shape.
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], tuple[_Layout]]:
-        """The parts that each rank sends, of one length on all; called by FSDP2."""
+        """Return the parts that each rank sends, equally long on all; called by FSDP2."""
         return self._padded or (self._packed, self._scales), (self._layout,)
 
     def fsdp_post_all_gather(
@@ -177,10 +177,10 @@ class QuantizedWeight(Tensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[QuantizedWeight, tuple[Tensor, ...]] | None:
-        """The weight of all ranks' parts, in the memory that FSDP2 gathers into and frees.
+        """Return the weight from all ranks' parts, in memory that FSDP2 owns and frees.
 
-        The padding of the last ranks is still at its end; FSDP2 then takes a strided view of the
-        original size.
+        The last ranks' padding is still at its end; FSDP2 then takes a strided view of the original
+        size.
         """
         if out is not None:
             return None  # its parts are views of the memory that was filled again
@@ -196,7 +196,7 @@ class QuantizedWeight(Tensor):
         )
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[_Layout, torch.dtype]]:
-        """The two tensors that it is made of, for torch."""
+        """Names of the two inner tensors, for torch."""
         return ["_packed", "_scales"], (self._layout, self.dtype)
 
     @classmethod
@@ -211,7 +211,7 @@ class QuantizedWeight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Run ``func``: kept quantized where it moves or views, else on dequantized weights."""
+        """Run ``func`` on packed weights if it moves or views them, else on dequantized ones."""
         kwargs = kwargs or {}
         packed_version = _ON_PACKED.get(func)
         weight = args[0] if args and isinstance(args[0], QuantizedWeight) else None
@@ -239,7 +239,7 @@ class QuantizedWeight(Tensor):
 
 
 def unit_rows(kind: Kind, rows: int, columns: int) -> int:
-    """The fewest rows of a matrix that fill whole blocks and divide it; all, if none do."""
+    """The fewest rows that fill whole blocks and divide the matrix; all rows if none do."""
     if kind == "int8":
         return 1
     unit = BLOCK // math.gcd(BLOCK, columns)
@@ -247,7 +247,7 @@ def unit_rows(kind: Kind, rows: int, columns: int) -> int:
 
 
 def local_weight(tensor: Any) -> QuantizedWeight | None:
-    """The quantized weight, or this rank's part of it, that a parameter is; None for others."""
+    """The quantized weight in a parameter, or this rank's part of it; None for others."""
     if hasattr(tensor, "device_mesh"):
         tensor = tensor.to_local()
     return tensor if isinstance(tensor, QuantizedWeight) else None
@@ -259,7 +259,7 @@ def quantized(tensor: Any) -> bool:
 
 
 def quantization_of(model: nn.Module) -> Kind | None:
-    """The format of a model's quantized weights, or None where none is."""
+    """The number format of a model's quantized weights, or None without any."""
     weights = map(local_weight, model.parameters())
     return next((weight.kind for weight in weights if weight is not None), None)
 
@@ -274,7 +274,7 @@ def resident_bytes(model: nn.Module) -> int:
 
 
 def _refuse(func: Any, args: tuple, kwargs: dict) -> None:
-    """Raise for an operation that would write into a quantized weight, or send its float values."""
+    """Raise if an operation would write into a quantized weight or communicate its float values."""
     name = str(func)
     schema = func._schema
     for argument, value in [

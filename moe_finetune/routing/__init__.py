@@ -1,1 +1,1 @@
-"""What experts were chosen: traces of it, sums over them, comparison of two."""
+"""Routing traces: recording, sums, metrics and comparison."""

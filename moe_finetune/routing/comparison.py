@@ -1,4 +1,4 @@
-"""Two traces side by side: what moved, and whether more than chance would move it."""
+"""Compare two traces: what changed, and whether by more than chance."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def compare_traces(
 ) -> dict[str, Any]:
     """Metric differences ``b - a`` and path stability, with bootstrap intervals over sequences.
 
-    Tokens of a sequence depend on each other, so whole sequences are resampled (percentile
-    intervals). Above 2,048 sequences, neighbors are joined to 2,048 units. When both traces hold
-    the same sequences (``paired``) each replicate draws the same ones for both, which cancels what
-    the data contribute, and path stability exists.
+    Tokens of a sequence are not independent, so whole sequences are resampled (percentile
+    intervals). More than 2,048 sequences are merged with their neighbors into 2,048 units. If both
+    traces contain the same sequences (``paired``), each replicate draws the same ones for both,
+    which cancels variation in the data, and path stability is defined.
 
     Args:
-        a, b: traces of the same model type, layers, experts and top-k; TraceError otherwise.
-        bootstrap: replicates.
-        seed: of the resampling.
-        level: coverage of the intervals.
+        a, b: traces of equal model type, layers, experts and top-k; TraceError otherwise.
+        bootstrap: number of replicates.
+        seed: seed of the resampling.
+        level: confidence level of the intervals.
 
     Returns ``paired``, ``units`` (of a and b), ``metrics`` {name: {``a``, ``b``, ``difference``,
     ``low``, ``high``}} of means over layers, ``per_layer`` {name: differences over layers}, and,
@@ -105,7 +105,7 @@ class _Units:
         self.unit_T = unit_of_name[np.searchsorted(names, self.seq_T)].astype(np.int32)
 
     def same_as(self, other: _Units) -> bool:
-        """Whether both traces hold the same tokens in the same order."""
+        """Whether both traces contain the same tokens in the same order."""
         if not np.array_equal(self.seq_T, other.seq_T):
             return False
         if self.trace.has("token_ids") and other.trace.has("token_ids"):
@@ -141,7 +141,7 @@ def _stable(a: RoutingTrace, b: RoutingTrace, units: _Units) -> np.ndarray | Non
 
 
 def _top_choices(trace: RoutingTrace) -> np.ndarray:
-    """Top-1 experts ``(T, L)``; chunks of two traces need not end together, so all of them."""
+    """Top-1 experts ``(T, L)`` of the whole trace; chunks of two traces may end differently."""
     chunks = trace.chunks("ids", "weights")
     return np.concatenate([top_choice(chunk["ids"], chunk["weights"]) for chunk in chunks])
 

@@ -1,4 +1,4 @@
-"""Sums over a model's records, per MoE layer, and the metrics that follow from them.
+"""Sums over a model's records per MoE layer, and metrics computed from them.
 
 Shape legend: T tokens, L MoE layers, E experts, K selected, D expert width, H hidden.
 """
@@ -25,11 +25,11 @@ NEEDS = frozenset({"activations_gram", "outputs_gram"})
 
 
 class Measures:
-    """Sums over tokens of probabilities, entropies and Gram matrices; values of the routers.
+    """Sums over tokens of probabilities, entropies and Gram matrices; metrics of the routers.
 
     Args:
-        gate_values: also measure norms and ERC of the gates, which takes a pass over them.
-        gate_rows: keep some experts' gates of the middle layer, for a picture.
+        gate_values: also compute norms and ERC of the gates, which takes a pass over them.
+        gate_rows: keep some experts' gate rows of the middle layer for a picture.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Measures:
         return self.probability_LE / self.tokens_L[:, None]
 
     def per_layer(self) -> dict[str, list[float | None]]:
-        """Metrics by name, a list over layers each; None where one does not exist in a layer."""
+        """Metrics by name, each a list over layers; None where a layer has no value."""
         mean_LE = self.mean_probability_LE()
         metrics = {
             "entropy": self.entropy_L / self.tokens_L,
@@ -101,7 +101,7 @@ class Measures:
         }
 
     def coherence(self) -> dict[str, Any] | None:
-        """Mutual coherence of the selected experts' outputs, as the report reads it."""
+        """Mutual coherence of the selected experts' outputs, in the report's format."""
         if self.top_k == 1:
             return None
         rows = zip(self.coherence_L / self.tokens_L, self.below_L / self.tokens_L, strict=True)
@@ -112,12 +112,12 @@ class Measures:
 
 
 def router_values(record: RoutingRecord, gates: bool = True) -> dict[str, float]:
-    """Metrics of one layer's weights: cosines, epsilon and norms of the router; ERC with gates.
+    """Metrics of one layer's weights: the router's cosine, epsilon and norms; ERC with gates.
 
-    ``erc_loss`` is at alpha 1, ``erc_loss_alpha_2`` to ``_5`` are at those (P2 Tables 2, 3).
-    Experts that rank themselves have no router and so no values.
+    ``erc_loss`` is at alpha 1, ``erc_loss_alpha_2`` to ``_5`` at alpha 2 to 5 (P2 Tables 2, 3).
+    Experts that rank themselves have no router and no values.
 
-    The gates are read a few experts at a time: all of a layer's are as large as the layer.
+    The gates are read a few experts at a time, because all of a layer's gates may not fit.
     """
     if record.router_weight_EH is None:
         return {}

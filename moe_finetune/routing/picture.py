@@ -1,4 +1,4 @@
-"""A routing snapshot as JSON: what ``routing/before.json`` and ``after.json`` of a run contain.
+"""A routing snapshot as JSON, in a run's ``routing/before.json`` and ``after.json``.
 
 The report reads it (:mod:`moe_finetune.report.routing`). Parts that were not measured are absent.
 Shape legend: L MoE layers, E experts, N tokens with an embedding, H hidden, D expert width.
@@ -23,7 +23,7 @@ PASSAGES = 4
 def routing_path(
     layers: Sequence[int], load_LE: np.ndarray, tokens: int, top_k: int, matrix_EE: Any = None
 ) -> dict[str, Any]:
-    """Load of every layer; ``matrix_EE`` is P(expert of the next layer | expert of the middle)."""
+    """Load of every layer; ``matrix_EE``: P(next layer's expert | middle layer's expert)."""
     routing: dict[str, Any] = {
         "layers": list(layers),
         "num_experts": load_LE.shape[1],
@@ -48,15 +48,15 @@ def snapshot(
     domains: Mapping[str, Any] | None = None,
     passages: Iterable[Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Put together a snapshot.
+    """Assemble a snapshot.
 
     Args:
-        path: what :func:`routing_path` returned.
-        metrics: by name, a value a layer.
-        measures: of the same tokens.
-        embeddings: of the middle layer, ``(N, H)``, and their top experts ``(N,)``.
-        domains: selections ``(L, E)`` by domain; left out when there is only one.
-        passages: what :func:`passage` returned, of at most ``PASSAGES`` domains.
+        path: the result of :func:`routing_path`.
+        metrics: lists over layers, by name.
+        measures: measures of the same tokens.
+        embeddings: embeddings of the middle layer ``(N, H)`` and their top experts ``(N,)``.
+        domains: selections ``(L, E)`` by domain; omitted if there is only one.
+        passages: results of :func:`passage` for at most ``PASSAGES`` domains.
     """
     layers, load = path["layers"], path["load"]
     row = len(layers) // 2

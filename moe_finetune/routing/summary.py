@@ -1,4 +1,4 @@
-"""Everything that one routing trace says, in one pass and bounded memory."""
+"""All metrics of one routing trace, in one pass with bounded memory."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def summarize_trace(
     """Metrics of a trace per layer and averaged over layers.
 
     Args:
-        sample: embeddings per layer that ``expert_overlap`` and ``silhouette`` use; their
-            cost grows with its square.
+        sample: number of embeddings per layer for ``expert_overlap`` and ``silhouette``; their cost
+            grows with its square.
         neighbors: k of ``expert_overlap``.
 
     Returns a dictionary with
@@ -35,7 +35,7 @@ def summarize_trace(
     - ``arrays``: numpy ``load_LE``, ``conditional_activation_LEE`` (between adjacent layers, so one
       entry less than layers), ``domain_shares_GLE``, and ``mean_score_LE`` where weights exist.
 
-    All but ``arrays`` can go to JSON as it is. TraceError for a domain without tokens.
+    All but ``arrays`` can be written as JSON. Raises TraceError for a domain without tokens.
     """
     info = trace.info
     transitions = _Transitions(len(info.layers), info.num_experts)

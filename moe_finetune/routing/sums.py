@@ -1,7 +1,7 @@
-"""Sums over tokens from which routing metrics follow, gathered in one pass over a trace.
+"""Sums over tokens for routing metrics, gathered in one pass over a trace.
 
-They add up: over chunks, over the tokens of a sequence or domain, and over the resampled sequences
-of a bootstrap. Every array may carry leading axes (groups G, replicates B).
+Sums can be added over chunks, over the tokens of a sequence or domain, and over a bootstrap's
+resampled sequences. Every array may have leading axes (groups G, replicates B).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STEP_ELEMENTS = 2_000_000
 
 @dataclass(frozen=True)
 class RoutingSums:
-    """Sums over the tokens of each group; ``None`` where the trace lacks what they need.
+    """Sums over the tokens of each group; ``None`` if the trace lacks the data.
 
     Attributes:
         tokens: ``(...)`` tokens.
@@ -51,7 +51,7 @@ class RoutingSums:
         return self.map(lambda array: array.sum(0))
 
     def weighted(self, weights_BG: np.ndarray) -> RoutingSums:
-        """Groups added with weights, ``(B, G)``: how often each replicate contains each group."""
+        """Sum groups with weights ``(B, G)``: how often each replicate contains each group."""
         return self.map(
             lambda array: (weights_BG @ array.reshape(len(array), -1)).reshape(
                 len(weights_BG), *array.shape[1:]
@@ -71,9 +71,9 @@ def gather(
 ) -> RoutingSums:
     """Sum a trace per group; ``groups`` maps a chunk (that has ``field``) to ``(T,)`` numbers.
 
-    ``visit`` meets every chunk (with ``ids``) on the way, to spare it a pass of its own.
+    ``visit`` is called with every chunk (with ``ids``), to save a second pass.
 
-    One pass, a few hundred MB at most: chunks are worked through in slices.
+    Chunks are processed in slices, with a few hundred MB at most.
     """
     info = trace.info
     shape = (num_groups, len(info.layers), info.num_experts)
@@ -95,9 +95,9 @@ def gather(
 
 
 def routing_metrics(sums: RoutingSums) -> dict[str, np.ndarray]:
-    """Metrics per layer, ``(..., L)`` each; see the functions of the same names for definitions.
+    """Metrics per layer, ``(..., L)`` each; defined by the functions of the same names.
 
-    ``score_entropy`` is :func:`routing_entropy` of top-k scores. A metric is absent where its sums
+    ``score_entropy`` is :func:`routing_entropy` of top-k scores. A metric is absent if its sums
     are.
     """
     load = sums.load_LE.astype(np.float64)

@@ -38,12 +38,12 @@ class TraceChunk:
     arrays: dict[str, np.ndarray]
 
     def __getitem__(self, field: str) -> np.ndarray:
-        """The array of a field that :meth:`RoutingTrace.chunks` was asked for."""
+        """The array of a field requested from :meth:`RoutingTrace.chunks`."""
         return self.arrays[field]
 
 
 class RoutingTrace:
-    """A trace on disk. Nothing but the manifest is read until arrays are asked for."""
+    """A trace on disk. Only the manifest is read until arrays are requested."""
 
     def __init__(self, path: Path, info: TraceInfo):
         self.path = path
@@ -71,7 +71,7 @@ class RoutingTrace:
         layers: Sequence[int] | None = None,
         num_experts: int | None = None,
     ) -> None:
-        """Raise TraceError unless the trace belongs to a model with these facts (None: any)."""
+        """Raise TraceError unless the trace fits a model with these facts (None: any)."""
         for what, recorded, expected in (
             ("model type", self.info.model_type, model_type),
             ("MoE layers", list(self.info.layers), layers if layers is None else list(layers)),
@@ -112,8 +112,8 @@ class RoutingTrace:
     def load(self, field: str, domain: str | None = None) -> np.ndarray:
         """One field of the whole trace in memory, in the order of the tokens.
 
-        ``domain``: only the tokens of that domain. TraceError for a field or domain that the trace
-        does not hold.
+        ``domain``: only the tokens of that domain. Raises TraceError for a field or domain that the
+        trace does not contain.
         """
         self._require((field,))
         if domain is None:
@@ -139,7 +139,7 @@ class RoutingTrace:
 
 
 def _import(path: Path) -> TraceInfo:
-    """The facts of a published ``.npz`` trace; its arrays are checked when they are read."""
+    """The manifest of a published ``.npz`` trace; its arrays are checked when read."""
     ids = load_arrays(path, IMPORTED_FIELDS)["ids"]
     if ids.ndim != 3 or 0 in ids.shape:
         raise TraceError(f"{path}: got ids of shape {ids.shape}, expected (tokens, layers, K)")

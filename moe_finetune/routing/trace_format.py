@@ -1,4 +1,4 @@
-"""What a routing trace is on disk: a manifest, ``trace.json``, and compressed chunks of arrays.
+"""The format of a trace on disk: a manifest, ``trace.json``, and compressed chunks of arrays.
 
 Shape legend: T tokens, L MoE layers, E routed experts, K selected, H hidden, N sampled tokens.
 """
@@ -50,7 +50,7 @@ class ChunkInfo(BaseModel):
 
 
 class TraceInfo(BaseModel):
-    """What the manifest says.
+    """The content of the manifest.
 
     Attributes:
         model_type: transformers' ``model_type`` of the traced model.
@@ -157,7 +157,7 @@ def read_manifest(folder: Path) -> TraceInfo:
 def write_chunk(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Write arrays as a zip of ``.npy`` members (``numpy.load`` reads it), in one step.
 
-    Fast deflate: numpy's own level 6 takes several times as long for a few percent.
+    Fast deflate: numpy's level 6 takes several times as long to save a few percent.
     """
     temporary = path.with_suffix(".tmp")
     with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
@@ -169,7 +169,7 @@ def write_chunk(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def load_arrays(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
-    """Arrays of an ``.npz`` file by name; TraceError when it is not one, or damaged."""
+    """Arrays of an ``.npz`` file by name; TraceError if it is not one or is damaged."""
     arrays: dict[str, np.ndarray] = {}
     try:
         with zipfile.ZipFile(path) as archive:

@@ -24,7 +24,7 @@ CHUNK_BYTES = 48_000_000
 
 
 class TraceWriter:
-    """Write a trace batch by batch; the manifest comes last, so a broken recording has none.
+    """Writes a trace batch by batch; the manifest comes last, so a broken recording has none.
 
     Example::
 
@@ -34,7 +34,7 @@ class TraceWriter:
     Args:
         folder: new or empty; anything else raises OutputExistsError.
         model_type, checkpoint, layers, num_experts, top_k, hidden_size: see ``TraceInfo``.
-        domains: names that the trace must hold; each needs at least one token at the end.
+        domains: names that the trace must contain; each needs at least one token at the end.
         weights_dtype: ``float16`` or ``float32`` on disk.
         embedding_share: share of tokens whose embeddings are sampled, by ``seed``.
         chunk_bytes: uncompressed size at which a chunk is written; bounds the memory.
@@ -103,15 +103,15 @@ class TraceWriter:
 
         Args:
             index_TLK: selected experts, ``(T, L, K)``.
-            weights_TLK: their routing weights, or None when the engine does not give them.
+            weights_TLK: their routing weights, or None if the engine does not return them.
             seq_T: number of the sequence of each token, unique over the trace.
-            domain: its name.
+            domain: the batch's domain.
             probs_TLE: probabilities of all experts, stored as float16.
             token_ids_T: input ids.
             positions_N: ascending positions in this batch of the sampled tokens.
             embeddings_NLH: each sampled token's input to every MoE block.
 
-        Every batch must hand over the same kinds of arrays. ValueError names the argument.
+        Every batch must have the same kinds of arrays. Raises ValueError that names the argument.
         """
         layers, experts, width = self._shape
         index = integers("index_TLK", index_TLK, ("T", layers, width), limit=experts)
@@ -143,7 +143,7 @@ class TraceWriter:
         self._buffer(arrays, tokens)
 
     def close(self) -> TraceInfo:
-        """Write what is left and the manifest; TraceError when a declared domain is empty."""
+        """Write the last chunk and the manifest; TraceError if a declared domain is empty."""
         empty = [
             name
             for name, tokens in zip(self._info.domains, self._domain_tokens, strict=True)
@@ -168,12 +168,12 @@ class TraceWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close after success; after an error leave no manifest."""
+        """Close after success; after an error, write no manifest."""
         if kind is None:
             self.close()
 
     def _narrowed(self, embeddings_NLH: np.ndarray, count: int) -> np.ndarray:
-        """The embeddings in float16, or in float32 where they are too large for it."""
+        """The embeddings in float16, or in float32 if they overflow it."""
         shape = (count, self._shape[0], self._info.hidden_size or "H")
         check_shape("embeddings_NLH", embeddings_NLH, shape)
         if count:

@@ -1,4 +1,4 @@
-"""Run a model over sequences and write its routing as a trace, with sums that a trace lacks.
+"""Run a model over sequences, write its routing as a trace, and sum what a trace lacks.
 
 Shape legend: B sequences, T tokens, L MoE layers, E experts, K selected, H hidden, N sampled.
 """
@@ -37,17 +37,17 @@ def trace_model(
 ) -> Measures:
     """Write the routing of ``sequences`` (token ids by domain) to ``folder``.
 
-    Neighbors of equal length share a forward; nothing is padded. Embeddings of about 4,000 tokens
-    are sampled. The model is left in the mode it was in.
+    Consecutive sequences of equal length share a forward; nothing is padded. Embeddings of about
+    4,000 tokens are sampled. The model stays in its train or eval mode.
 
     Args:
         model: a transformers causal language model or a PEFT model around one.
-        sequences: domain -> arrays of token ids, each a sequence of its own.
-        folder: new or empty; the trace's folder.
-        checkpoint: what the trace says it was recorded from.
-        probabilities: store the probabilities of all experts too.
+        sequences: by domain, arrays of token ids, one per sequence.
+        folder: the trace's folder, new or empty.
+        checkpoint: name of the source, stored in the trace.
+        probabilities: also store the probabilities of all experts.
         perturbation: a change to routing that belongs to the model, such as a loss-free bias.
-        seed: of the sample.
+        seed: seed of the sample.
     """
     config: Any = causal_lm(model).config
     facts = model_facts(model)

@@ -1,4 +1,4 @@
-"""Record the routing of a checkpoint, with an adapter and its loss-free bias where it has them."""
+"""Record the routing of a checkpoint, with an adapter and its loss-free bias if any."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def record(
     probabilities: bool = False,
     dtype: str = "auto",
 ) -> Measures:
-    """Record the checkpoint (with an adapter) on ``sequences`` into the trace ``folder``."""
+    """Record the checkpoint, with ``adapter`` if given, on ``sequences`` into ``folder``."""
     import torch
 
     from moe_finetune.checkpoint.loading import load_model
@@ -68,7 +68,7 @@ def with_adapter(model: Any, base: Path, adapter: Path) -> Any:
 
 
 def stored_bias(model: Any, adapter: Path) -> BiasBalancer | None:
-    """The loss-free bias that an adapter was trained with, to act on ``model``, or None."""
+    """The loss-free bias that an adapter was trained with, for use on ``model``, or None."""
     import torch
 
     from moe_finetune.checkpoint.adapter import read_bias

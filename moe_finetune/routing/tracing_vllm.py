@@ -1,7 +1,7 @@
-"""Write a checkpoint's routing in vLLM as a trace: the selected experts, all that it tells.
+"""Record a checkpoint's routing in vLLM as a trace; vLLM returns only the selected experts.
 
-On GPUs vLLM returns them with each answer (``enable_return_routed_experts``). Its CPU build does
-not, so there the engine runs in this process, one sequence at a time, and its routers are heard.
+On GPUs vLLM returns them with each output (``enable_return_routed_experts``). Its CPU build does
+not, so there the engine runs in this process, one sequence at a time, with hooks on its routers.
 
 Shape legend: T tokens, L MoE layers, K selected.
 """
@@ -42,20 +42,19 @@ def trace_vllm(
 ) -> None:
     """Write the routing of ``sequences`` (token ids by domain) in vLLM to the trace ``folder``.
 
-    The trace contains selected experts and token ids; weights, probabilities and embeddings stay in
-    the engine.
+    The trace contains selected experts and token ids, without weights, probabilities or embeddings.
 
     Args:
         checkpoint: folder of an ordinary checkpoint.
-        sequences: domain -> arrays of token ids, each a sequence of its own.
-        folder: new or empty; the trace's folder.
-        name: what the trace says it was recorded from.
+        sequences: by domain, arrays of token ids, one per sequence.
+        folder: the trace's folder, new or empty.
+        name: name of the source, stored in the trace.
         dtype: computation type; ``auto`` is float32 on the CPU build.
         engine: vLLM's own arguments, such as ``tensor_parallel_size``.
 
     Raises:
         DependencyError: vLLM cannot be used here.
-        CaptureError: it cannot load the checkpoint so, or does not tell what its routers chose.
+        CaptureError: vLLM cannot load the checkpoint this way, or does not return its routing.
     """
     from moe_finetune.models.loading import load_config
     from moe_finetune.moe.layers import config_facts
@@ -106,7 +105,7 @@ def selection(
     """``(T, L, K)`` int64 from ``(T or more, decoder layers, K)``; dense layers are left out.
 
     Raises:
-        CaptureError: vLLM returned no routing, or one of another shape.
+        CaptureError: vLLM returned no routing, or an array of the wrong shape.
     """
     shape = None if routed is None else routed.shape
     if (
@@ -123,13 +122,13 @@ def selection(
 
 
 class Heard:
-    """What the routers of an engine in this process chose since :meth:`take`."""
+    """Records what the routers of an engine in this process select."""
 
     def __init__(self) -> None:
         self._chunks: dict[int, list[np.ndarray]] = {}
 
     def bind(self, model: Any) -> int:
-        """Listen to every MoE layer of vLLM's ``model``; their number."""
+        """Hook every MoE layer of vLLM's ``model``; return their number."""
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
         runners = [module for module in model.modules() if isinstance(module, MoERunner)]
@@ -142,7 +141,7 @@ class Heard:
         self._chunks.setdefault(layer, []).append(index_TK.cpu().numpy().copy())
 
     def take(self) -> np.ndarray | None:
-        """``(T, decoder layers, K)`` of the forwards since the last call, and forget them."""
+        """Return and clear ``(T, decoder layers, K)`` of the forwards since the last call."""
         chunks, self._chunks = self._chunks, {}
         if not chunks:
             return None
@@ -198,7 +197,7 @@ def open_engine(
 
 
 def _run(llm: Any, texts: Sequence[np.ndarray]) -> list[Any]:
-    """Run ``texts`` through the engine for one token each; the answers, in their order."""
+    """Run ``texts`` through the engine for one token each; return the outputs in order."""
     from vllm import SamplingParams
 
     prompts = [{"prompt_token_ids": ids_T.tolist()} for ids_T in texts]
