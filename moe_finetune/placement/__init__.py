@@ -1,4 +1,4 @@
-"""Placement of experts on ranks: planned from a trace, judged on what the plan has not seen."""
+"""Placement of experts on ranks: planned from a trace, evaluated on unseen sequences."""
 
 from moe_finetune.placement.partition import plan_placement
 

@@ -1,4 +1,4 @@
-"""Placements that no plan is needed for."""
+"""Placements that need no plan."""
 
 from __future__ import annotations
 

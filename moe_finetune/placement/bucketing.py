@@ -1,7 +1,6 @@
 """Bucketing: sequences go to the rank that stores most of the experts they use (P1 app. D).
 
-A scheduler knows a sequence's routing in the first MoE layer before anything else, so that layer
-decides.
+A scheduler knows a sequence's routing in the first MoE layer first, so that layer decides.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ class Buckets:
     """Home ranks of sequences, and the share of dispatches that stay there.
 
     Attributes:
-        sequences: numbers of the sequences, ascending.
-        home_S: rank of each.
+        sequences: indices of the sequences, ascending.
+        home_S: home rank of each sequence.
         tokens_R: tokens on each rank.
         share_before: share of all dispatches, over all layers, on the home rank when sequences go
             to ranks in turn.
@@ -41,16 +40,16 @@ class Buckets:
 def bucket_sequences(
     index_TLK: Array, seq_T: Array, ranks_LE: Array, slack: float = 1.1
 ) -> Buckets:
-    """Send each sequence to the rank that hosts most of its first-layer experts, in balance.
+    """Assign each sequence to the rank with most of its first-layer experts, within balance.
 
     Args:
         index_TLK: ``(T, L, K)`` selected experts.
         seq_T: sequence of each token.
         ranks_LE: ``(L, E)`` rank of each expert.
-        slack: a rank takes at most this times its even share of the tokens (at least 1). A
+        slack: a rank gets at most ``slack`` times its even share of the tokens (at least 1). A
             sequence that fits nowhere goes to the emptiest rank.
 
-    The sequences with most to lose choose first (largest gap between best and second rank).
+    Sequences with the largest gap between best and second-best rank are assigned first.
     """
     if not slack >= 1:
         raise ValueError(f"slack: got {slack}, expected at least 1")

@@ -1,7 +1,7 @@
 """How often experts serve the same token, within a layer and in adjacent layers.
 
 Shape legend: T tokens, L MoE layers, K selected per token, E routed experts, R ranks, S = E/R
-experts a rank.
+experts per rank.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Coactivation:
     Attributes:
         within_LEE: tokens that both experts of a layer serve, weighted by ``K``; diagonal 0.
         across_LEE: tokens that expert e of layer l and expert n of layer l + 1 serve, weighted by
-            ``K - 1``; one entry less than layers. With these weights a layer and a step between
-            layers count alike per pair of choices, K(K-1) and K^2 of them.
-        load_LE: dispatches.
+            ``K - 1``; one entry fewer than layers. With these weights, pairs within a layer (K(K-1)
+            of them) and between layers (K^2) contribute equally.
+        load_LE: dispatches to each expert.
         blocks_BLE: ``load / mean load`` of each expert in B consecutive blocks of the trace, from
             which :meth:`drift` follows.
     """
@@ -38,7 +38,7 @@ class Coactivation:
     top_k: int
 
     def blocks(self, size: int) -> Coactivation:
-        """The counts of blocks of ``size`` consecutive experts, each placed as one."""
+        """The counts for blocks of ``size`` consecutive experts, each placed as a unit."""
         if size == 1:
             return self
 
@@ -55,7 +55,7 @@ class Coactivation:
             within,
             summed(self.across_LEE, 2),
             summed(self.load_LE, 1),
-            # Relative to the mean of blocks, as it was to the mean of experts.
+            # Relative to the blocks' mean, as it was to the experts' mean.
             summed(self.blocks_BLE, 1) / size,
             self.top_k,
         )
@@ -64,11 +64,11 @@ class Coactivation:
         """How far a rank's ``load / mean load`` moves between this trace and an equally long one.
 
         One standard deviation, averaged over layers and ranks that have the experts ``slots_LRS``.
-        Neighboring tokens are alike and experts of one rank serve the same tokens, so blocks of
-        the trace say more than a binomial formula would; the means of B past and B future blocks
-        differ with twice the variance of one mean. The variance is that of successive blocks (half
-        the mean squared difference): a trace of one task after another changes once between
-        them, which the plan is made for; that is not drift.
+        Neighboring tokens are similar and experts of one rank serve the same tokens, so blocks of
+        the trace estimate this better than a binomial formula. The means of B past and B future
+        blocks differ with twice the variance of one mean. The variance is estimated from successive
+        blocks (half the mean squared difference), so that a single change of task within the trace,
+        for which the plan is made, does not count as drift.
         """
         blocks, layers, _ = self.blocks_BLE.shape
         if blocks < 2:
@@ -79,10 +79,10 @@ class Coactivation:
 
 
 def count_coactivation(index_TLK: np.ndarray, num_experts: int) -> Coactivation:
-    """Count a trace. Long traces are thinned evenly to about a billion pairs."""
+    """Count the co-activations of a trace, thinned evenly to about a billion pairs."""
     tokens, layers, width = index_TLK.shape
     step = -(-tokens * layers * 2 * width * width // MAX_PAIRS)
-    # Never fewer than would cover every pair of experts several times.
+    # Never fewer than cover every pair of experts several times.
     index = index_TLK[:: max(1, min(step, tokens // (16 * num_experts)))]
     within = np.zeros((layers, num_experts, num_experts))
     across = np.zeros((layers - 1, num_experts, num_experts))

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A plan, and how it and simpler placements do on unseen tokens.
+    """A plan, and its metrics and those of simpler placements on unseen tokens.
 
     Attributes:
-        plan: made on the first half.
+        plan: the plan from the first half.
         metrics: ``index order``, ``round robin`` and ``planned`` -> :func:`placement_metrics`.
-        buckets: what sending each sequence to the rank of its first layer's experts would add.
+        buckets: what assigning each sequence to the rank of its first layer's experts would add.
     """
 
     plan: PlacementPlan
@@ -41,8 +41,8 @@ def plan_trace(
     ``num_groups``: the model's routing groups (``n_group``), which stay whole.
 
     Raises:
-        TraceError: only one sequence, or fewer tokens than experts.
-        RecipeError: ranks or groups that do not fit the experts.
+        TraceError: the trace has only one sequence, or fewer tokens than experts.
+        RecipeError: ranks or groups do not divide the experts.
     """
     info, ids_TLK, sequence_T = trace.info, trace.load("ids"), trace.load("seq")
     seen_T = _first_half(sequence_T, trace.load("domain"))

@@ -4,12 +4,12 @@ The objective is the number of choice pairs of one token, within a layer and in 
 that share a rank; loads above a limit cost more than any such pair. The search has three parts:
 
 1. *swap*: in one layer, with its neighbors fixed, exchange two experts of different ranks while
-   that helps (Kernighan and Lin's move), the best exchange of several disjoint pairs of ranks at a
-   time; sweep over the layers up and down until nothing helps;
-2. *stitch*: of several plans, choose one for each layer. Only adjacent layers interact, and names
-   of ranks do not matter, so a shortest-path recursion over layers with an optimal matching of
-   rank names at each step finds the best combination exactly;
-3. shake the plan, swap, stitch with the plan before, and again.
+   that helps (Kernighan and Lin's move), with the best exchanges of disjoint pairs of ranks at the
+   same time; sweep the layers up and down until nothing helps;
+2. *stitch*: of several plans, choose one for each layer. Only adjacent layers interact, and rank
+   labels do not matter, so a shortest-path recursion over layers with an optimal matching of rank
+   labels at each step finds the best combination exactly;
+3. shake the plan, swap, stitch with the previous plan, and repeat.
 """
 
 from __future__ import annotations
@@ -38,23 +38,28 @@ def plan_placement(
     num_groups: int = 1,
     seed: int = 0,
 ) -> np.ndarray:
-    """Ranks for the experts of every layer, so that a token's choices meet on few ranks.
+    """Plan the rank of each expert in every layer, so that a token's experts share few ranks.
 
     Args:
         index_TLK: ``(T, L, K)`` selected experts of a trace; at least as many tokens as experts.
         num_experts: routed experts E of a layer.
         num_ranks: R, a divisor of E.
-        max_imbalance: largest over mean dispatches per rank to stay under on *other* tokens of the
-            same kind. The plan keeps a margin for the drift that the trace shows. Where a single
-            expert is too hot for it, the excess is made as small as swaps can.
+        max_imbalance: bound on largest over mean dispatches per rank for *other* tokens of the same
+            kind. The plan keeps a margin for the drift in the trace. If a single expert exceeds the
+            bound, swaps minimize the excess.
         num_groups: G of a router that first chooses groups of E/G consecutive experts (DeepSeek's
-            ``n_group``). A group may move but not be torn apart, or the model would route
-            differently; so the ranks must divide the groups.
-        seed: of the search; the same seed gives the same plan.
+            ``n_group``). A group may move but not be split, or the model would route differently;
+            so the ranks must divide the groups.
+        seed: for the search; the same seed gives the same plan.
 
-    Returns ``ranks_LE`` ``(L, E)`` int64 with exactly E/R experts per rank and layer. Raises
-    RecipeError when ranks or groups do not divide what they share out, TraceError for too few
-    tokens, ValueError for wrong shapes.
+    Returns:
+        ``ranks_LE``, ``(L, E)`` int64, with exactly E/R experts per rank and layer.
+
+    Raises:
+        RecipeError: the ranks do not divide the experts or the groups, the groups do not divide the
+            experts, or ``max_imbalance`` is not above 1.
+        TraceError: fewer tokens than experts.
+        ValueError: ``index_TLK`` has the wrong shape, dtype or values.
     """
     if num_ranks < 1 or num_experts % num_ranks:
         fitting = [r for r in range(1, num_experts + 1) if num_experts % r == 0]
@@ -86,7 +91,7 @@ def plan_placement(
     size = num_experts // num_groups if num_groups > 1 else 1
     counts = count_coactivation(index, num_experts).blocks(size)
     slots_LRS = _Search(counts, num_ranks, max_imbalance, seed).run()
-    # What is placed is a block: a group of experts, or a single one.
+    # The unit of placement is a block: a group of experts, or a single one.
     blocks = num_experts // size
     ranks_LB = np.empty((index.shape[1], blocks), np.int64)
     rank_of_slot = np.arange(blocks)[None, :] // (blocks // num_ranks)
@@ -103,7 +108,7 @@ class _Search:
         self.ranks = num_ranks
         self.max_imbalance = max_imbalance
         self.limit_L = max_imbalance * counts.load_LE.sum(-1) / num_ranks
-        # A dispatch takes part in at most this much of the objective, so balance comes first.
+        # A dispatch contributes at most this much to the objective, so balance comes first.
         self.price = 4.0 * counts.top_k * max(counts.top_k - 1, 1)
         self.rng = np.random.default_rng(seed)
 
@@ -122,10 +127,10 @@ class _Search:
         return best
 
     def tighten(self, plan: np.ndarray) -> None:
-        """Lower the limit by the drift of such a plan, so that other tokens meet it too.
+        """Lower the limit by the drift of such a plan, so that other tokens also stay below it.
 
-        Several ranks end near the limit and the one that drifts up most counts, hence more than
-        one standard deviation. Some room above perfect balance is kept, whatever the drift.
+        Several ranks end near the limit and the largest upward drift counts, hence more than one
+        standard deviation. Some room above perfect balance always remains.
         """
         room = self.max_imbalance - 1
         room_left = max(room - MARGIN * self.counts.drift(plan), LEAST_ROOM * room)
@@ -168,7 +173,7 @@ class _Search:
         return plan
 
     def swap(self, plan: np.ndarray, layer: int) -> bool:
-        """Exchange experts of one layer while that helps; whether any was."""
+        """Exchange experts of one layer while that helps; return whether any moved."""
         counts, slots_RS = self.counts, plan[layer]
         ranks, size = slots_RS.shape
         pull_ER = np.zeros((self.experts, ranks))
@@ -181,7 +186,7 @@ class _Search:
             flat = slots_RS.ravel()
             within = counts.within_LEE[layer][np.ix_(flat, flat)]
             affinity = pull_ER[flat] + within.reshape(self.experts, ranks, size).sum(-1)
-            # gain[x, y]: what expert x gains by moving to y's rank while y stays.
+            # gain[x, y]: gain of moving expert x to y's rank while y stays.
             stay = affinity[np.arange(self.experts), np.repeat(np.arange(ranks), size)]
             gain = np.repeat(affinity, size, axis=1) - stay[:, None]
             gain += gain.T - 2 * within
@@ -207,7 +212,7 @@ class _Search:
         return excess + excess.T
 
     def stitch(self, plans: Sequence[np.ndarray]) -> np.ndarray:
-        """The best plan that takes each layer from one of ``plans``, up to names of ranks."""
+        """The best plan that takes each layer from one of ``plans``, up to rank labels."""
         from scipy.optimize import linear_sum_assignment
 
         best = np.array([self.own_value(0, plan[0]) for plan in plans])
@@ -239,7 +244,7 @@ class _Search:
 
 
 def _best_of_blocks(gain: np.ndarray, ranks: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Largest gain for every pair of ranks, ``(R, R)``, and where in its S x S block it is."""
+    """Largest gain for every pair of ranks, ``(R, R)``, and its index in the S x S block."""
     blocks = gain.reshape(ranks, size, ranks, size).swapaxes(1, 2).reshape(ranks, ranks, -1)
     where = blocks.argmax(-1)
     return np.take_along_axis(blocks, where[:, :, None], axis=-1)[:, :, 0], where
@@ -248,7 +253,7 @@ def _best_of_blocks(gain: np.ndarray, ranks: int, size: int) -> tuple[np.ndarray
 def _disjoint(best_RR: np.ndarray) -> list[tuple[int, int]]:
     """Pairs of ranks with a positive gain, best first, no rank twice.
 
-    Exchanges of disjoint pairs change nothing for each other, so all can be made at once.
+    Exchanges of disjoint pairs do not affect each other, so all can be made at once.
     """
     best_RR = np.triu(best_RR, 1)
     pairs = []

@@ -50,13 +50,13 @@ class PlacementPlan:
     def permutation_LE(self) -> np.ndarray:
         """Old expert index at each new position, ``(L, E)``: rank by rank, ascending inside.
 
-        A checkpoint whose experts are reordered so gets this placement from any engine that gives
-        rank r the experts ``r E/R`` to ``(r + 1) E/R - 1`` (vLLM's ``linear`` placement).
+        A checkpoint reordered this way gets the placement from any engine that gives rank r the
+        experts ``r E/R`` to ``(r + 1) E/R - 1`` (vLLM's ``linear`` placement).
         """
         return np.argsort(self.ranks_LE, axis=-1, kind="stable")
 
     def check(self, model_type: str, layers: Sequence[int], num_experts: int) -> None:
-        """Raise DataError unless the plan belongs to a model with these facts."""
+        """Raise DataError unless the plan fits this model type, layers and number of experts."""
         for what, got, expected in (
             ("model type", self.model_type, model_type),
             ("MoE layers", list(self.layers), list(layers)),
@@ -69,7 +69,7 @@ class PlacementPlan:
                 )
 
     def write(self, path: str | Path) -> None:
-        """Write the plan as JSON to a new file; OutputExistsError where there is one."""
+        """Write the plan as JSON to a new file; raise OutputExistsError if the file exists."""
         document = {
             "format": FORMAT,
             "model_type": self.model_type,

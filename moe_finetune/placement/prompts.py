@@ -1,4 +1,4 @@
-"""The prompts of a benchmark, from rows of data as training takes them."""
+"""The prompts of a benchmark, from rows of training data."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from moe_finetune.io import write_atomic
 def write_prompts(rows: Path, checkpoint: Path, files: Mapping[Path, int]) -> None:
     """Write ``{"prompt": ...}`` lines: different rows in each of ``files``.
 
-    No prompt is written twice, so that no file finds its prompts in the server's cache.
+    No prompt is written twice, so that none is in the server's cache.
 
     Args:
-        rows: rows of data as training takes them.
-        checkpoint: whose chat template renders them.
+        rows: a file of training data.
+        checkpoint: the checkpoint whose chat template renders the rows.
         files: file -> number of its prompts.
 
     Raises:
-        DataError: too few rows, or one that cannot be used.
+        DataError: too few rows, or a row cannot be used.
     """
     from moe_finetune.data.rows import Former
     from moe_finetune.data.sources import read_rows
@@ -50,7 +50,7 @@ def write_prompts(rows: Path, checkpoint: Path, files: Mapping[Path, int]) -> No
 
 
 def prompt_of(row: dict[str, Any], tokenizer: Any) -> str:
-    """The text before the last answer of a formed row; of a plain text, all of it."""
+    """The text before the last answer of a formed row; a plain text is returned whole."""
     if "messages" in row:
         turns = row["messages"]
         question = turns[:-1] if turns[-1]["role"] == "assistant" else turns

@@ -1,15 +1,16 @@
-"""``place --bench``: samples/s in vLLM under expert parallelism, as P1's Table 17 compares them.
+"""``place --bench``: samples/s in vLLM under expert parallelism, as compared in P1's Table 17.
 
-Arms: a checkpoint with its experts in round robin (the baseline), the same checkpoint placed by
-the plan of its trace, and another checkpoint placed by its own plan. Every placement is applied to
-the checkpoint's order of experts, because vLLM silently falls back to index order where it cannot
-place in round robin. Each arm is served with the ranks in data and expert parallelism (with tensor
+Arms: a checkpoint with its experts in round robin (the baseline), the same checkpoint placed by the
+plan of its trace, and another checkpoint placed by its own plan. Every placement is applied to the
+checkpoint's order of experts, because vLLM silently falls back to index order if it cannot place in
+round robin. Each arm is served with the ranks in data and expert parallelism (with tensor
 parallelism only, there is no all-to-all to save) and measured by ``vllm bench serve``. The warm-up
 and every repetition use different prompts, and prefix caching is off: a repeated prompt would skip
-its prefill, and the all-to-all in it.
+its prefill and the prefill's all-to-all.
 
-vLLM's own balancer chooses the rank of a request. What bucketing (P1 app. D) would add is reported
-with the speeds, computed from the trace's held-out sequences; requests are not sent by it.
+vLLM's own balancer chooses the rank of a request. The gain of bucketing (P1 app. D) is computed
+from the trace's held-out sequences and reported with the speeds; the requests themselves are not
+bucketed.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ SET_BY_BENCH = ("--host", "--port", "--served-model-name", "--data-parallel-size
 
 @dataclass(frozen=True)
 class Bench:
-    """What to measure; ``extra`` goes to ``vllm serve`` as it is."""
+    """What to measure; ``extra`` is passed to ``vllm serve`` unchanged."""
 
     ranks: int
     rows: Path
@@ -59,7 +60,7 @@ class Bench:
     extra: tuple[str, ...] = ()
 
     def prompts(self) -> dict[Path, int]:
-        """The files of prompts, the warm-up's first and then one a repetition, with their sizes."""
+        """The files of prompts and their sizes: the warm-up's, then one per repetition."""
         sizes = [min(self.samples, 2 * self.ranks), *[self.samples] * self.repeat]
         return {self.output / "prompts" / f"{turn}.jsonl": n for turn, n in enumerate(sizes)}
 
@@ -76,22 +77,22 @@ class Arm:
     trace: RoutingTrace
 
     def result(self, output: Path, turn: int) -> Path:
-        """Where the client writes what it measures the ``turn``-th time; 0 is the warm-up."""
+        """File for the client's results of repetition ``turn``; 0 is the warm-up."""
         return output / "results" / f"arm-{self.number}-{turn}.json"
 
 
 def run_bench(bench: Bench, traces: Sequence[RoutingTrace], dry_run: bool = False) -> str:
-    """Measure the arms and return the table; with ``dry_run`` what would be started.
+    """Measure the arms and return the table; with ``dry_run`` return what would be started.
 
     Writes into ``bench.output``: ``prompts/``, ``plans/`` and ``checkpoints/`` (a copy of a
-    checkpoint for each arm), ``logs/``, the client's own ``results/`` and ``bench.json``.
+    checkpoint for each arm), ``logs/``, the client's ``results/`` and ``bench.json``.
 
     Raises:
         OutputExistsError: the output folder is not empty.
         DependencyError: fewer GPUs than ranks, or no vLLM.
-        DataError, CheckpointError, TraceError, RecipeError: rows, checkpoints or traces that cannot
-            be used.
-        EvaluationError: a server or a client that failed.
+        DataError, CheckpointError, TraceError, RecipeError: rows, checkpoints or traces cannot be
+            used.
+        EvaluationError: a server or client failed.
     """
     check_output(bench.output)
     check_server_options(bench.extra)
@@ -146,8 +147,8 @@ def server_command(bench: Bench, arm: Arm) -> list[str]:
 def client_command(bench: Bench, arm: Arm, turn: int) -> list[str]:
     """Arguments of ``vllm bench serve``: all samples at once, answers of equal length.
 
-    Its own warm-up repeats the first prompt that is measured, so it has none. So does its wait for
-    the server, which only our warm-up needs.
+    Its own warm-up and its wait for the server send the first measured prompt in advance. So the
+    warm-up is off, and only our warm-up waits.
     """
     file, count = list(bench.prompts().items())[turn]
     result = arm.result(bench.output, turn)
@@ -191,7 +192,7 @@ def describe(bench: Bench, arms: Sequence[Arm]) -> str:
 
 
 def require_gpus(ranks: int) -> None:
-    """Raise DependencyError unless there are as many GPUs as ranks, and a vLLM for them."""
+    """Raise DependencyError unless there are as many GPUs as ranks and a GPU build of vLLM."""
     import torch
 
     from moe_finetune.vllm.install import is_cpu_build, require_vllm
@@ -208,7 +209,7 @@ def require_gpus(ranks: int) -> None:
 
 
 def place_arm(bench: Bench, arm: Arm) -> dict[str, Any]:
-    """Write an arm's plan and checkpoint; its placement metrics on held-out tokens."""
+    """Write an arm's plan and checkpoint; return its placement metrics on held-out tokens."""
     from moe_finetune.checkpoint.permute import permute_experts
 
     held_out = plan_trace(arm.trace, bench.ranks, bench.max_imbalance, bench.groups)
@@ -234,7 +235,7 @@ def place_arm(bench: Bench, arm: Arm) -> dict[str, Any]:
 def measure(bench: Bench, arm: Arm) -> list[float]:
     """Serve an arm and return its samples/s, once for each repetition.
 
-    What server and client print goes into ``logs/`` of the output folder.
+    The output of server and client goes to ``logs/`` in the output folder.
 
     Raises:
         EvaluationError: the server or a client failed.

@@ -1,4 +1,4 @@
-"""The report: reads runs' results, never a model, and writes one offline HTML page."""
+"""The report: reads the results of runs, never a model, and writes one offline HTML page."""
 
 from moe_finetune.report.numbers import report_numbers
 from moe_finetune.report.page import write_report

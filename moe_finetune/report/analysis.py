@@ -1,6 +1,6 @@
-"""``analyze``: a checkpoint's or a trace's routing -> trace, numbers, snapshot and page.
+"""``analyze``: trace, numbers, snapshot and page of the routing of a checkpoint or trace.
 
-The folder appears complete or not at all. It contains ``trace/`` (of a checkpoint),
+The folder appears complete or not at all. It contains ``trace/`` (for a checkpoint),
 ``summary.json``, ``routing/after.json`` (what the report draws) and ``report/index.html``.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def find_trace(path: str | Path) -> Path | None:
-    """The trace at ``path``: itself, or the one in a folder that ``analyze`` wrote; else None."""
+    """The trace at ``path``, or in a folder that ``analyze`` wrote; None if there is none."""
     path = Path(path)
     if path.is_file():
         return path if path.suffix == ".npz" else None
@@ -38,10 +38,10 @@ def find_trace(path: str | Path) -> Path | None:
 
 
 def open_trace(path: str | Path) -> RoutingTrace:
-    """Open the trace at ``path``: a folder, an ``.npz``, or in the folder that ``analyze`` wrote.
+    """Open the trace at ``path``: a trace folder, an ``.npz``, or a folder that ``analyze`` wrote.
 
     Raises:
-        TraceError: there is none, or it is damaged.
+        TraceError: there is no trace, or it is damaged.
     """
     from moe_finetune.routing.trace import RoutingTrace
 
@@ -74,13 +74,14 @@ def analyze(
         probabilities: store the probabilities of all experts in the trace.
         backend: what runs the checkpoint: ``hf`` (transformers), or ``vllm``, which reports
             only the selected experts.
-        engine: vLLM's own arguments.
+        engine: arguments of vLLM's engine.
 
     Raises:
         OutputExistsError, OutputBusyError: ``output`` is not empty, or is being written.
-        TraceError, CheckpointError, AdapterError: as their names say.
-        DependencyError, CaptureError: vLLM cannot be used, or not for this.
-        DataError: data without a checkpoint or the reverse, or rows that cannot be used.
+        TraceError, CheckpointError, AdapterError: the trace, checkpoint or adapter is missing,
+            damaged or does not fit.
+        DependencyError, CaptureError: vLLM cannot be used, or cannot record what is requested.
+        DataError: data without a checkpoint or the reverse, or rows cannot be used.
     """
     output, trace_path = Path(output), find_trace(source)
     if trace_path is not None and (data or adapter is not None or limit or probabilities):
@@ -135,7 +136,7 @@ def read_sequences(
     """Token ids of the first ``limit`` rows of ``files``, cut to ``max_length`` tokens.
 
     Raises:
-        DataError: a file or row that cannot be used, by name and line, or no row at all.
+        DataError: a file or row cannot be used (names file and line), or there are no rows.
     """
     from moe_finetune.data.rows import Former
     from moe_finetune.data.sources import read_rows
@@ -240,7 +241,7 @@ def passages(trace: RoutingTrace, tokenizer: Any, row: int) -> list[dict[str, An
 
 
 def comparison_text(a: Path, b: Path, comparison: Mapping[str, Any]) -> str:
-    """:func:`moe_finetune.routing.comparison.compare_traces`'s results for a reader."""
+    """The results of :func:`moe_finetune.routing.comparison.compare_traces` as text."""
     rows = [["mean over layers", "a", "b", "b - a", "interval"]]
     for name, row in comparison["metrics"].items():
         values = [f"{row['a']:.4g}", f"{row['b']:.4g}", f"{row['difference']:+.4g}"]

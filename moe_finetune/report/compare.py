@@ -1,4 +1,4 @@
-"""A score and the difference of two, as the page writes them."""
+"""Scores and their differences, as shown on the page."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def score_text(score: Score, value: float | None = None) -> str:
 class Difference:
     """``run − baseline`` with its 95 % interval; ``verdict`` is better, worse, unclear or unknown.
 
-    ``unknown``: there is no interval, or one of the scores is missing. ``paired``: item by item;
-    ``other_items``: both have their items, and these are not the same.
+    ``unknown``: there is no interval, or one of the scores is missing. ``paired``: compared item by
+    item; ``other_items``: both have items, but different ones.
     """
 
     value: float
@@ -46,7 +46,7 @@ class Difference:
     other_items: bool = False
 
     def text(self) -> str:
-        """Return the difference for people: percentage points for shares."""
+        """Return the difference as text: percentage points for shares."""
         if math.isnan(self.value):
             return DASH
         if self.is_share:

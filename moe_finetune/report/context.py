@@ -1,4 +1,4 @@
-"""What every section of the page reads, and what a section is."""
+"""The data that every section of the page reads, and the form of a section."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Report:
         return self.runs[0] if len(self.runs) > 1 else None
 
     def color(self, run: Run) -> str:
-        """Return the run's color as CSS; the baseline is gray, a single run is not."""
+        """Return the run's color as CSS; the baseline is gray unless it is the only run."""
         if self.baseline is None:
             return "var(--run-1)"
         index = self.runs.index(run)
@@ -91,7 +91,7 @@ class Report:
         return swatch(run.label, self.color(run))
 
     def snapshots(self) -> list[Snapshot]:
-        """Return the pictures to show side by side: before (once if all agree), after each run."""
+        """Return the snapshots to show side by side: before (once if all agree), after each run."""
         loads = [run.routing_before.load_LE for run in self.runs if run.routing_before is not None]
         shared = all(np.array_equal(loads[0], load_LE) for load_LE in loads)
         shots: list[Snapshot] = []
@@ -132,14 +132,14 @@ class Report:
 
 
 def differ(runs: Sequence[Run], value: Callable[[Run], Hashable | None]) -> bool:
-    """Whether the runs that have this value have different ones."""
+    """Return whether the runs that have this value differ in it."""
     return len({value(run) for run in runs} - {None}) > 1
 
 
 def listed(shots: Sequence[Snapshot], values: Sequence[float], digits: int = 3) -> str:
     """A value of each snapshot: ``before → after (run), after (run)``.
 
-    Of more than two runs, only the least and the greatest value after fine-tuning.
+    With more than two runs, only the smallest and largest values after fine-tuning.
     """
     pairs = list(zip(shots, values, strict=True))
     starts = [number(value, digits) for shot, value in pairs if shot.is_before]
@@ -181,7 +181,7 @@ def group(title: str, *content: object, intro: str | None = None) -> Markup:
 
 
 def folded(title: str, *content: Markup | None) -> Markup | None:
-    """Return content that a click unfolds; None without any."""
+    """Return content that a click unfolds; None if there is none."""
     parts = [part for part in content if part]
     return tag("details", tag("summary", title), *parts) if parts else None
 
@@ -198,7 +198,7 @@ def table(
     """Return a table that scrolls inside its own frame on a narrow screen.
 
     Args:
-        caption: what the table contains, for everyone and for screen readers.
+        caption: what the table contains; screen readers announce it.
         columns: header cells.
         rows: body cells; the first of a row is its header.
         sortable: let a click on a header sort the rows.

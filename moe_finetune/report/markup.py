@@ -1,4 +1,4 @@
-"""Building HTML and SVG: every text is escaped unless it is :class:`Markup` already."""
+"""Build HTML and SVG: all text is escaped unless it is already :class:`Markup`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VOID = {"meta", "br", "hr", "input", "img", "link", "wbr"}
 
 
 class Markup(str):
-    """Text that is HTML already; everything else is escaped on its way in."""
+    """Text that is already HTML; all other text is escaped."""
 
     __slots__ = ()
 
@@ -31,7 +31,7 @@ def escape(child: Any) -> str:
 def tag(name: str, /, *children: Any, **attributes: Any) -> Markup:
     """Return one element. ``class_`` is ``class``, ``aria_label`` is ``aria-label``.
 
-    An attribute that is None or False is left out, True is written bare.
+    Attributes that are None or False are omitted; True is written without a value.
     """
     parts = [name]
     for key, value in attributes.items():
@@ -46,7 +46,7 @@ def tag(name: str, /, *children: Any, **attributes: Any) -> Markup:
 
 
 def join(parts: Iterable[Any]) -> Markup:
-    """Return the parts one after another, escaped where they are plain text."""
+    """Return the parts concatenated; plain text is escaped."""
     return Markup("".join(escape(p) for p in parts))
 
 
@@ -56,12 +56,12 @@ def breakable(name: str) -> Markup:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether ``value`` is an int or float (NaN included, bool excluded)."""
+    """Return whether ``value`` is an int or float (NaN included, bool excluded)."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def number(value: Any, digits: int = 3) -> str:
-    """Return a number as people read it: ``digits`` significant digits, ``–`` where there is none.
+    """Return a number as text with ``digits`` significant digits; ``–`` for a missing one.
 
     Integers are written in full with thin spaces; very large and very small numbers get an
     exponent.

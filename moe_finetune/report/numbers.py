@@ -16,20 +16,20 @@ SCORE = ("metric", "value", "stderr", "n", "chance")
 
 
 def report_numbers(runs: Iterable[Path | str], labels: list[str] | None = None) -> dict[str, Any]:
-    """Return the page's content as plain data: numbers, strings, lists, None for what is missing.
+    """Return the page's content as plain data: numbers, strings, lists; None if missing.
 
     Args:
         runs: run folders, or folders that contain them; the first run is the baseline.
         labels: a name for each run; the folder's name by default.
 
     Raises:
-        DataError, TraceError: a folder without results or a damaged file, by name and line.
+        DataError, TraceError: a folder has no results, or a file is damaged; names file and line.
     """
     return numbers_of(read_runs(runs, labels))
 
 
 def numbers_of(runs: list[Run]) -> dict[str, Any]:
-    """:func:`report_numbers` of runs that were read."""
+    """:func:`report_numbers` for runs that are already read."""
     baseline, *others = runs
     comparisons = [_comparison(baseline, run) for run in others]
     return finite({"runs": [_run(run) for run in runs], "comparisons": comparisons})
@@ -81,7 +81,7 @@ def _curve(curve: Curve) -> dict[str, Any]:
 
 
 def ends(curve: Curve) -> tuple[float, float]:
-    """Return where a curve starts and ends: means of its first and last twentieth, NaN if empty."""
+    """Return a curve's start and end: means of its first and last twentieth, NaN if empty."""
     known = [v for v in curve.values if math.isfinite(v)]
     if not known:
         return math.nan, math.nan

@@ -1,4 +1,4 @@
-"""What a run ends with: its scores, what changed in the experts, and what to do next."""
+"""The outcome of a run: its scores, the changes in the experts, and the next commands."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def changes_of(run: Run) -> Changes:
         if curve := run.curves.get(key):
             first, last = curve.values[0], curve.values[-1]
             changes[key] = {"before": first, "after": last, "step": curve.steps[0]}
-    if "reward" in changes:  # the loss of a policy gradient is near 0 whatever is learned
+    if "reward" in changes:  # a policy gradient's loss stays near 0 whatever is learned
         changes.pop("loss", None)
         changes.pop("eval_loss", None)
     return changes
 
 
 def outcome_text(runs: Mapping[str, Run], base: Mapping[str, Score]) -> str:
-    """Tables of the scores and changes of runs for a reader; empty if nothing was measured.
+    """Tables of the scores and changes of runs as text; empty if nothing was measured.
 
     Args:
         runs: the runs by label.
@@ -124,10 +124,10 @@ def end_run(runs: Mapping[str, Path], base: Path | None, following: str) -> None
 
     Args:
         runs: label -> a run's folder.
-        base: the folder with the results of the checkpoint before training.
+        base: folder with the results of the checkpoint before training.
         following: the next commands, see :func:`next_commands`.
     """
-    labels = list(runs) if len(runs) > 1 else None  # a single run is called by its folder
+    labels = list(runs) if len(runs) > 1 else None  # a single run is named by its folder
     report = Report(read_runs(runs.values(), labels), "")
     by_label = dict(zip(runs, report.runs, strict=True))
     answer = answer_text(report)
@@ -147,7 +147,7 @@ def end_run(runs: Mapping[str, Path], base: Path | None, following: str) -> None
 
 
 def next_commands(page: Path | None, run: Path, start: Sequence[str] = ()) -> str:
-    """Commands that a user may want next; ``start`` is one that begins on the user's own data."""
+    """Commands that a user may want next; ``start`` is a command for the user's own data."""
     opener = "open" if sys.platform == "darwin" else shutil.which("xdg-open") and "xdg-open"
     lines = []
     if page is not None and page.is_file():

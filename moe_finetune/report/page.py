@@ -1,4 +1,4 @@
-"""The page: one file with everything inside, checked for size, written by rename."""
+"""The page: one self-contained file, checked for size, written by rename."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def write_report(
         labels: a name for each run; the folder's name by default.
 
     Raises:
-        DataError, TraceError: a folder without results, or a damaged file, by name and line.
-        OutputExistsError: the output is a file that this function did not write.
+        DataError, TraceError: a folder has no results, or a file is damaged; names file and line.
+        OutputExistsError: ``output`` exists and was not written by this function.
     """
     loaded = read_runs(runs, labels)
     report = Report(loaded, title or _title([run.label for run in loaded]))
@@ -53,11 +53,11 @@ def write_report(
 
 
 def render_page(report: Report, sections: Sequence[Section] = SECTIONS) -> str:
-    """Return the page's HTML. ``sections`` that render to None are left out, in the menu too."""
+    """Return the page's HTML. ``sections`` that render to None are omitted, also from the menu."""
     parts = [(section, content) for section in sections if (content := section.render(report))]
     style = Markup(_asset("page.css"))
     script = Markup(_asset("page.js"))
-    # nothing but this very script runs, and nothing is loaded from anywhere
+    # only this script may run, and nothing is loaded from elsewhere
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
         "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
@@ -146,9 +146,9 @@ def write_page(page: str, output: Path) -> Path:
     """Write a rendered page to the file, or into the folder, ``output``; return its path.
 
     Raises:
-        OutputExistsError: something else is there.
+        OutputExistsError: ``output`` is something other than a page of this package.
     """
-    # Without its ending a browser shows the page's source.
+    # Without the .html ending a browser shows the source.
     if output.is_dir() or output.suffix.lower() not in (".html", ".htm"):
         output = output / "index.html"
     with output_lock(output, wait=True):

@@ -18,7 +18,7 @@ from moe_finetune.report.markup import number
 
 @contextmanager
 def reading(path: Path, entry: str) -> Iterator[None]:
-    """Turn what a malformed entry raises into a TraceError with its file and name."""
+    """Turn the error of a malformed entry into a TraceError with file and entry."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -50,7 +50,7 @@ class Coherence:
 
 @dataclass(frozen=True)
 class Routing:
-    """What was measured of the router on a set of tokens.
+    """Measurements of the router on a set of tokens.
 
     Suffixes: L layers, E routed experts, G domains.
     """
@@ -66,7 +66,7 @@ class Routing:
         """Check the entries that every snapshot needs.
 
         Raises:
-            TraceError: one is missing, or a matrix has another shape than layers x experts.
+            TraceError: an entry is missing, or a matrix is not of shape layers x experts.
         """
         for key in ("layers", "num_experts", "load"):
             with reading(path, key):
@@ -84,12 +84,12 @@ class Routing:
 
     @property
     def measured_on(self) -> tuple[object, ...]:
-        """What distinguishes samples of tokens: their number, and those of the passages."""
+        """An identity of the sample: its number of tokens, and the tokens of its passages."""
         passages = self.data.get("colored_text") or []
         return (self.data.get("tokens"), *(t for text in passages for t in text.get("tokens", ())))
 
     def relative_load_LE(self) -> np.ndarray:
-        """Return each expert's load as a multiple of an even share; NaN in a layer without any."""
+        """Return each expert's load as a multiple of an even share; NaN in layers without tokens."""
         with np.errstate(invalid="ignore", divide="ignore"):
             return self.load_LE / self.load_LE.mean(1, keepdims=True)
 
@@ -158,7 +158,7 @@ class Routing:
 
 
 def _metric(mean: float | None, per_layer: list[float | None] | None) -> Metric:
-    """Missing values become NaN."""
+    """A metric whose missing values are NaN."""
     values = None if per_layer is None else [math.nan if v is None else float(v) for v in per_layer]
     return Metric(math.nan if mean is None else float(mean), values)
 

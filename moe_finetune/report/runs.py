@@ -1,4 +1,4 @@
-"""Reading a run's folder: results only, never a model."""
+"""Read a run's folder: results only, never a model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Run:
-    """The files of one run; the field of a missing file is empty."""
+    """The contents of one run's files; the field of a missing file is empty."""
 
     path: Path
     label: str
@@ -38,7 +38,7 @@ class Run:
     environment: dict[str, Any]
     summary: dict[str, Any]
     curves: dict[str, Curve]
-    last_values: dict[str, Any]  # logged values that are not numbers: the last of each
+    last_values: dict[str, Any]  # the last of each logged value that is not a number
     routing_before: Routing | None
     routing_after: Routing | None
     routing_steps: dict[float, Routing]  # at each evaluation
@@ -63,7 +63,7 @@ class Run:
 
     @property
     def collapse(self) -> str | None:
-        """A sentence on the collapse of the router in training; None where there is none."""
+        """A sentence on routing collapse in training; None if there was none."""
         collapse = self.routing_after.collapse() if self.routing_after is not None else None
         if collapse and self.routing_before is not None and self.routing_before.collapse():
             return collapse.replace(
@@ -81,7 +81,7 @@ def find_runs(paths: Iterable[Path | str]) -> list[Path]:
     """Return the run folders: each path itself, or the runs directly inside it, by name.
 
     Raises:
-        DataError: a path that does not exist or contains nothing of a run.
+        DataError: a path does not exist or contains no run.
     """
     folders: list[Path] = []
     for path in map(Path, paths):
@@ -102,17 +102,17 @@ def _is_run(path: Path) -> bool:
 
 
 def _marks(path: Path) -> tuple[Path, ...]:
-    """Files of which a run's folder contains at least one."""
+    """The files that mark a run's folder, which contains at least one of them."""
     run = RunFolder(path)
     files = (run.recipe, run.metrics, run.summary, run.environment)
     return (*files, run.results, run.routing_before, run.routing_after)
 
 
 def read_runs(paths: Iterable[Path | str], labels: Sequence[str] | None = None) -> list[Run]:
-    """Read run folders, each with a label of its own (by default the folder's name).
+    """Read run folders, each with a unique label (by default the folder's name).
 
     Raises:
-        DataError, TraceError: a file that cannot be read, by name (and line).
+        DataError, TraceError: a file cannot be read; names file and line.
     """
     folders = find_runs(paths)
     if labels is not None and len(labels) != len(folders):
@@ -179,7 +179,7 @@ def _read_steps(path: Path) -> dict[float, Routing]:
 
 
 def _read_metrics(path: Path) -> tuple[dict[str, Curve], dict[str, Any]]:
-    """Read ``metrics.jsonl``: numbers become curves by name, the rest is kept by its last value."""
+    """Read ``metrics.jsonl``: numbers become curves by name, of other values the last is kept."""
     points: dict[str, dict[float, float]] = {}
     others: dict[str, Any] = {}
     for row in read_log(path):
@@ -204,7 +204,7 @@ def _read_metrics(path: Path) -> tuple[dict[str, Curve], dict[str, Any]]:
 def _score_curves(
     folder: Path, results: dict[str, Any], logged: dict[str, Curve]
 ) -> dict[str, Curve]:
-    """``scores/TASK`` over the steps that were scored; the last of them is the run's end."""
+    """``scores/TASK`` over the scored steps; the last one is the end of the run."""
     scored: dict[float, Any] = {float(step): of for step, of in step_results(folder).items()}
     if scored and logged:
         scored[max(curve.steps[-1] for curve in logged.values())] = results
@@ -218,7 +218,7 @@ def _score_curves(
 
 
 def read_results(path: Path) -> tuple[dict[str, Any], dict[str, Score]]:
-    """An evaluation's ``results.json``, and its scores by task; empty where there is no file.
+    """An evaluation's ``results.json``, and its scores by task; empty if there is no file.
 
     Raises:
         DataError: the file is damaged, or a task in it has no value.

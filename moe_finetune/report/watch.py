@@ -1,4 +1,4 @@
-"""``moe-finetune watch``: a run while it trains, in the terminal, from its files.
+"""``moe-finetune watch``: show a run in the terminal while it trains, from its files.
 
 Shape legend: L MoE layers, E routed experts.
 """
@@ -32,15 +32,15 @@ LAYERS_SHOWN = 32
 
 @dataclass(frozen=True)
 class Picture:
-    """What a run's folder contains at one moment.
+    """The state of a run's folder at one moment.
 
     Attributes:
-        step, steps: optimizer steps done, and all of them if that is known.
+        step, steps: optimizer steps done, and the total if known.
         age: seconds since the run wrote its last log; None before the first.
         values: logged numbers by key, in the order of their steps.
         load_LE: load of each expert relative to an even share; None if it was not measured.
-        measured: when that was, in words.
-        finished: whether the run has drawn its report, or another trainer has ended it.
+        measured: when the load was measured, in words.
+        finished: whether the run has written its report, or another trainer has finished it.
     """
 
     run: Path
@@ -54,12 +54,12 @@ class Picture:
 
 
 def watch(folder: Path, seconds: float = 2.0, once: bool = False) -> None:
-    """Show the run in ``folder`` until it has finished; once where nobody looks at a terminal.
+    """Show the run in ``folder`` until it finishes; only once if the output is not a terminal.
 
     Args:
-        folder: a run's, or one that contains runs: then the last that was written to.
-        seconds: time between looks.
-        once: show it as it is now, and return.
+        folder: a run's folder, or one that contains runs, of which the last one written is shown.
+        seconds: time between updates.
+        once: show the current state and return.
 
     Raises:
         DataError: there is no run, or its files cannot be read.
@@ -77,10 +77,10 @@ def watch(folder: Path, seconds: float = 2.0, once: bool = False) -> None:
 
 
 def find_run(folder: Path) -> Path:
-    """The run's folder: ``folder``, or the run directly in it that wrote last.
+    """The run's folder: ``folder``, or the run directly in it that was written last.
 
     Raises:
-        DataError: there is none.
+        DataError: there is no run.
     """
     if RunFolder(folder).recipe.is_file():
         return folder
@@ -121,7 +121,7 @@ def look(folder: Path) -> Picture:
 
 
 def _all_steps(run: Run, rows: list[dict[str, Any]]) -> int | None:
-    """The recipe's steps, or as many as the finished share of the epochs predicts."""
+    """The recipe's number of steps, or an estimate from the finished share of the epochs."""
     trainer = run.recipe.get("trainer") or {}
     if trainer.get("max_steps", -1) > 0:
         return int(trainer["max_steps"])
@@ -171,7 +171,7 @@ def state_in_words(picture: Picture) -> str:
 
 
 def heat_map(load_LE: np.ndarray, measured: str, width: int) -> list[Text]:
-    """Load by layer and expert, a character each; neighbors are averaged where they do not fit."""
+    """Load by layer and expert, one character each; neighbors are averaged if they do not fit."""
     rows = _fit(load_LE, LAYERS_SHOWN)
     cells = _fit(rows.T, max(8, width - 10)).T
     merged = "" if cells.shape == load_LE.shape else ", neighbors averaged"

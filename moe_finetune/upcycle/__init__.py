@@ -1,4 +1,4 @@
-"""From dense to MoE (SvMoE, P3): cluster, train experts, merge, teach the routers, fine-tune."""
+"""From dense to MoE (SvMoE, P3): cluster, train experts, merge, train the routers, fine-tune."""
 
 from moe_finetune.upcycle.merge import UpcycleReport, merge_experts
 

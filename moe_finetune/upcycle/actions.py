@@ -1,6 +1,6 @@
 """The work of each step: texts, clusters, training, merging, measuring.
 
-The first arguments say which step of which upcycle it is; the ledger's attempt comes last.
+The first arguments identify the upcycle and the step; the last is the ledger's attempt.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moe_finetune.upcycle.workspace import Upcycle
 
 
 def make_texts(upcycle: Upcycle, attempt: Attempt) -> None:
-    """Make tokenizer, splits and tokenized texts; check that questions can be made from them."""
+    """Write tokenizer, splits and tokenized texts; check that questions can be made from them."""
     from moe_finetune.demo.tokenizer import train_tokenizer
     from moe_finetune.upcycle.judgement import questions
 
@@ -61,7 +61,7 @@ def pretrain(upcycle: Upcycle, attempt: Attempt) -> None:
 def make_clusters(upcycle: Upcycle, attempt: Attempt) -> None:
     """Assign categories to clusters and count the table of token frequencies.
 
-    A ready table or the pins decide the clusters; such a table must have the counts of these texts.
+    A given table or the pins may decide the clusters; such a table must have these texts' counts.
     """
     section, names = upcycle.recipe.clusters, upcycle.texts.categories
     counts_CV = upcycle.texts.counts(int(load_dense_config(upcycle.dense).vocab_size))
@@ -125,7 +125,7 @@ def train_router(upcycle: Upcycle, seed: int, attempt: Attempt) -> None:
         upcycle.recipe.router.trainer,
         1000 * seed,
         f"seed-{seed}.router",
-        # There is no language loss here that a gradient could be a share of.
+        # Shares need a language loss, and there is none here.
         method=resolve_method("supervised_routing", terms=term, strength={"first": False}),
         routers_only=True,
     )
@@ -149,7 +149,7 @@ def train_arm(upcycle: Upcycle, seed: int, name: str, attempt: Attempt) -> None:
 
 
 def merge(upcycle: Upcycle, seed: int, attempt: Attempt) -> None:
-    """Merge a seed's experts, or the recipe's ready ones."""
+    """Merge a seed's experts, or the recipe's ready-made ones."""
     from moe_finetune.upcycle.merge import merge_experts
     from moe_finetune.upcycle.pairing import check_pairing
 
@@ -164,7 +164,7 @@ def merge(upcycle: Upcycle, seed: int, attempt: Attempt) -> None:
 
 
 def measure_arm(upcycle: Upcycle, checkpoint: str, moe: bool, attempt: Attempt) -> None:
-    """Measure one arm, and write its routing on test as the report reads a run's."""
+    """Measure one arm, and write its routing on test in the report's format."""
     from moe_finetune.upcycle.measure import measure
 
     folder = upcycle.output / checkpoint
@@ -197,7 +197,7 @@ def _train(
     categories: Sequence[int] | None = None,
     **options: Any,
 ) -> None:
-    """Train ``start`` on some categories (default: all); the log is kept in ``curves/NAME/``."""
+    """Train ``start`` on some categories (default: all); copy the log to ``curves/NAME/``."""
     from moe_finetune.upcycle.training import Job, run_job
 
     chosen = range(len(upcycle.texts.categories)) if categories is None else categories

@@ -1,8 +1,8 @@
-"""The texts of each category, read from their sources whenever they are needed.
+"""The texts of each category, read from their sources when needed.
 
-Equal texts count once: a repeat within a category is dropped, and so is a text that an earlier
-category has. The same text in two categories could be trained on in one and tested in the other,
-and the clusters would overlap (P3 §3.1 wants disjoint ones).
+Equal texts count once: a repeat within a category or from an earlier category is dropped. Otherwise
+the same text could be trained on in one category and tested in another, and the clusters would
+overlap (P3 §3.1 requires disjoint ones).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ LEAST_TEXTS = 3
 
 @dataclass(frozen=True)
 class Category:
-    """A category's different texts in their sources' order; iterating reads the sources again.
+    """A category's distinct texts in their sources' order; iterating reads the sources again.
 
     Attributes:
         read: yields every row of the sources.
-        used_R: bool, the rows that are texts of this category; R rows.
-        repeated: rows that repeat an earlier one, of this category or of one before.
+        used_R: bool, which of the R rows are texts of this category.
+        repeated: number of rows that repeat an earlier one, of this or a previous category.
         digest: SHA-256 of the texts.
     """
 
@@ -47,16 +47,16 @@ class Category:
 
 
 def read_categories(section: TextSection) -> dict[str, Category]:
-    """Find every category's different texts; only their hashes stay in memory.
+    """Find every category's distinct texts; only their hashes stay in memory.
 
     Raises:
-        DataError: a source that cannot be read, or a category with fewer than three texts.
+        DataError: a source cannot be read, or a category has fewer than three texts.
     """
     readers: dict[str, Callable[[], Iterable[str]]]
     if section.corpus == "python":
         from moe_finetune.upcycle.corpus import read_corpus
 
-        # Small, and made of pieces of files: the only texts that stay in memory.
+        # The built-in corpus is small, and its texts are the only ones that stay in memory.
         readers = {name: partial(iter, texts) for name, texts in read_corpus().items()}
     else:
         sources = section.categories or {}
@@ -68,7 +68,7 @@ def read_categories(section: TextSection) -> dict[str, Category]:
         digest = hashlib.sha256()
         different = 0
         for text in read():
-            # 64 bits: two of ten million different texts meet with a chance of 3e-6.
+            # 64 bits: among ten million distinct texts, a collision has probability 3e-6.
             key = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
             is_new.append(key not in seen)
             seen.add(key)
@@ -91,7 +91,7 @@ def read_categories(section: TextSection) -> dict[str, Category]:
 
 
 def remark_on_repetitions(categories: Mapping[str, Category]) -> str | None:
-    """Say how many repeated rows are dropped; None if there are none."""
+    """A sentence on the number of repeated rows that are dropped; None if there are none."""
     counts = [
         f"{name} {category.repeated} of {len(category.used_R)}"
         for name, category in categories.items()

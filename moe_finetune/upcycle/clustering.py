@@ -1,8 +1,8 @@
-"""Categories -> N clusters: TF-IDF, spectral embedding, k-means with bounds on the sizes.
+"""Group categories into N clusters: TF-IDF, spectral embedding, k-means with bounds on sizes.
 
 Shape legend: C categories, V vocabulary, N clusters, P places, D dimensions of the embedding. Sizes
-are numbers of categories. Source: P3 §3.1; the k-means alternates an optimal assignment to places
-(scipy) with means, as k-means with size constraints does.
+are numbers of categories. Source: P3 §3.1; k-means with size constraints alternates an optimal
+assignment to places (scipy) with means.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def sizes_of(
 ) -> Sizes:
     """Bounds of the clusters' sizes around the pins.
 
-    Where every category is pinned, the sizes are those of the pins.
+    If every category is pinned, the pins determine the sizes.
 
     Args:
         categories: C.
@@ -46,7 +46,7 @@ def sizes_of(
         exclusive: clusters with pinned categories get no others.
 
     Raises:
-        RecipeError: there is no such assignment.
+        RecipeError: no assignment satisfies the bounds.
     """
     if categories < clusters:
         raise RecipeError(
@@ -90,15 +90,15 @@ def cluster_categories(
     """Cluster of each category, ``(C,)`` int.
 
     Args:
-        counts_CV: occurrences of every token in each category: a category is one document.
+        counts_CV: occurrences of every token in each category, which counts as one document.
         clusters: N, at most C.
-        pinned: category -> cluster, kept as it is.
-        bounds, exclusive: as of :func:`sizes_of`.
+        pinned: category -> fixed cluster.
+        bounds, exclusive: as in :func:`sizes_of`.
         seed: of the embedding and of the starts.
-        restarts: starts of the k-means; the one of least inertia counts.
+        restarts: starts of the k-means; the one with the least inertia is kept.
 
     Raises:
-        RecipeError: fewer categories than clusters, or pins that the sizes do not allow.
+        RecipeError: fewer categories than clusters, or the sizes do not allow the pins.
     """
     pinned = dict(pinned or {})
     sizes = sizes_of(len(counts_CV), clusters, pinned, bounds=bounds, exclusive=exclusive)
@@ -116,7 +116,7 @@ def tf_idf(counts_CV: np.ndarray) -> np.ndarray:
 def embed(weights_CV: np.ndarray, dimensions: int, seed: int) -> np.ndarray:
     """Spectral embedding of the cosine similarities, ``(C, min(dimensions, C - 2))``.
 
-    Two categories stay as they are: they have no embedding.
+    Two categories or fewer have no embedding and are returned unchanged.
     """
     from sklearn.manifold import SpectralEmbedding
 
@@ -124,7 +124,7 @@ def embed(weights_CV: np.ndarray, dimensions: int, seed: int) -> np.ndarray:
         return weights_CV
     similar_CC = np.clip(weights_CV @ weights_CV.T, 0.0, 1.0)
     components = min(dimensions, len(weights_CV) - 2)
-    # A small constant keeps categories without a common token in one connected graph.
+    # A small constant keeps the graph connected if categories share no token.
     embedding = SpectralEmbedding(components, affinity="precomputed", random_state=seed)
     return embedding.fit_transform(similar_CC + 1e-6)
 
@@ -137,7 +137,7 @@ def sized_kmeans(
     seed: int = 0,
     restarts: int = 16,
 ) -> np.ndarray:
-    """k-means whose clusters keep bounds on their sizes, ``(C,)`` int.
+    """Cluster of each point by k-means with bounded sizes, ``(C,)`` int.
 
     Each step is optimal: the assignment for given means (a linear assignment of points to places)
     and the means for a given assignment, so the inertia never rises.
@@ -164,7 +164,7 @@ def sized_kmeans(
 def assign(
     costs_CN: np.ndarray, sizes: Sizes, pinned: Mapping[int, int] | None = None
 ) -> np.ndarray:
-    """Cheapest assignment of C points to N clusters of bounded sizes, ``(C,)`` int."""
+    """The cheapest assignment of C points to N clusters of bounded sizes, ``(C,)`` int."""
     from scipy.optimize import linear_sum_assignment
 
     points, clusters = costs_CN.shape
@@ -189,7 +189,7 @@ def _start(
     pinned: Mapping[int, int],
     generator: np.random.Generator,
 ) -> np.ndarray:
-    """Means of the pinned points; for the other clusters points far from those (k-means++)."""
+    """Means of the pinned points; other clusters start from distant points (k-means++)."""
     means: dict[int, np.ndarray] = {}
     for cluster in sorted(set(pinned.values())):
         points: Sequence[int] = [point for point, pin in pinned.items() if pin == cluster]

@@ -47,20 +47,21 @@ def run_upcycle(
     """Carry out the recipe in ``output``; finished steps that are up to date are kept.
 
     Args:
-        recipe: what to do.
+        recipe: the validated upcycle recipe.
         output: new or empty folder, unless ``resume``.
         stage: run only this one of :data:`~moe_finetune.upcycle.stages.STAGES`.
         expert: with the stage ``experts``: train only this expert, as one of several processes.
-        resume: continue in a folder that contains an upcycle.
-        replace: delete what was trained from other inputs, and train it again.
+        resume: continue in a folder with an earlier upcycle.
+        replace: delete results that were trained from other inputs, and train them again.
 
     Returns:
         The folder, or the report's page after the stage ``evaluate``.
 
     Raises:
-        RecipeError: an unknown stage, or one whose predecessors are missing or out of date.
+        RecipeError: the stage is unknown, or earlier stages are missing or out of date.
         OutputExistsError: the folder is not empty (without ``resume``).
-        OutputBusyError: another process works there; those with ``expert`` may share it.
+        OutputBusyError: another process works in the folder; processes with ``expert`` may share
+            it.
     """
     output = Path(output)
     if stage is not None and stage not in STAGES:
@@ -88,7 +89,7 @@ def run_upcycle(
         ledger.check_nothing_lost(
             [name for one_stage in chosen for name in ledger.of_stage(one_stage)]
         )
-        if expert is None:  # else another process may be writing the same
+        if expert is None:  # otherwise another process may be writing the same
             if remark := remark_on_repetitions(upcycle.categories):
                 log.warning("%s", remark)
             digest.save()
@@ -116,7 +117,7 @@ def train_in_children(ledger: Ledger, names: Sequence[str], output: Path, proces
 
     Raises:
         StepFailedError: one failed; the others have saved their checkpoints.
-        MachineError: the same, where memory, disk or a signal ended it.
+        MachineError: the same, if memory, disk or a signal ended it.
         KeyboardInterrupt: a signal came; all have saved a checkpoint and ended.
     """
     numbers = sorted({int(name.rpartition("/")[2]) for name in names if not ledger.done(name)})
@@ -186,7 +187,7 @@ def check(upcycle: Upcycle) -> None:
     """
     dense = upcycle.dense_checkpoint
     if dense is not None:
-        # Config, options that the MoE cannot have, tensors and their values.
+        # Config, options that the MoE does not support, tensors and their values.
         open_expert(dense)
         config = load_dense_config(dense)
         check_weights(dense, config)

@@ -1,8 +1,8 @@
-"""Real text of eight kinds that every installation of this package has, for the miniature.
+"""Real text of eight kinds, part of every installation of this package, for the miniature.
 
-Twenty-four categories, three of each kind: prose of documentation, network code, C++ headers,
-codec tables, font metrics, computer algebra, type stubs and model code. The files are those of the
-standard library and of packages that torch, datasets, matplotlib and scikit-learn bring along.
+Twenty-four categories, three of each kind: prose of documentation, network code, C++ headers, codec
+tables, font metrics, computer algebra, type stubs and model code. The files come from the standard
+library and from dependencies of this package.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ PIECE, FROM_FILE, FROM_CATEGORY = 1500, 9000, 60_000
 
 
 def read_corpus() -> dict[str, list[str]]:
-    """Texts by category: pieces of whole lines, files in the order of their names.
+    """Texts by category: pieces of whole lines, files sorted by name.
 
     Raises:
-        DataError: a category has no file here (a package in another layout).
+        DataError: a category has no files here (a package has another layout).
     """
     corpus = {}
     for category, sources in SOURCES.items():

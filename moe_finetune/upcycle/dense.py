@@ -29,7 +29,7 @@ _SHARED = (
 
 @dataclass(frozen=True)
 class DenseFacts:
-    """A dense model's type, and the values that the MoE's config takes from its config.
+    """A dense model's type, and the config values that the MoE inherits.
 
     ``tied``: the head shares the embedding's tensor. Experts may differ in it, since the MoE stores
     both tensors.
@@ -49,8 +49,9 @@ def dense_facts(folder: Path) -> DenseFacts:
     """Read a dense checkpoint's config.
 
     Raises:
-        CheckpointError: no config, or a damaged one.
-        UnsupportedModelError: another model type, or an option that no MoE here has.
+        CheckpointError: the config is missing or damaged.
+        UnsupportedModelError: the model type, or an option that changes the function, is not
+            supported.
     """
     config = load_dense_config(folder)
     config_file = folder / "config.json"
@@ -72,7 +73,7 @@ def dense_facts(folder: Path) -> DenseFacts:
 
 
 def _refuse(config_file: Path, config: Any) -> None:
-    """Raise UnsupportedModelError for options that change the function and that no MoE here has."""
+    """Raise UnsupportedModelError for options that change the function and that no MoE supports."""
     if config.model_type != "qwen3":
         for key in ("attention_bias", "mlp_bias"):
             if getattr(config, key, False):
@@ -110,7 +111,7 @@ def load_dense(path: str | Path, dtype: str = "auto") -> Any:
 
     Raises:
         CheckpointError: files are missing, damaged or do not fit the config.
-        UnsupportedModelError: another model type.
+        UnsupportedModelError: the model type is not supported.
     """
     folder = local_folder(path)
     config = load_dense_config(folder)

@@ -1,4 +1,4 @@
-"""Dense checkpoints that become experts of one model: read from their headers and compared."""
+"""Open and compare, by headers, dense checkpoints that become experts of one model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_finetune.upcycle.dense import DenseFacts, dense_facts
 from moe_finetune.upcycle.frequencies import tokenizer_hash
 
 FEED_FORWARD = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-# Buffers in old checkpoints of these models; transformers computes them.
+# Buffers in old checkpoints of these models, which transformers computes.
 _COMPUTED = ".rotary_emb.inv_freq"
 
 

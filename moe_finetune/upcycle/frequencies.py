@@ -27,9 +27,9 @@ _DECIDES = ("normalizer", "pre_tokenizer", "model", "added_tokens")
 
 @dataclass(frozen=True)
 class FrequencyTable:
-    """``frequencies_VN`` sums to 1 over N; ``counts_VN`` are what they were made from.
+    """``frequencies_VN`` sums to 1 over N; ``counts_VN`` are the counts behind it.
 
-    ``clusters`` is the column of each category; it is empty in a table made elsewhere.
+    ``clusters`` is the column of each category; empty in a table from another tool.
     """
 
     frequencies_VN: np.ndarray
@@ -49,7 +49,7 @@ class FrequencyTable:
         """Read a table and check that it belongs to this tokenizer, vocabulary and model.
 
         Raises:
-            DataError: a missing or damaged file, or a table of something else.
+            DataError: the file is missing or damaged, or does not fit the tokenizer or sizes.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -83,10 +83,10 @@ class FrequencyTable:
         return table
 
     def assignment(self, categories: Sequence[str], pinned: Mapping[str, int]) -> np.ndarray:
-        """Column of each category, ``(C,)`` int, from the table or else from the pins.
+        """Column of each category, ``(C,)`` int, from the table, otherwise from the pins.
 
         Raises:
-            DataError: neither names every category's column, or they contradict each other.
+            DataError: neither has every category's column, or they contradict each other.
         """
         clusters = self.clusters or pinned
         if set(clusters) != set(categories):
@@ -109,10 +109,10 @@ class FrequencyTable:
         return np.array([clusters[name] for name in categories], np.int64)
 
     def check_counts(self, counted: FrequencyTable) -> None:
-        """Refuse a table that is not the one ``counted`` from the texts.
+        """Refuse a table that differs from ``counted``, the texts' table.
 
         Raises:
-            DataError: other counts, or frequencies that do not follow from them.
+            DataError: the counts differ, or the frequencies do not follow from them.
         """
         other_N = (self.counts_VN != counted.counts_VN).any(0)
         if other_N.any():
@@ -134,11 +134,11 @@ def count_table(
 ) -> FrequencyTable:
     """Sum the categories' counts by cluster and divide each token's by their sum.
 
-    A token that occurs nowhere gets ``1 / N`` for every expert: the paper wants rows that sum to 1
-    and leaves those tokens open. ``clusters`` names the categories' clusters for the file.
+    A token that occurs nowhere gets ``1 / N`` for every expert: the paper requires rows that sum to
+    1 and does not specify these tokens. ``clusters``: cluster of each category, for the file.
 
     Raises:
-        DataError: a cluster without any token.
+        DataError: a cluster has no tokens.
     """
     counts_VN = np.stack([counts_CV[clusters_C == n].sum(0) for n in range(experts)], axis=1)
     empty = [n for n in range(experts) if not counts_VN[:, n].any()]
@@ -166,7 +166,7 @@ def tokenizer_hash(folder: Path) -> str:
         from tokenizers import Tokenizer
 
         try:
-            # Read and written by the library, so that versions of the file format do not count.
+            # Read and written by the library, so that versions of the file format do not matter.
             content = json.loads(Tokenizer.from_file(str(file)).to_str())
         except Exception as error:  # the tokenizers library raises bare Exception
             raise CheckpointError(f"{file}: cannot be read ({error}); copy it again") from None

@@ -1,17 +1,16 @@
-"""Yes-or-no questions after solved ones (P3 Table 2), answered by the likelier of two words.
+"""Few-shot yes-or-no questions (P3 Table 2), answered by the likelier of two words.
 
 A file's rows have ``question`` and ``answer``, and may have a ``category``. Without a file the
-questions are made from texts: two pieces of a text that follow each other (yes), or a piece and one
-of another text of the same category (no). Solved questions come from the training texts, asked ones
-from the test texts.
+questions are made from texts: two consecutive pieces of a text (yes), or pieces of two texts of one
+category (no). Examples come from the training texts, questions from the test texts.
 
-A prompt and its answer are tokenized together, as the model would meet them, with what the
-tokenizer puts before a sequence; an answer is scored from where the continuations differ.
+A prompt and its answer are tokenized together, with the tokenizer's usual prefix; an answer is
+scored from the token at which the two continuations differ.
 
-The two words may be of different numbers of tokens (``はい`` and ``いいえ``), and a sum of
-log-probabilities falls with every token. The mean per token is compared, as lm-evaluation-harness
-does by length; the answer by sums is reported too, and equals it where the words are of equal
-length. The prompts are in our own words: the paper does not print its own.
+The two words may have different numbers of tokens (``はい`` and ``いいえ``), and a sum of
+log-probabilities falls with every token. So the mean per token decides, similar to
+lm-evaluation-harness's normalization by length. The answer by sums is also reported; it is the same
+for words of equal length. The wording of the prompts is ours: the paper does not print its prompts.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ DRAWS = 100
 
 @dataclass(frozen=True)
 class Prompts:
-    """The words around a question in one language; ``answers`` are no and yes."""
+    """The text around a question in one language; ``answers`` are (no, yes)."""
 
     answers: tuple[str, str]
     question: str
@@ -70,7 +69,7 @@ PROMPTS: dict[str, Prompts] = {
 
 @dataclass(frozen=True)
 class Question:
-    """A question up to its answer, whether the answer is yes, and its category if known."""
+    """A question without its answer, whether the answer is yes, and its category if known."""
 
     text: str
     answer: bool
@@ -80,12 +79,12 @@ class Question:
 def judge(model: Any, tokenizer: Any, texts: Texts, section: JudgementSection) -> dict[str, Any]:
     """Accuracy over the questions: ``accuracy``, ``stderr``, ``count``, ``yes`` (share of yes).
 
-    An answer's score is the mean of its tokens' log-probabilities; a tie is a no. With them are
+    An answer's score is the mean of its tokens' log-probabilities; a tie is a no. Also returned are
     ``accuracy_of_sums``, ``answer_tokens`` (of the first question's no and yes), and
     ``categories``: right answers and questions of each category.
 
     Raises:
-        DataError: a file without questions for both shots and test, or with other fields.
+        DataError: the file has too few questions for shots and test, or the wrong fields.
     """
     import torch
 
@@ -139,7 +138,7 @@ def _continuations(
 ) -> tuple[int, list[list[int]]]:
     """Ids of the context with each answer, and the position where the answers begin.
 
-    A tokenizer may join an answer's beginning with the context's end; the position is then before
+    A tokenizer may merge the answer's beginning with the context's end; the position is then before
     that token.
     """
     opening = opening_ids(tokenizer)
@@ -154,7 +153,7 @@ def _continuations(
 def questions(
     tokenizer: Any, texts: Texts, section: JudgementSection
 ) -> tuple[list[Question], list[Question]]:
-    """Solved and asked questions; answers alternate in made ones, so chance is one half."""
+    """Examples and questions; answers alternate in generated ones, so chance is one half."""
     if section.file is not None:
         return _questions_of_file(section)
     generator = np.random.default_rng(SEED)
@@ -171,10 +170,10 @@ def questions(
 
 
 def check_file(section: JudgementSection) -> list[dict[str, Any]]:
-    """Rows of the recipe's file of questions.
+    """Read the recipe's file of questions.
 
     Raises:
-        DataError: no such file, other fields, or too few rows.
+        DataError: the file is missing, has the wrong fields, or has too few rows.
     """
     from moe_finetune.io.rows import read_rows
 

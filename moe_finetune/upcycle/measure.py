@@ -30,7 +30,7 @@ PASSAGE = 120
 
 @dataclass
 class Pool:
-    """Mean and population standard deviation of values that arrive in batches."""
+    """Running mean and population standard deviation of batched values."""
 
     count: int = 0
     total: float = 0.0
@@ -60,7 +60,7 @@ class RoutingPool:
         self.selected_CLN = np.zeros((categories, layers, experts), np.int64)
 
     def add(self, layer: int, record: Any, category_T: np.ndarray, counts_VN: np.ndarray) -> None:
-        """Add one layer's record; ``category_T`` is of the tokens that the mask keeps."""
+        """Add one layer's record; ``category_T`` belongs to the tokens that the mask keeps."""
         keep = record.mask_T
         logits_TN = record.logits_TE[keep].float().cpu().numpy()
         counts_TN = counts_VN[record.token_ids_T[keep].cpu().numpy()]
@@ -86,7 +86,7 @@ class RoutingPool:
 def measure(
     folder: Path, texts: Texts, table: FrequencyTable, recipe: UpcycleRecipe, *, moe: bool
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Measurements of the model in ``folder``, and a MoE's routing snapshot on test.
+    """Measure the model in ``folder``; return the values and a MoE's routing snapshot on test.
 
     Perplexity of a text is ``exp`` of its mean loss per token, over its first
     ``texts.max_length`` tokens.
@@ -148,7 +148,7 @@ def _of_split(
     categories = range(len(texts.categories))
     numbers_T = np.concatenate([texts.measurable(split, c, section.texts) for c in categories])
     lengths_T = np.minimum(texts.lengths_T, length)
-    # Texts are read batch by batch: their ids may be more than the memory.
+    # Texts are read batch by batch, because their ids may exceed the memory.
     ordered = numbers_T[np.argsort(lengths_T[numbers_T], kind="stable")].tolist()
     records: list[Any] = []
     pool: RoutingPool | None = None
@@ -184,7 +184,7 @@ def _of_split(
 
 
 def text_losses(model: Any, texts: Sequence[np.ndarray]) -> list[float]:
-    """Mean loss per predicted token of each text, nats, in float32."""
+    """Mean loss per predicted token of each text, in nats, computed in float32."""
     import torch
 
     from moe_finetune.data.padding import mask, pad
@@ -207,12 +207,12 @@ def passages(
     count: int,
     layer: int | None = None,
 ) -> list[dict[str, Any]]:
-    """The beginning of ``count`` test texts of different categories, as the report colors them (P3
-    Figure 1): by the expert that weighs most in one layer, by default the middle one.
+    """The beginnings of ``count`` test texts of different categories, with experts to color by.
 
-    The paper shows an excerpt of one text in layer 16. Each is a
-    :func:`~moe_finetune.routing.picture.passage` that also has ``frequent``: the expert of the
-    token's largest count, -1 where the training texts have none.
+    The expert of a token is the one with the largest weight in ``layer``, by default the middle
+    one; the paper shows one text in layer 16 (P3 Figure 1). Each item is a
+    :func:`~moe_finetune.routing.picture.passage` with an additional ``frequent``: the expert of the
+    token's largest count, -1 if the training texts lack the token.
     """
     import torch
 

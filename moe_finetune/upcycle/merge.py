@@ -1,8 +1,8 @@
 """Branch-Train-MiX: dense models' feed-forwards become experts, everything else is averaged.
 
 The checkpoint is written tensor by tensor from the experts' files; no model is built, and memory
-stays at a few chunks a thread. Router rows are normal with standard deviation ``router_std``.
-Source: BTX (arXiv 2403.07816) as P3 §3.2 uses it.
+stays at a few chunks per thread. Router rows are normal with standard deviation ``router_std``.
+Source: BTX (arXiv 2403.07816) as used in P3 §3.2.
 
 Shape legend: N experts, H hidden, D width of the feed-forward.
 """
@@ -75,7 +75,7 @@ class Average:
 
 @dataclass(frozen=True)
 class RandomRows:
-    """Normal values drawn from a seed."""
+    """Normally distributed values from a seed."""
 
     std: float
     seed: int
@@ -103,23 +103,23 @@ def merge_experts(
 ) -> UpcycleReport:
     """Write the MoE whose expert n is the feed-forward of ``experts[n]``.
 
-    Llama and Mistral give a Mixtral, Qwen3 a Qwen3-MoE; a tied head becomes a separate tensor.
-    With N copies of one model the MoE computes that model's function, whatever its routers say.
+    Llama and Mistral give a Mixtral, Qwen3 a Qwen3-MoE; a tied head becomes a separate tensor. With
+    N copies of one model the MoE computes that model's function, whatever its routers select.
 
     Args:
-        experts: dense checkpoint folders of one shape, type and tokenizer; the first gives
-            tokenizer and generation files.
-        output: folder to make.
-        top_k: experts a token.
+        experts: dense checkpoint folders with equal shapes, type and tokenizer; tokenizer and
+            generation files come from the first.
+        output: folder to create.
+        top_k: experts per token.
         router_std: standard deviation of the routers' weights.
         seed: of the routers.
-        workers: threads.
-        shard_bytes: size from which a new weight file begins.
+        workers: threads; default: see :func:`~moe_finetune.checkpoint.writer.default_workers`.
+        shard_bytes: largest size of a weight file in bytes, unless one tensor is larger.
 
     Raises:
-        CheckpointError: an expert that is damaged, or differs from the first in tokenizer, sizes
-            or tensors.
-        UnsupportedModelError: a model type without a MoE.
+        CheckpointError: an expert is damaged, or differs from the first in tokenizer, sizes or
+            tensors.
+        UnsupportedModelError: no MoE exists for the model type.
         OutputExistsError, OutputBusyError, DiskSpaceError: before anything is written.
     """
     from moe_finetune.checkpoint.writer import write_checkpoint
@@ -170,7 +170,7 @@ def _card(experts: Sequence[Expert], top_k: int) -> str:
 def plan(
     experts: Sequence[Expert], router_std: float, seed: int
 ) -> Iterable[tuple[str, str, tuple[int, ...], Content]]:
-    """Every tensor of the MoE in the order of the file: name, dtype, shape, content."""
+    """Yield every tensor of the MoE in file order: name, dtype, shape, content."""
     from moe_finetune.checkpoint.writer import Copy
 
     facts = experts[0].facts
@@ -241,6 +241,6 @@ def moe_config(facts: DenseFacts, experts: int, top_k: int) -> bytes:
         )
     config.architectures = [FAMILIES[facts.target].class_name]
     content = json.loads(config.to_json_string())
-    if facts.target == "qwen3_moe":  # transformers writes its attribute's name, readers expect this
+    if facts.target == "qwen3_moe":  # transformers writes its attribute's name; readers expect this
         content["num_experts"] = content.pop("num_local_experts")
     return (json.dumps(content, indent=2) + "\n").encode()

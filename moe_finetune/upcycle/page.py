@@ -1,4 +1,4 @@
-"""The comparison of the arms: a study's table and pictures, and the report's on the first seed."""
+"""The page that compares the arms: a study's table and pictures, and a report on the first seed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def read_arms(recipe: UpcycleRecipe, output: Path) -> list[Run]:
 
 
 def read_other_trainings(recipe: UpcycleRecipe, output: Path) -> list[Run]:
-    """The logs of what the first seed's arms start from: dense model, experts and routers."""
+    """The logs of the trainings before the first seed's arms: dense model, experts and routers."""
     seed = f"seed-{recipe.seeds[0]}"
     experts = [f"{seed}.expert-{expert}" for expert in range(recipe.clusters.count)]
     folders = [output / files.CURVES / name for name in ("dense", *experts, f"{seed}.router")]
@@ -63,10 +63,10 @@ def render(
     """Return the page's HTML.
 
     Args:
-        arms: of :func:`read_arms`; the first is the baseline of the pictures.
-        other_trainings: of :func:`read_other_trainings`.
-        results: what ``splits`` was made from.
-        splits: the table of all texts.
+        arms: from :func:`read_arms`; the first is the baseline of the pictures.
+        other_trainings: from :func:`read_other_trainings`.
+        results: the results behind ``splits``.
+        splits: the table over all texts.
         categories: the table by category.
         clusters: categories and tokens of each cluster, headings first.
     """
@@ -93,7 +93,7 @@ def _curves(report: Report, other_trainings: list[Run]) -> Markup | None:
 
 
 def _frequent(report: Report) -> Markup | None:
-    """Figure 1c: test texts in the color of the expert whose texts have each token most often."""
+    """Figure 1c: test texts, tokens in the color of the expert whose texts have them most often."""
     passages: dict[str, list[dict[str, Any]]] = {
         run.label: texts
         for run in report.runs

@@ -1,6 +1,6 @@
-"""Check by their losses that ready experts are in the order of the clusters they learned.
+"""Check by losses that ready-made experts are in the order of their clusters.
 
-Shape legend: N experts, and clusters as many.
+Shape legend: N experts, and N clusters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CLEAR = 1e-3
 def check_pairing(
     folders: Sequence[Path], texts: Texts, clusters_C: np.ndarray, dtype: str
 ) -> None:
-    """Compare the experts' order with the one of least loss on the clusters' training texts.
+    """Compare the experts' order with the order of least loss on the clusters' training texts.
 
     Raises:
         CheckpointError: another order has a clearly smaller loss.
@@ -55,7 +55,7 @@ def check_pairing(
 def cluster_losses(
     folders: Sequence[Path], texts: Texts, clusters_C: np.ndarray, dtype: str
 ) -> np.ndarray:
-    """Mean loss of each expert (row) on each cluster's training texts, nats a token: ``(N, N)``."""
+    """Mean loss of each expert (row) on each cluster's training texts, nats per token, (N, N)."""
     import torch
 
     from moe_finetune.upcycle.dense import load_dense

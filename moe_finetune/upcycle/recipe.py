@@ -1,8 +1,8 @@
-"""The recipe of ``moe-finetune upcycle``, read and validated as training recipes are.
+"""The recipe of ``moe-finetune upcycle``, read and validated like training recipes.
 
-The defaults are P3's: eight experts, two of them a token, texts split 8:1:1, and the arms Dense
-(which trains for an expert's steps too, and once more at the experts' learning rate),
-Branch-Train-MiX and SvMoE, both without and with load balancing (gshard on top-k scores, 0.01).
+The defaults are P3's: eight experts, two per token, texts split 8:1:1, and the arms Dense (which
+also trains for an expert's steps, and once more at the experts' learning rate), Branch-Train-MiX
+and SvMoE, both without and with load balancing (gshard on top-k scores, 0.01).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _NOT_HERE = {"parts", "use_rslora", "use_dora", "init", "start", "loraplus_lr_ra
 
 
 def _paper_arms(recipe: dict[str, Any]) -> dict[str, ArmSection]:
-    """P3's five arms, and Dense at the experts' learning rate where fine-tuning has another.
+    """P3's five arms, and Dense at the experts' learning rate if fine-tuning uses another.
 
     The paper does not print its rates; at fine-tuning's rate, Dense is the weaker baseline.
     """
@@ -77,7 +77,7 @@ def _paper_arms(recipe: dict[str, Any]) -> dict[str, ArmSection]:
 
 
 class UpcycleRecipe(WholeRecipe):
-    """All settings that take a dense model to a mixture of experts."""
+    """All settings of an upcycle from a dense model to a mixture of experts."""
 
     model_config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)
 
@@ -104,12 +104,12 @@ class UpcycleRecipe(WholeRecipe):
         return self
 
     def adds_expert_steps(self, arm: ArmSection) -> bool:
-        """Whether an expert's steps are known and the arm does not set its own."""
+        """Return whether an expert's steps are known and the arm does not set steps."""
         durations = {"max_steps", EPOCHS} & set(arm.trainer)
         return arm.expert_steps and self.experts.checkpoints is None and not durations
 
     def trainer_of(self, arm: ArmSection) -> dict[str, Any]:
-        """TRL's arguments of an arm's fine-tuning, with an expert's steps where it has them too."""
+        """TRL's arguments for an arm's fine-tuning, plus an expert's steps if the arm has them."""
         trainer = {**self.finetune.trainer, **arm.trainer}
         if not self.adds_expert_steps(arm):
             return trainer
@@ -133,7 +133,7 @@ def load_upcycle_recipe(
 
 
 def _contradictions(recipe: UpcycleRecipe) -> Iterator[str]:
-    """Combinations that cannot run, one line each, starting with the key to change."""
+    """Yield combinations that cannot run, one line each, starting with the key to change."""
     dense, texts, clusters = recipe.dense, recipe.texts, recipe.clusters
     if (dense.path is None) == (dense.pretrain is None):
         yield (
@@ -216,7 +216,7 @@ def _trainer_problems(recipe: UpcycleRecipe) -> Iterator[str]:
 
 
 def _lora_problems(section: str, lora: LoraSection | None, dense: bool) -> Iterator[str]:
-    """Adapter options that these models do not support; ``dense``: it trains a dense model."""
+    """Yield adapter options that these models do not support; ``dense``: for a dense model."""
     if lora is None:
         return
     if lora.rank is None:

@@ -1,4 +1,4 @@
-"""The measurements of all arms as the results of a study, whose table, tests and page serve them.
+"""The measurements of all arms as a study's results, for its table, tests and page.
 
 A run is one arm of one seed on some texts: a split, or the test texts of a category. Arms are
 compared within the same texts, each with the last arm.
@@ -44,7 +44,7 @@ Values = dict[str, float]
 
 @dataclass(frozen=True)
 class MeasuredRun(RunResult):
-    """An arm of a seed on some texts: values by metric, and no logs of its own."""
+    """An arm of a seed on some texts: values by metric, without logs."""
 
     measured: Values = field(default_factory=dict)
 
@@ -61,7 +61,7 @@ def measured_folder(output: Path, seed: int, arm: str) -> Path:
 
 
 def read_measured(recipe: UpcycleRecipe, output: Path) -> dict[str, list[dict[str, Any]]]:
-    """The measurements of each arm by its label, one for each seed; all of them are done."""
+    """The measurements of each arm by label, one per seed; all must be done."""
     return {
         arm.label or name: [
             read_object(measured_folder(output, seed, name) / MEASURED_FILE, RecipeError, REMEDY)
@@ -159,7 +159,7 @@ def cluster_rows(
 ) -> list[list[str]]:
     """Categories and tokens of each cluster (Tables 3 and 5), headings first.
 
-    IDs begin at 1, as in the paper. Tokens count those that begin and end a text.
+    IDs begin at 1, as in the paper. Token counts include those that begin and end a text.
     """
     rows = [["ID", "categories", *SPLITS, "total"]]
     for cluster_id in sorted(set(clusters.values())):

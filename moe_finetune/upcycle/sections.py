@@ -12,7 +12,7 @@ from moe_finetune.recipe.section import Section
 
 
 class PretrainSection(Section):
-    """A small Llama pretrained here; heads of 32 (64 from a hidden size of 512)."""
+    """A small Llama to pretrain; head size 32 (64 from a hidden size of 512)."""
 
     vocab_size: int = Field(default=1024, ge=300, description="vocabulary of the new tokenizer")
     hidden_size: int = Field(default=128, ge=32, multiple_of=32, description="hidden size")
@@ -23,7 +23,7 @@ class PretrainSection(Section):
 
 
 class DenseSection(Section):
-    """The dense model: a checkpoint, or one that is pretrained here on the texts."""
+    """The dense model: a checkpoint, or a small model that is first pretrained on the texts."""
 
     path: str | None = Field(default=None, min_length=1, description="folder or hub id")
     revision: str | None = Field(default=None, description="branch, tag or commit on the hub")
@@ -77,7 +77,7 @@ class ClusterSection(Section):
 
 
 class ExpertSection(Section):
-    """Continued training of the dense model on each cluster, or ready checkpoints."""
+    """Continued training of the dense model on each cluster, or ready-made checkpoints."""
 
     checkpoints: list[str] | None = Field(
         default=None,
@@ -98,13 +98,13 @@ class MergeSection(Section):
 
 
 class RouterSection(Section):
-    """Training of only the routers, on supervised routing."""
+    """Training of only the routers, with supervised routing."""
 
     trainer: dict[str, Any] = Field(default={}, description="fields of SFTConfig")
 
 
 class ArmSection(Section):
-    """One model that is fine-tuned and compared; ``trainer`` is laid over ``finetune.trainer``."""
+    """A model to fine-tune and compare; ``trainer`` overrides keys of ``finetune.trainer``."""
 
     model_config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)
 
@@ -147,11 +147,10 @@ class FinetuneSection(Section):
 
 
 class JudgementSection(Section):
-    """P3's Table 2: yes-or-no questions after solved ones.
+    """P3's Table 2: few-shot yes-or-no questions.
 
-    Without ``file`` the questions are made from the texts: does one piece go on where the other
-    ends? Rows of a file have ``question`` and ``answer`` (true or false), and may have a
-    ``category``.
+    Without ``file`` the questions are made from the texts: does one piece continue the other? Rows
+    of a file have ``question`` and ``answer`` (true or false), and may have a ``category``.
     """
 
     file: str | None = Field(
@@ -166,7 +165,7 @@ class JudgementSection(Section):
 
 
 class EvaluationSection(Section):
-    """What is measured of every arm."""
+    """The measurements of every arm."""
 
     texts: int | None = Field(
         default=None,

@@ -1,8 +1,8 @@
-"""The stages of an upcycle as steps: what each reads and produces.
+"""The stages of an upcycle as steps, with their inputs and products.
 
 Folders: ``texts/`` (tokenizer, split and tokenized texts) · ``dense/`` · ``clusters/`` (assignment
 and table) · ``seed-S/experts/N`` · ``seed-S/merged`` · ``seed-S/router`` · ``seed-S/arms/ARM`` ·
-``seed-S/measured/ARM``. Everything below ``seed-S`` follows from that seed, the rest is shared.
+``seed-S/measured/ARM``. Everything below ``seed-S`` depends on that seed; the rest is shared.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STAGES = ("dense", "cluster", "experts", "merge", "router", "finetune", "evaluat
 class Plan:
     """The steps of an upcycle, each with the inputs it depends on.
 
-    Files count by their content: a copy, or another modification time, changes nothing.
+    Files are identified by content: a copy or another modification time changes nothing.
 
     Args:
         upcycle: the recipe and its folder.

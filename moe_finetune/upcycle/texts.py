@@ -1,8 +1,8 @@
-"""Texts by category, split 8:1:1 and tokenized; a dataset maps their ids from its file.
+"""Texts by category, split 8:1:1 and tokenized; the ids are memory-mapped.
 
 Splits are drawn text by text within each category, so that every category is in all three. A text's
-ids begin as its tokenizer begins a sequence (a BOS token, where the model expects one) and end with
-the end-of-text token where there is one. Training, perplexity, counts and questions use these ids.
+ids begin with the tokenizer's prefix (a BOS token, if the model expects one) and end with the
+end-of-text token, if there is one. Training, perplexity, counts and questions use these ids.
 
 Shape legend: T texts, C categories, V vocabulary.
 """
@@ -38,9 +38,9 @@ class SizedTexts(Protocol):
 
 
 def splits_of(count: int, seed: int) -> np.ndarray:
-    """Split of each of ``count`` texts, ``(count,)`` int8 places in :data:`SPLITS`.
+    """Split of each of ``count`` texts, ``(count,)`` int8 indices into :data:`SPLITS`.
 
-    Eight, one and one tenths, at least one in each (three texts or more), drawn with ``seed``.
+    Shares are 8:1:1, with at least one text in each split; needs three texts or more.
     """
     tenth = max(1, round(count / 10))
     order = np.random.default_rng([seed, count]).permutation(count)
@@ -73,7 +73,7 @@ def opening_ids(tokenizer: Any) -> list[int]:
 class Texts:
     """Tokenized texts: a dataset of ids, with each text's number of ids, split and category.
 
-    ``split_T`` are places in :data:`SPLITS` and ``category_T`` in ``categories``.
+    ``split_T`` are indices into :data:`SPLITS`, ``category_T`` into ``categories``.
     """
 
     categories: tuple[str, ...]
@@ -86,7 +86,7 @@ class Texts:
     def tokenize(
         cls, categories: Mapping[str, SizedTexts], tokenizer: Any, seed: int, folder: Path
     ) -> Texts:
-        """Tokenize into ``folder``, some texts at a time, and open the result."""
+        """Tokenize into ``folder``, in batches of texts, and open the result."""
         from datasets import ClassLabel, Features, List, Value
         from datasets.arrow_writer import ArrowWriter
 
@@ -133,13 +133,13 @@ class Texts:
         )
 
     def numbers(self, split: Split, category: int) -> np.ndarray:
-        """Numbers of a category's texts in a split, in the order of the sources."""
+        """Indices of a category's texts in a split, in the order of the sources."""
         chosen_T = (self.category_T == category) & (self.split_T == SPLITS.index(split))
         return np.flatnonzero(chosen_T)
 
     def ids(self, numbers: Iterable[int], length: int | None = None) -> Iterator[np.ndarray]:
-        """Ids of some texts, or their first ``length``, read some texts at a time."""
-        # A given fingerprint spares a hash of the numbers.
+        """Yield the ids of texts, or their first ``length`` ids, read in batches."""
+        # A given fingerprint avoids hashing the indices.
         chosen = self.rows.select(list(numbers), new_fingerprint="chosen")
         for batch in chosen.iter(AT_ONCE):
             yield from (ids[:length] for ids in batch["input_ids"])
@@ -151,11 +151,11 @@ class Texts:
     def windows(
         self, split: Split, category: int, length: int, limit: int | None = None
     ) -> list[np.ndarray]:
-        """The first ``length`` ids of each of :meth:`measurable` texts, in memory."""
+        """The first ``length`` ids of each of the :meth:`measurable` texts, in memory."""
         return list(self.ids(self.measurable(split, category, limit), length))
 
     def measurable(self, split: Split, category: int, limit: int | None = None) -> np.ndarray:
-        """Numbers of a category's texts that have two ids or more; evenly thinned."""
+        """Indices of a category's texts with two ids or more, evenly thinned to ``limit``."""
         numbers = self.numbers(split, category)
         numbers = numbers[self.lengths_T[numbers] > 1]
         if limit is not None and len(numbers) > limit:
@@ -163,12 +163,12 @@ class Texts:
         return numbers
 
     def blocks(self, categories: Iterable[int], length: int, seed: int, file: Path) -> Dataset:
-        """Training texts of some categories in a random order, laid end to end in rows of ids.
+        """Training texts of some categories, shuffled and concatenated, in rows of ``length`` ids.
 
-        They are written to ``file`` and mapped from there. The same arguments give the same rows.
+        The rows are memory-mapped from ``file``. The same arguments give the same rows.
 
         Raises:
-            DataError: together they are shorter than one row.
+            DataError: the texts together are shorter than one row.
         """
         from datasets import Dataset, Features, List, Value
         from datasets.arrow_writer import ArrowWriter
@@ -190,7 +190,7 @@ class Texts:
         return Dataset.from_file(str(file))
 
     def check_rows(self, categories: Sequence[int], length: int) -> None:
-        """Raise DataError where the categories' training texts are shorter than one row."""
+        """Raise DataError if the categories' training texts are shorter than one row."""
         tokens = sum(self.tokens("train", category) for category in categories)
         if tokens < length:
             names = ", ".join(self.categories[c] for c in categories) or "no category"
@@ -209,10 +209,10 @@ class Texts:
 
 
 def check_vocabulary(tokenizer: Any, vocabulary: int, folder: Path) -> None:
-    """Refuse a tokenizer with ids that the model has no embedding for.
+    """Refuse a tokenizer with ids beyond the model's embedding.
 
     Raises:
-        CheckpointError: an id of ``vocabulary`` or more.
+        CheckpointError: an id is ``vocabulary`` or greater.
     """
     last = max(tokenizer.get_vocab().values())
     if last >= vocabulary:

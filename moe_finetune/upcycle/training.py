@@ -1,6 +1,6 @@
 """One training of an upcycle, from a checkpoint to a checkpoint.
 
-Training runs on the toolkit's resumable TRL trainer. Its checkpoints and log stay in a work folder
+Training uses the toolkit's resumable TRL trainer. Its checkpoints and log stay in a work folder
 while it runs, so that a killed training resumes; the output folder appears when it is done.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from torch import nn
 
-# A log every fiftieth of a training: enough points for its curve.
+# Fifty logs per training are enough points for its curve.
 _QUIET = {"report_to": [], "logging_steps": 0.02, "save_strategy": "steps", "save_steps": 200}
 
 
@@ -36,7 +36,7 @@ class Job:
         start: checkpoint folder to start from, dense or MoE.
         rows: ``input_ids`` of equal length; every token is learned.
         trainer: TRL's arguments by name.
-        seed: of the order of rows, of dropout and of new adapters.
+        seed: for the order of rows, dropout and new adapters.
         dtype: of the computation and of the stored weights.
         method: losses inside the MoE layers; None trains a dense model.
         lora: an adapter that is merged afterwards; None trains the whole model.
@@ -70,8 +70,8 @@ def run_job(job: Job, work_folder: Path, output: Path, curve: Path | None = None
     """Train, or resume from the work folder's checkpoint, and write ``output``.
 
     Args:
-        job: what to train.
-        work_folder: folder for checkpoints and log, as long as it runs.
+        job: the training.
+        work_folder: folder for checkpoints and log while training runs.
         output: the checkpoint's folder.
         curve: file that the log is copied to before ``output`` appears.
     """
@@ -89,8 +89,8 @@ def run_job(job: Job, work_folder: Path, output: Path, curve: Path | None = None
     recipe = job.recipe
     tokenizer = load_tokenizer(job.start)
     set_seed(job.seed)
-    # Updates at usual learning rates are below the resolution of bfloat16: what trains as a whole
-    # is float32 here, computes in the recipe's type, and is stored in it.
+    # Updates at usual learning rates are below the resolution of bfloat16: fully trained weights
+    # are float32 here, compute in the recipe's dtype, and are stored in it.
     full_training = job.lora is None and not job.routers_only
     dtype = "float32" if full_training else job.dtype
     model: Any
@@ -128,7 +128,7 @@ def run_job(job: Job, work_folder: Path, output: Path, curve: Path | None = None
 def build(
     job: Job, recipe: Recipe, model: nn.Module, tokenizer: Any, work_folder: Path
 ) -> tuple[Any, Any]:
-    """Return TRL's trainer of this job, and a function that removes the method from the model."""
+    """Return TRL's trainer for this job, and a function that removes the method from the model."""
     import torch
 
     from moe_finetune.losses.inject import CollectedLosses
@@ -165,11 +165,11 @@ def build(
                     use_cache=False,
                 )
             loss = torch.stack(collected.losses).sum()
-            # The trainer divides by the window itself where it counts no items.
+            # The trainer itself divides by the accumulation window if it counts no items.
             return loss if num_items_in_batch is None else loss * recorder.plan.scale()
 
     arguments = training_arguments(recipe, work_folder)
-    arguments.dataset_kwargs = {"skip_prepare_dataset": True}  # the rows are cut to length
+    arguments.dataset_kwargs = {"skip_prepare_dataset": True}  # rows already have their length
     trainer = (RouterTrainer if job.routers_only else plain)(
         model=model,  # type: ignore[arg-type]
         args=arguments,
@@ -189,7 +189,7 @@ def build(
 
 
 def dense_lora(model: Any, lora: LoraSection | None) -> Any:
-    """Add an adapter to the ``lora.targets`` of a dense model, or make all of it trainable."""
+    """Add an adapter to the ``lora.targets`` of a dense model, or make all weights trainable."""
     if lora is None:
         return model.requires_grad_(True)
     from peft import LoraConfig, get_peft_model

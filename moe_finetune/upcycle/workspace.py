@@ -21,7 +21,7 @@ from moe_finetune.upcycle.texts import Texts
 
 @dataclass(frozen=True)
 class Upcycle:
-    """A recipe and its folder, with what the steps share."""
+    """A recipe and its folder, with values that the steps share."""
 
     recipe: UpcycleRecipe
     output: Path
@@ -32,18 +32,18 @@ class Upcycle:
 
     @cached_property
     def texts(self) -> Texts:
-        """Tokenized texts; the step ``texts`` is done."""
+        """The tokenized texts; the step ``texts`` must be done."""
         return Texts.load(self.output / "texts")
 
     @cached_property
     def dense_checkpoint(self) -> Path | None:
-        """Folder of the recipe's dense checkpoint; None where it is pretrained here."""
+        """Folder of the recipe's dense checkpoint; None if the upcycle pretrains one."""
         section = self.recipe.dense
         return None if section.path is None else local_folder(section.path, True, section.revision)
 
     @property
     def dense(self) -> Path:
-        """The dense checkpoint that everything starts from."""
+        """The dense checkpoint from which everything starts."""
         return self.dense_checkpoint or self.output / "dense"
 
     @property

@@ -63,7 +63,7 @@ def nth_color(rank: int) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a position as SVG takes it."""
+    """Return a position as a percentage for SVG."""
     return f"{100 * share:.2f}%"
 
 
@@ -97,11 +97,11 @@ def plot(
     """Return a plot: grid, ticks, then ``content`` over them.
 
     Args:
-        title, description: what the picture is and what it shows, for those who cannot see it.
+        title, description: what the picture is and what it shows, for screen readers.
         content: markup in percent coordinates (or an :func:`inner` SVG).
-        height: of the plotted area, in CSS pixels.
-        left: room for the labels of y, in CSS pixels.
-        attributes: ``data_...`` for the page's script.
+        height: height of the plotted area, in CSS pixels.
+        left: width of the y labels, in CSS pixels.
+        attributes: ``data_...`` attributes for the page's script.
     """
     marks: list[Markup] = []
     for tick in y.ticks if y else ():
@@ -113,7 +113,7 @@ def plot(
     for tick in x.ticks if x else ():
         assert x is not None
         at = percent(x(tick))
-        # the first and the last label would stick out of the picture if centered
+        # centered, the first and the last label would exceed the picture
         side = " end" if x(tick) > 0.97 else "" if x(tick) < 0.03 else " middle"
         text = tick_text(tick, x.ticks)
         marks.append(tag("text", text, x=at, y="100%", dy="17", class_=f"tick{side}"))

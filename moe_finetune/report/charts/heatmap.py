@@ -31,18 +31,19 @@ def heat_map(
     picks: Sequence[int] = (),
     notes: Sequence[str] = (),
 ) -> Markup:
-    """Return a heat map; missing values (NaN) are left as holes.
+    """Return a heat map; missing values (NaN) stay blank.
 
     Args:
-        title, description: what it is and what it shows, for those who cannot see it.
-        frames_FRC: one matrix, or one a frame of the figure's slider, the last shown first.
+        title, description: what it is and what it shows, for screen readers.
+        frames_FRC: one matrix, or one per frame of the figure's slider; the last frame is shown
+            first.
         rows, columns: a label for each row and column.
         row_name, column_name: what rows and columns are, for axes and hover.
-        limits: the values at the ends of the color map; beyond them the color stays.
+        limits: the values at the ends of the color map; values beyond them are clipped.
         unit: shown after a value on hover.
         differences: use the diverging map; ``limits`` are then symmetric.
-        picks: the frame at each place of the slider.
-        notes: what the panel's head says at each place of the slider.
+        picks: the frame at each position of the slider.
+        notes: text in the panel's head at each position of the slider.
     """
     frames_FRC = np.asarray(frames_FRC, float).reshape(-1, len(rows), len(columns))
     height, left = _height(len(rows), len(columns)), 10 + round(6.6 * max(map(len, rows)))
@@ -82,7 +83,7 @@ def heat_map(
 
 
 def _levels(frames_FRC: np.ndarray) -> dict[str, float | str]:
-    """The values as 16-bit levels between the least and the greatest of them."""
+    """The values as 16-bit levels between their minimum and maximum."""
     known_FRC = np.isfinite(frames_FRC)
     low, high = (float(end(frames_FRC[known_FRC], initial=0.0)) for end in (np.min, np.max))
     share_FRC = np.nan_to_num((frames_FRC - low) / (high - low or 1.0), posinf=0, neginf=0)
@@ -98,7 +99,7 @@ def _height(rows: int, columns: int) -> int:
 
 
 def _grid(rows: int, columns: int) -> list[Markup]:
-    """Return the lines between cells, where these are large enough to be parted."""
+    """Return the lines between cells, if the cells are large enough."""
     if columns > 40 or rows > 40:
         return []
     across = [percent(i / columns) for i in range(1, columns)]
@@ -116,7 +117,7 @@ def _labelled(count: int, most: int) -> range:
 def legend(
     limits: tuple[float, float], meaning: str, *, differences: bool = False, clipped: bool = False
 ) -> Markup:
-    """Return the color bar with its ends. ``clipped``: greater values occur beyond the end."""
+    """Return the color bar with its ends. ``clipped``: some values exceed the upper end."""
     low, high = (number(end) for end in limits)
     return tag(
         "div",
@@ -131,8 +132,8 @@ def legend(
 def shared_limits(matrices: Sequence[np.ndarray]) -> tuple[tuple[float, float], bool]:
     """Return limits from 0 for pictures that are compared, and whether values go beyond them.
 
-    One very busy expert must not darken all others: the end is the 99th percentile when the
-    greatest value is more than half again as large.
+    One very busy expert must not darken all others: the upper end is the 99th percentile if the
+    maximum is more than 1.5 times as large.
     """
     values = np.concatenate([m[np.isfinite(m)].ravel() for m in matrices])
     if not values.size:

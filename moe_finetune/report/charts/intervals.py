@@ -9,7 +9,7 @@ from moe_finetune.report.charts.frame import Scale, percent, plot
 from moe_finetune.report.markup import Markup, tag
 
 LINE = 18  # CSS pixels of one dot's row
-HEAD = 24  # and of the row's name above
+HEAD = 24  # and of the row's name above it
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def dot_plot(
     x_label: str,
     scale: float = 1.0,
 ) -> Markup:
-    """Return one band a row: its name, one dot a run, and a tick at the row's chance level.
+    """Return one band per row: its name, one dot per run, and a tick at the row's chance level.
 
     Args:
         rows: name, dots, chance (NaN: unknown).
@@ -76,7 +76,7 @@ def _dot(dot: Dot, x: Scale, scale: float, y: int) -> Markup:
 def forest(
     title: str, description: str, value: float, low: float, high: float, reach: float, color: str
 ) -> Markup:
-    """Return a small bar of a difference's interval around zero; ``reach`` ends the axis."""
+    """Return a small bar of a difference's interval around zero; the axis ends at ``±reach``."""
     x = Scale(-reach, reach, ())
     ends = {"x1": percent(x(low)), "x2": percent(x(high))} if math.isfinite(low) else None
     return tag(

@@ -13,14 +13,14 @@ from moe_finetune.report.markup import Markup, tag
 
 KEPT = 200  # points of a line; more are indistinguishable at this size
 HEIGHT = 170  # CSS pixels of the plotted area
-SMOOTH_FROM = 60  # shorter curves are drawn as they are
+SMOOTH_FROM = 60  # shorter curves are not smoothed
 
 
 @dataclass(frozen=True)
 class Series:
     """A line: its name, color (CSS) and points, x ascending; NaN makes a gap.
 
-    ``kind``: "" or, drawn behind the others and not solid, "baseline" or "before".
+    ``kind``: "", or "baseline" or "before", which are drawn behind the others and not solid.
     """
 
     label: str
@@ -42,13 +42,13 @@ def line_chart(
     reference_label: str = "",
     y_reach: tuple[float, float] | None = None,
 ) -> Markup:
-    """Return the lines over one another; those of a ``kind`` behind the others.
+    """Return the lines in one plot; those with a ``kind`` are behind the others.
 
     Args:
-        smooth: draw long curves as a moving mean over the faint original.
+        smooth: draw long curves as a moving mean over the faint raw curve.
         zero: let y start at zero.
         reference, reference_label: a value to mark with a dashed level, and its name.
-        y_reach: values that the axis covers at least, to share it among pictures.
+        y_reach: range that the axis covers at least, so that pictures can share it.
     """
     y_values = [v for s in series for v in s.y]
     y_values += [*(y_reach or ()), *([] if reference is None else [reference])]
@@ -111,7 +111,7 @@ def _line(points: list[tuple[float, float]], x: Scale, y: Scale, s: Series, kind
 
 
 def _thin(x: list[float], y: list[float]) -> list[tuple[float, float]]:
-    """Keep the least and the greatest point of each stretch, and both ends."""
+    """Keep the minimum and maximum of each stretch, and both ends."""
     points = list(zip(x, y, strict=True))
     if len(points) <= KEPT:
         return points
@@ -132,7 +132,7 @@ def _thin(x: list[float], y: list[float]) -> list[tuple[float, float]]:
 def moving_mean(values: list[float], window: int | None = None) -> list[float]:
     """Return the centered mean over ``window`` points (a fifteenth of all by default), without NaN.
 
-    At the ends the window is cut, not shifted; a NaN stays a NaN.
+    At the ends the window is truncated, not shifted; NaN stays NaN.
     """
     half = (window or max(3, len(values) // 15)) // 2
     finite, near = np.isfinite(values), np.ones(2 * half + 1)

@@ -30,13 +30,13 @@ def scatter(
     """Return the points; groups outside ``named`` are small and gray, behind.
 
     Args:
-        points: x, y, group; points that are not finite are left out.
-        named: the groups to tell apart, each with its own color and shape (at most six).
+        points: x, y, group; points that are not finite are omitted.
+        named: the groups to distinguish by color and shape (at most six).
     """
     finite = [p for p in points if math.isfinite(p[0]) and math.isfinite(p[1])]
     xs, ys = [p[0] for p in finite], [p[1] for p in finite]
     low_x, low_y = min(xs, default=0.0), min(ys, default=0.0)
-    # one scale both ways: distances mean something
+    # one scale for both axes, so that distances are meaningful
     spread = max(max(xs, default=1.0) - low_x, max(ys, default=1.0) - low_y) or 1.0
     off_x = (spread - (max(xs, default=1.0) - low_x)) / 2
     off_y = (spread - (max(ys, default=1.0) - low_y)) / 2

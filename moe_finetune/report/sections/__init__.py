@@ -1,8 +1,8 @@
 """The sections of the page, in order.
 
-A section is one file with one ``Section`` and one line here. ``render`` gets the
-:class:`~moe_finetune.report.context.Report` and returns markup, or None when the runs have nothing
-for it (after a note by ``report.note_missing``).
+A section is one file with one ``Section`` and one line here. ``render`` receives the
+:class:`~moe_finetune.report.context.Report` and returns markup, or None if the runs have nothing to
+show (after ``report.note_missing``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moe_finetune.report.sections.strength import STRENGTH
 
 
 def _missing(report: Report) -> Markup | None:
-    """What could not be shown, and what would bring it."""
+    """What could not be shown, and what would provide it."""
     if not report.missing:
         return None
     entries = [tag("li", tag("strong", what), f": {remedy}") for what, remedy in report.missing]

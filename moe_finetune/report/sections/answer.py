@@ -1,4 +1,4 @@
-"""The answer: what the losses changed in the experts, and what that did to the scores."""
+"""The summary: what the losses changed in the experts, and how the scores changed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from moe_finetune.report.runs import Run
 from moe_finetune.report.sections.experts import Change, expert_changes, experts_table
 from moe_finetune.report.sections.scores import baseline_label, comparisons, score_table
 
-# What training optimizes, by what its stage logs: a reward, the margin of preferences, the loss.
+# The logged objective of each stage: a reward, the margin of preferences, or the loss.
 OBJECTIVES = (("reward",), ("rewards/accuracies", "rewards/margins"), ("loss",))
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a run changed: its name, what it is compared with, and findings under a label each."""
+    """What a run changed: its name, its reference, and labeled findings."""
 
     run: str
     reference: str
@@ -30,7 +30,7 @@ class Answer:
 
 
 def answers(report: Report) -> list[Answer]:
-    """An answer for each run but the baseline; last, all runs against before fine-tuning."""
+    """An answer for each run except the baseline; last, all runs against before fine-tuning."""
     answers = [_answer(report, run) for run in report.runs[1:] or report.runs]
     if report.baseline:
         since = [(run.label, text) for run in report.runs if (text := _since_before(report, run))]
@@ -40,7 +40,7 @@ def answers(report: Report) -> list[Answer]:
 
 
 def answer_text(report: Report) -> list[str]:
-    """:func:`answers`, a paragraph each."""
+    """:func:`answers` as paragraphs."""
     paragraphs = []
     for answer in answers(report):
         against = f" against {answer.reference}" if answer.reference else ""
@@ -74,7 +74,7 @@ def _scores(differences: list[tuple[str, Difference]]) -> str | None:
 
 
 def _clear(differences: list[tuple[str, Difference]]) -> list[str]:
-    """What is better and what is worse, with intervals."""
+    """What is clearly better and worse, with intervals."""
     parts = []
     for verdict in ("better", "worse"):
         tasks = [
@@ -86,14 +86,14 @@ def _clear(differences: list[tuple[str, Difference]]) -> list[str]:
 
 
 def _since_before(report: Report, run: Run) -> str | None:
-    """What a run did to the scores of the checkpoint that it started from."""
+    """How a run changed the scores of the checkpoint that it started from."""
     tasks = [task for task in run.scores if task in run.base_scores]
     differences = [(t, report.difference(run.base_scores[t], run.scores[t])) for t in tasks]
     return ("; ".join(_clear(differences)) or "no clear difference") if tasks else None
 
 
 def _objective(report: Report, run: Run) -> list[tuple[str, str]]:
-    """Where the stage's objective ended: on validation data, or else in training."""
+    """The final value of the stage's objective: on validation data, otherwise in training."""
     for names in OBJECTIVES:
         pairs = [_ended(report, run, f"eval_{name}") or _ended(report, run, name) for name in names]
         if findings := [pair for pair in pairs if pair]:
@@ -138,7 +138,7 @@ def _show(answer: Answer) -> Markup:
 
 
 def _different_data(report: Report) -> Iterator[str]:
-    """Where runs were measured on different data, so that their numbers do not compare."""
+    """Yield a sentence for data that differ between runs, whose numbers do not compare."""
     runs = report.runs
     if differ(
         runs,

@@ -1,4 +1,4 @@
-"""Everything that was logged over the training steps: charts where runs differ, the rest folded."""
+"""All values logged over training: charts where runs differ, the rest folded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GROUPS = (
     "Scores",
 )
 OPTIMIZATION = ("learning_rate", "grad_norm", "tokens_per_second", "mean_token_accuracy")
-POINTS = 3  # fewer are not a curve; the table has them
+POINTS = 3  # fewer points are not a curve; the table has them
 DIFFERENT = 0.05
 """Runs differ where their curves lie this share of the chart's range apart on average; one run's
 curve is shown where it moves by this share of its size."""
@@ -72,7 +72,7 @@ def _render(report: Report) -> Markup | None:
 
 
 def _is_drawn(report: Report, name: str, names: Iterable[str]) -> bool:
-    """Whether this is a curve, and no other shows the same quantity with more points."""
+    """Return whether this is a curve and no other shows the same quantity with more points."""
     trained = name.removeprefix("eval_")
     twice = name in REDUNDANT or (name != trained != "loss" and trained in names)
     points = max(len(run.curves[name].values) for run in report.runs if name in run.curves)
@@ -147,7 +147,7 @@ def _figure(report: Report, name: str) -> Markup:
 
 
 def _title(name: str, curves: list[tuple[Run, Curve]]) -> str:
-    """Where the curve of one run goes, or which run ends where."""
+    """A title with the curve's start and end for one run, or the end values of several."""
     last = [(ends(curve)[1], run.label) for run, curve in curves]
     finite = [end for end in last if not math.isnan(end[0])]
     if not finite:

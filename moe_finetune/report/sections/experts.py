@@ -20,7 +20,7 @@ UNCHANGED = 0.02
 
 @dataclass(frozen=True)
 class Change:
-    """A metric of a run against what it is compared with."""
+    """A metric of a run against its reference."""
 
     word: Word
     reference: float
@@ -36,15 +36,15 @@ class Change:
 
     @property
     def moved(self) -> bool:
-        """Whether the change is worth mentioning."""
+        """Return whether the change is worth mentioning."""
         return abs(self.share) >= UNCHANGED
 
     @property
     def verdict(self) -> str:
         """``better`` or ``worse`` by the metric's good direction; else ``unclear``.
 
-        Nothing is better if routing has collapsed: two experts that take every token have no
-        overlap either.
+        With routing collapse nothing counts as better: two experts that take every token also have
+        no overlap.
         """
         if not self.moved or not self.word.good:
             return "unclear"
@@ -70,9 +70,9 @@ class Change:
 
 
 def before_and_after(run: Run, name: str) -> tuple[float, float]:
-    """A metric's mean over layers before and after fine-tuning; NaN where it was not measured.
+    """A metric's mean over layers before and after fine-tuning; NaN if it was not measured.
 
-    A metric that the snapshots lack is the last evaluation's.
+    If the snapshots lack the metric, the last evaluation's value is used.
     """
     snapshots = [
         r.metrics().get(name) if r else None for r in (run.routing_before, run.routing_after)
@@ -104,7 +104,7 @@ def _metric_names(report: Report) -> list[str]:
 
 
 def experts_table(report: Report) -> Markup | None:
-    """The leading metrics that some run moved; below, folded, the others and those unchanged."""
+    """The leading metrics that any run changed; below, folded, the other and unchanged ones."""
     measures = {
         name: [before_and_after(run, name) for run in report.runs] for name in _metric_names(report)
     }

@@ -22,7 +22,7 @@ def _max_violation(routing: Routing) -> float:
 
 
 def load(timelines: Sequence[Timeline], title: str) -> Markup:
-    """Return the load of every expert in every layer, over the training."""
+    """Return the load of every expert in every layer, over training."""
     cells = max(line.shot.routing.load_LE.size for line in timelines)
     places, frames = over_time(timelines, cells, lambda _: True)
     loads = [np.stack([r.relative_load_LE() for r in routings]) for _, routings, _ in frames]
@@ -53,7 +53,7 @@ def load(timelines: Sequence[Timeline], title: str) -> Markup:
 
 
 def load_title(shots: Sequence[Snapshot]) -> str:
-    """Whether the load became more even, and in which run."""
+    """A title that tells whether the load became more even, and in which run."""
     values = [_max_violation(shot.routing) for shot in shots]
     if len(shots) == 2 and shots[0].is_before:
         first, last = values
@@ -104,7 +104,7 @@ def frequencies(shots: Sequence[Snapshot]) -> Markup:
         ranked_LE = -np.sort(-shot.routing.relative_load_LE(), axis=1)
         ranks = [float(e) for e in range(1, shot.routing.num_experts + 1)]
         last = max(1, len(ranked_LE) - 1)
-        # a few layers, evenly over the depth: more lines would be indistinguishable
+        # a few layers, evenly spaced: more lines would be indistinguishable
         drawn = {round(i * last / (LINES - 1)) for i in range(LINES)} & set(range(len(ranked_LE)))
         series = [
             Series(
@@ -116,7 +116,7 @@ def frequencies(shots: Sequence[Snapshot]) -> Markup:
             for i, layer in enumerate(shot.routing.layers)
             if i in drawn
         ]
-        # a flat line at 1 is an even load; a long tail at 0 are unused experts
+        # a flat line at 1 is an even load; a long tail at 0 means unused experts
         chart = line_chart(
             f"Selection frequency, experts ranked in each layer: {shot.label}",
             f"The most selected expert has up to {number(top)} times an even share.",

@@ -1,4 +1,4 @@
-"""Heat maps side by side, one a run, moved through the training by one slider."""
+"""Heat maps side by side, one per run, with one slider over training."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ def over_time(
     """Choose the positions of a slider: the name of each, and the frames of each run.
 
     Args:
-        cells: of one frame; the page's size limits the number of frames, evenly over the training.
-        has_picture: whether a routing has what is to be drawn.
+        cells: number of cells in a frame; the page's size limits the number of frames, spread
+            evenly over training.
+        has_picture: whether a routing has the data to draw.
     """
     chosen: list[tuple[Timeline, dict[float, Routing]]] = []
     most = max(2, MOST_CELLS // (cells * max(1, len(timelines))))
@@ -73,7 +74,7 @@ def over_time(
 
 
 def slider(places: Sequence[str]) -> Markup | None:
-    """Return the control that moves every heat map of its figure; None where nothing can move."""
+    """Return the slider for all heat maps of a figure; None if there is only one position."""
     if len(places) < 2:
         return None
     last = len(places) - 1

@@ -1,4 +1,4 @@
-"""The commands that make these results again."""
+"""The commands that reproduce these results."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def _render(report: Report) -> Markup | None:
 
 
 def _measured(report: Report, shots: list[Snapshot]) -> Markup:
-    """What the pictures were measured on."""
+    """The tokens on which the pictures were measured."""
     routing = shots[-1].routing
     facts = [f"{number(len(routing.layers))} MoE layers", f"{number(routing.num_experts)} experts"]
     if routing.top_k:
@@ -110,7 +110,7 @@ def _probabilities(report: Report, shots: list[Snapshot]) -> Markup | None:
 
 
 def _per_layer(shots: list[Snapshot]) -> Markup | None:
-    """Every metric that is known for each of three layers or more, over depth."""
+    """Every metric that is known for at least three layers, over depth."""
     metrics = {shot: shot.routing.metrics() for shot in shots}
     figures = []
     for name in dict.fromkeys(name for by_name in metrics.values() for name in by_name):

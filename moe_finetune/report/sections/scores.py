@@ -39,7 +39,7 @@ def _render(report: Report) -> Markup | None:
 
 
 def baseline_label(report: Report) -> str:
-    """What runs are compared with, for a sentence."""
+    """The reference of the comparison, worded for a sentence."""
     return report.baseline.label if report.baseline else "the checkpoint before fine-tuning"
 
 
@@ -211,7 +211,7 @@ def _every_metric(report: Report) -> Markup | None:
 
 
 def _remarks(report: Report) -> Markup | None:
-    """What the evaluations report themselves: truncated prompts, unfinished tasks."""
+    """Remarks from the evaluations: truncated prompts, unfinished tasks."""
     remarks = []
     for run in report.runs:
         unfinished = ", ".join(map(str, run.evaluation.get("unfinished") or []))

@@ -1,4 +1,4 @@
-"""The recipes side by side, what differs first; then versions, hardware and evaluations so."""
+"""Recipes side by side, differences first; then versions, hardware and evaluations likewise."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moe_finetune.recipe.section import SECRET
 from moe_finetune.report.context import Cell, Report, Section, group, table
 from moe_finetune.report.markup import DASH, Markup, is_number, join, number, tag
 
-MANY = 8  # of a longer list of numbers, only the ends are shown
+MANY = 8  # longer lists of numbers show only their ends
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -28,7 +28,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def without_secrets(value: Any, name: str = "") -> Any:
-    """Return a copy in which the values of keys that name a secret are hidden."""
+    """Return a copy in which values of keys that name a secret are hidden."""
     if isinstance(value, dict):
         return {k: without_secrets(v, str(k)) for k, v in value.items()}
     if isinstance(value, list):
@@ -37,7 +37,7 @@ def without_secrets(value: Any, name: str = "") -> Any:
 
 
 def value_text(value: Any) -> str:
-    """Return a setting's value for people."""
+    """Return a setting's value as text."""
     if value is None:
         return DASH
     if isinstance(value, bool):
@@ -52,7 +52,7 @@ def value_text(value: Any) -> str:
 
 
 def side_by_side(report: Report, caption: str, sources: list[dict[str, Any]]) -> Markup:
-    """Return a table of dotted keys, one column a run; rows that differ come first, marked."""
+    """Return a table of dotted keys, one column per run; rows that differ come first, marked."""
     flats = [flatten(without_secrets(source)) if source else {} for source in sources]
     keys = list(dict.fromkeys(key for flat in flats for key in flat))
     texts = {key: [value_text(flat.get(key)) for flat in flats] for key in keys}
@@ -92,7 +92,7 @@ def _environment(report: Report) -> Markup | None:
     else:
         report.note_missing("Environment", "no environment.json in the run's folder")
     if any(run.evaluation for run in report.runs):
-        # the section of scores has remarks and unfinished tasks
+        # the scores section shows remarks and unfinished tasks
         sources = [
             {k: v for k, v in run.evaluation.items() if k not in ("notes", "unfinished")}
             for run in report.runs

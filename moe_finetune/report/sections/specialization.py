@@ -1,4 +1,4 @@
-"""What the experts are for: domains, coherence, then pictures of single layers."""
+"""What the experts specialize in: domains, coherence, then pictures of single layers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from moe_finetune.report.routing import reading
 from moe_finetune.report.sections.panels import experts, panel, panels
 from moe_finetune.report.sections.text import text
 
-POINTS = 1500  # of a scatter; more only hide one another
+POINTS = 1500  # points of a scatter; more would hide each other
 LEAST_SEPARATION = 0.05
 """Below this share of the spread, no eye sees groups, however many points there are."""
 SHUFFLES = 20
@@ -149,7 +149,7 @@ def _coherence(report: Report, shots: list[Snapshot]) -> Markup | None:
 
 
 def _scatters(report: Report, shots: list[Snapshot], name: str) -> Markup | None:
-    """The scatters of ``name``; folded if no panel has groups that an eye can see."""
+    """The scatters of ``name``; folded if no panel has visible groups."""
     title, most, what, note = SCATTERS[name]
     points_of = {shot: points for shot in shots if (points := _read_points(shot, name))}
     if not points_of:
@@ -188,9 +188,9 @@ def _scatters(report: Report, shots: list[Snapshot], name: str) -> Markup | None
 
 
 def _separation(points: list[Point]) -> tuple[float, float]:
-    """The share of the spread between experts, and the largest that chance may give.
+    """The between-expert share of the variance, and the largest share that chance may give.
 
-    Chance: the largest of some shuffles of the labels, and :data:`LEAST_SEPARATION` at least.
+    Chance is the largest share over shuffles of the labels, and at least :data:`LEAST_SEPARATION`.
     """
     finite = [point for point in points if math.isfinite(point[0] + point[1])]
     where_N2 = np.array([point[:2] for point in finite]).reshape(-1, 2)

@@ -1,4 +1,4 @@
-"""How strong the losses were: their gradients against the language loss's, as last measured."""
+"""The strength of the losses: gradient norms relative to the language loss's, last measured."""
 
 from __future__ import annotations
 

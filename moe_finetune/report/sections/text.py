@@ -1,4 +1,4 @@
-"""Text in the colors of the experts that took its tokens, and the same as a table to search."""
+"""Text colored by the experts of its tokens, and the same as a searchable table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Texts = list[dict[str, Any]]
 
 
 def text(report: Report, shots: list[Snapshot]) -> Markup | None:
-    """Return the passages, how often a repeated token meets the same expert, and the table."""
+    """Return the passages, how often a repeated token gets the same expert, and the table."""
     texts_of = [
         (s, s.routing.data["colored_text"]) for s in shots if s.routing.data.get("colored_text")
     ]
@@ -59,7 +59,7 @@ def _tokens(texts: Texts) -> Iterator[tuple[str, int, list[int]]]:
 
 
 def color_key(named: Sequence[int]) -> Markup:
-    """Return which experts the colors of :func:`colored` stand for."""
+    """Return the legend of the colors in :func:`colored`."""
     entries = [
         tag("li", tag("mark", f"expert {e}", style=f"--c:{nth_color(rank)}"))
         for rank, e in enumerate(named)
@@ -85,7 +85,7 @@ def colored(texts: Texts, named: Sequence[int]) -> Markup:
 
 
 def _token_table(texts_of: Sequence[tuple[Snapshot, Texts]], where: str) -> Markup:
-    """Every token with the experts that took it in each snapshot; the page's script filters it."""
+    """Every token with its experts in each snapshot; the page's script filters the table."""
     experts_of: dict[str, list[Counter[int]]] = {}
     times: Counter[str] = Counter()
     for index, (_, texts) in enumerate(texts_of):
