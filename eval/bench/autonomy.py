@@ -1,8 +1,8 @@
 """Cost of Autonomy-of-Experts against a router, with and without ERC: P2's comparison.
 
-Steps of training from scratch (forward, backward, AdamW) of three models of the same number of
-weights, in float32 on one thread, interleaved. Times are processor times, so other work on
-the machine counts little. Peak memory is measured in a separate process for each.
+Times training steps from scratch (forward, backward, AdamW) of three models with the same number of
+weights, in float32 on one thread, interleaved. Times are processor times, so other work on the
+machine matters little. Peak memory is measured in a separate process for each.
 
     python eval/bench/autonomy.py --save
 """
@@ -65,7 +65,7 @@ class Arm:
 
 
 def peak_bytes(name: str, arguments: argparse.Namespace) -> int:
-    """Peak memory of three steps in a separate process, less what it starts with."""
+    """Peak memory in bytes of three steps in a separate process, minus its memory at the start."""
     ours, theirs = multiprocessing.get_context("fork").Pipe(duplex=False)
 
     def measure() -> None:
@@ -84,7 +84,7 @@ def peak_bytes(name: str, arguments: argparse.Namespace) -> int:
 
 
 def highest() -> int:
-    """Peak of this process's resident bytes; of a forked one, since the fork (unlike ru_maxrss)."""
+    """Peak resident bytes of this process; in a fork, since the fork (unlike ru_maxrss)."""
     return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 
 

@@ -3,9 +3,9 @@
     python eval/bench/data.py [--tokens 100000000] [--processes 2] [--save]
 
 Writes JSON lines of prompts and completions whose tokens (bytes) add up to ``--tokens``, prepares
-them in a separate process with an empty cache, and again in another with the cache of the first;
-each then reads the whole dataset once, as an epoch does. Prints seconds, the peak of each process's
-own (anonymous) memory, which mapped files do not count in, and the bytes on disk a token as JSON.
+them in a separate process with an empty cache, and again in another process with that cache; each
+then reads the whole dataset once, like an epoch. Prints, as JSON, seconds, the peak of each
+process's anonymous memory (without mapped files), and the bytes on disk per token.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 from saved import add_save, finish
 
-PROMPT, COMPLETION = 150, 249  # and the end of text: 400 tokens a row
+PROMPT, COMPLETION = 150, 249  # and the end of text: 400 tokens per row
 
 
 def write_rows(file: Path, tokens: int) -> int:
-    """Rows of random words; returns how many."""
+    """Write rows of random words; return their number."""
     rng = np.random.default_rng(0)
     words = ["".join(chr(97 + c) for c in rng.integers(0, 26, 7)) for _ in range(4096)]
     rows = tokens // (PROMPT + COMPLETION + 1)
@@ -50,7 +50,7 @@ def anonymous_mb() -> float:
 
 
 def measured(file: str, processes: int) -> dict[str, Any]:
-    """What this process takes to prepare ``file`` and to read it through once."""
+    """Time and memory of this process to prepare ``file`` and read it once."""
     from moe_finetune.data.examples import load_examples
     from moe_finetune.demo.tokenizer import train_tokenizer
     from moe_finetune.recipe.sections import DataSection

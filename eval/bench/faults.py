@@ -1,4 +1,4 @@
-"""Kill, signal, damage and soak training runs, and count what came out wrong.
+"""Kill, signal, damage and soak training runs, and count wrong results.
 
     python eval/bench/faults.py kills --repeat 40
     python eval/bench/faults.py signals --repeat 20
@@ -7,7 +7,7 @@
     python eval/bench/faults.py soak --steps 2000
 
 Each part adds one line to ``eval/bench/results/faults.jsonl``. "Wrong" is a final adapter whose
-bytes, or a log whose numbers, differ from those of the run that nothing disturbed.
+bytes, or a log whose numbers, differ from those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tests.warm import Server, forked_from  # noqa: E402
 
 
 class Bench:
-    """Per family a recipe and the undisturbed run's hash, log and duration."""
+    """For each family a recipe and the undisturbed run's hash, log and duration."""
 
     def __init__(self, folder: Path, families: list[str]):
         self.folder = folder
@@ -60,7 +60,7 @@ class Bench:
 
         Returns the exit code of the disturbed part, and whether the result is right.
 
-        ``disturbance`` is what :func:`~tests.faults.harness.train` takes.
+        ``disturbance`` are arguments of :func:`~tests.faults.harness.train`.
         """
         recipe, wanted, log, _ = self.straight[family]
         run = self.folder / "run"
@@ -82,7 +82,7 @@ def kills(bench: Bench, repeat: int) -> dict:
     families, done, right = list(bench.straight), 0, 0
     while done < repeat:
         family = families[done % len(families)]
-        # Half of them within a save, where a uniform moment seldom falls.
+        # Half of them during a save, which a uniform moment seldom hits.
         if done % 2:
             code, fine = bench.run(family, die_at=chooser.choice(SAVE))
         else:
@@ -115,7 +115,7 @@ def writes(bench: Bench, repeat: int) -> dict:
 
 
 def files(bench: Bench, repeat: int) -> dict:
-    """Damage every file of the newest checkpoint; count which one a resume picks."""
+    """Damage every file of the newest checkpoint; count which checkpoint a resume picks."""
     cases = silent = 0
     for family, (recipe, *_) in bench.straight.items():
         root = recipe.parent / "straight" / "checkpoints"
@@ -136,7 +136,7 @@ def files(bench: Bench, repeat: int) -> dict:
 
 
 def soak(steps: int) -> dict:
-    """Memory of one long run, saving and logging all the way."""
+    """Memory of one long run that saves and logs throughout."""
     import torch
     from transformers import TrainerCallback
 

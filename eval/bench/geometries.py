@@ -1,4 +1,4 @@
-"""The shapes that a step is timed at: two small ones, and the four checkpoints at full width."""
+"""The shapes at which a step is timed: two small ones, and four checkpoints at full width."""
 
 from __future__ import annotations
 
@@ -84,6 +84,6 @@ def config_of(arguments):
     make, layers = GEOMETRIES[arguments.geometry]
     config = make()
     config.num_hidden_layers = arguments.layers or layers
-    if getattr(config, "layer_types", None):  # one a layer
+    if getattr(config, "layer_types", None):  # one per layer
         config.layer_types = config.layer_types[: config.num_hidden_layers]
     return config

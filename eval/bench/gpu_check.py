@@ -1,9 +1,9 @@
-"""Everything that a GPU decides, in one go, and one file to send in: ``make gpu-check``.
+"""All checks that need a GPU, and one file to send in: ``make gpu-check``.
 
-The file is for a reader and, in its last block, JSON. A check that fails does not end the others.
+The file is readable and has JSON in its last block. A failed check does not stop the others.
 
     python eval/bench/gpu_check.py --output gpu-check.md
-    python eval/bench/gpu_check.py --device cpu --tiny    # the same, as far as a CPU goes
+    python eval/bench/gpu_check.py --device cpu --tiny    # what a CPU can run of it
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ METHOD = {
 
 
 class NotRun(Exception):
-    """Why a check has nothing to do here."""
+    """A check cannot run here, for the reason given."""
 
 
 def gpu_tests(arguments) -> dict[str, Any]:
-    """The tests marked ``gpu``; without one, how many there are."""
+    """Run the tests marked ``gpu``; without a GPU, count them."""
     files = [file for file in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in file.read_text()]
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
     command += map(str, sorted(files))
@@ -90,12 +90,12 @@ def gradients(model, kernel: str, device: str) -> torch.Tensor:
 
 
 def apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Distance relative to the length of the reference."""
+    """Distance relative to the norm of the reference."""
     return float((found - wanted).norm() / wanted.norm())
 
 
 def grouped_is_loop(arguments) -> dict[str, Any]:
-    """The kernel of a GPU against one product an expert, in both dtypes."""
+    """Compare the GPU's kernel with one product per expert, in both dtypes."""
     found = {}
     for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, 0.3)):
         model = adapted("tiny", dtype, arguments.device)
@@ -107,7 +107,7 @@ def grouped_is_loop(arguments) -> dict[str, Any]:
 
 
 def bfloat16_is_float32(arguments) -> dict[str, Any]:
-    """Gradients in bfloat16 compared with float32, with the same weights."""
+    """Compare gradients in bfloat16 and float32, with the same weights."""
     dtypes = (torch.bfloat16, torch.float32)
     models = (adapted("tiny", dtype, arguments.device) for dtype in dtypes)
     off = apart(*(gradients(model, "grouped", arguments.device) for model in models))
@@ -116,7 +116,7 @@ def bfloat16_is_float32(arguments) -> dict[str, Any]:
 
 
 def step_benchmark(arguments) -> dict[str, Any]:
-    """``step.py`` at the widths of the four checkpoints."""
+    """Run ``step.py`` at the widths of the four checkpoints."""
     rows = {}
     for geometry in ("tiny",) if arguments.tiny else WIDTHS:
         options = {"--geometry": geometry, "--device": arguments.device, "--dtype": "bfloat16"}
@@ -130,7 +130,7 @@ def step_benchmark(arguments) -> dict[str, Any]:
 
 
 def memory_plan(arguments) -> dict[str, Any]:
-    """The memory plan against the allocator's peak."""
+    """Compare the memory plan with the allocator's peak."""
     if arguments.tiny:
         from memory import SETTINGS, recipe_of
 
@@ -146,7 +146,7 @@ def memory_plan(arguments) -> dict[str, Any]:
 
 
 def vllm_experts(arguments) -> dict[str, Any]:
-    """Greedy tokens of a small checkpoint in vLLM with expert parallelism and in transformers."""
+    """Compare greedy tokens of a small checkpoint in expert-parallel vLLM and in transformers."""
     from transformers import AutoModelForCausalLM
 
     config = GEOMETRIES["tiny"][0]()
@@ -184,7 +184,7 @@ CHECKS: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 
 def script(name: str, options: dict[str, str], flags: list[str] | None = None) -> dict[str, Any]:
-    """Figures of another benchmark, run in a separate process."""
+    """Run another benchmark in a separate process; return its figures."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "figures.json"
         given = [part for pair in options.items() for part in pair]
@@ -197,7 +197,7 @@ def script(name: str, options: dict[str, str], flags: list[str] | None = None) -
 
 
 def run(arguments) -> dict[str, dict[str, Any]]:
-    """Every check's outcome: ok, failed or not run, with seconds and figures or the reason."""
+    """Run every check: ok, failed or not run, with seconds and figures or the reason."""
     outcomes: dict[str, dict[str, Any]] = {}
     for name in arguments.only or CHECKS:
         print(f"{name} ...", flush=True)
@@ -215,7 +215,7 @@ def run(arguments) -> dict[str, dict[str, Any]]:
 
 
 def page(result: dict[str, Any]) -> str:
-    """The file to send in."""
+    """The text of the file to send in."""
     lines = ["# GPU check", "", f"device: {result['device']}", ""]
     lines += ["| check | outcome | seconds |", "| --- | --- | ---: |"]
     for name, row in result["checks"].items():

@@ -1,9 +1,9 @@
 """A training step on one GPU at the true widths of published checkpoints, compared with peers.
 
-LoRA on all experts in bfloat16 over random weights, at two numbers of layers, so that a layer's
-cost is the difference and the whole depth follows. Variants run interleaved in one process; figures
-are medians. One step of ours is profiled by kernel, and its FLOPs and bytes are set against what
-the device reaches in one large product and one large copy, and its data sheet where that is known.
+LoRA on all experts in bfloat16 over random weights, at two numbers of layers; the difference gives
+a layer's cost, and from it the full depth's. Variants run interleaved in one process; figures are
+medians. One step of ours is profiled by kernel. Its FLOPs and bytes are compared with the device's
+rates in one large product and one large copy, and with its data sheet if known.
 
     python eval/bench/gpu_step.py --write gpu-step.json                  # four checkpoints
     python eval/bench/gpu_step.py --geometry qwen3_30b_a3b --layers 8
@@ -55,12 +55,12 @@ what stock PEFT makes of the stack."""
 
 
 def run_peer(arguments: argparse.Namespace, name: str, file: Path) -> None:
-    """Time a peer with attention-only LoRA and ours in this process, whose kernels it changes."""
+    """Time a peer, attention-only LoRA and ours in this process; the peer changes its kernels."""
     STOCK[name] = PEERS[name][1]()
     arguments.geometry, arguments.kernels = arguments.geometry[0], 10
     names = ["attention-only", name]
     rows = {}
-    for variants in ([*names, "ours"], names):  # ours refuses layers that a package took over
+    for variants in ([*names, "ours"], names):  # ours refuses layers patched by a package
         try:
             rows = measure(arguments, variants, math.inf, {})["rows"]
             break
@@ -75,7 +75,7 @@ def run_peer(arguments: argparse.Namespace, name: str, file: Path) -> None:
 
 
 class Timed:
-    """A variant of this script: a model that may be shared, and how its experts are run."""
+    """A variant of this script: a model, possibly shared, and how its experts run."""
 
     def __init__(self, name: str, model: Any):
         self.name, self.model = name, model
@@ -94,7 +94,7 @@ class Timed:
 
 
 def models_of(arguments: argparse.Namespace, names: list[str]) -> dict[str, Timed]:
-    """The variants of ``names``; those of the same weights share a model."""
+    """The variants of ``names``; variants with the same weights share a model."""
     models: dict[Any, Any] = {}
     made = {}
     for name in names:
@@ -107,7 +107,7 @@ def models_of(arguments: argparse.Namespace, names: list[str]) -> dict[str, Time
 
 
 def peak_gb(timed: Timed, batch: Any, device: str) -> float | None:
-    """GB that a step's tensors need above the weights; None on a CPU, which is not counted."""
+    """GB that a step's tensors need above the weights; None on a CPU, where it is not measured."""
     if device != "cuda":
         timed.step(batch)
         return None
@@ -192,7 +192,7 @@ def profile(timed: Timed, batch: Any, arguments: argparse.Namespace) -> list[dic
 
 
 def depths(arguments: argparse.Namespace, geometry: str) -> tuple[int, int]:
-    """Two numbers of layers: as many as fit, and half of them."""
+    """Two numbers of layers: the most that fit, and half of that."""
     config = GEOMETRIES[geometry][0]()
     # Coupling joins two MoE layers, and some models begin with a dense one.
     first = 2 + (getattr(config, "first_k_dense_replace", 0) or 0)
@@ -202,14 +202,14 @@ def depths(arguments: argparse.Namespace, geometry: str) -> tuple[int, int]:
         return first, first + 2
     family = family_of(config)
     layer = 6 * family.num_experts(config) * family.expert_width(config) * config.hidden_size
-    fixed = 4 * 4 * config.vocab_size * config.hidden_size  # two models' embeddings, and logits
+    fixed = 4 * 4 * config.vocab_size * config.hidden_size  # embeddings of two models, and logits
     free = 0.85 * torch.cuda.mem_get_info()[0] - fixed
     layers = max(first + 2, min(DEPTH[geometry], int(free // (layer * COPIES_OF_WEIGHTS))))
     return max(first, layers // 2), layers
 
 
 def per_layer(shallow: dict[str, Any], deep: dict[str, Any], depth: int) -> dict[str, Any]:
-    """Seconds and GB that a layer adds, and what the whole depth comes to on that line."""
+    """Seconds and GB that a layer adds, and the linear extrapolation to the full depth."""
     added = deep["layers"] - shallow["layers"]
     projected = {}
     for name, row in deep["rows"].items():
@@ -234,7 +234,7 @@ def per_layer(shallow: dict[str, Any], deep: dict[str, Any], depth: int) -> dict
 
 
 def ratios(rows: dict[str, Any]) -> dict[str, float]:
-    """What the figures are compared by, each of medians."""
+    """The ratios of medians by which variants are compared."""
     pairs = {
         **{f"time: {name} / ours": (name, "ours") for name in VARIANTS if name.startswith("ours+")},
         "time: ours / attention-only": ("ours", "attention-only"),
@@ -255,7 +255,7 @@ def ratios(rows: dict[str, Any]) -> dict[str, float]:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The result of every geometry: figures, or why there are none."""
+    """The result of every geometry: figures, or the reason why there are none."""
     started = time.monotonic()
     results: dict[str, Any] = {}
     limits = device_limits(arguments)
@@ -300,7 +300,7 @@ def one(
 
 
 def table(result: dict[str, Any]) -> str:
-    """The figures for a reader."""
+    """The figures as a table."""
     lines = []
     for geometry, found in result["geometries"].items():
         if found["outcome"] != "ok":

@@ -1,7 +1,7 @@
-"""Each loss against its plain form: forward + backward time and peak memory, interleaved.
+"""Compare each loss with its plain form: forward + backward time and peak memory, interleaved.
 
-The plain form is what one writes first from the formula: all K x K pairs as vectors, one-hot
-loads, projections with the adapter added into the weights.
+The plain form follows the formula directly: all K x K pairs as vectors, one-hot loads, projections
+with the adapter added to the weights.
 
     python eval/bench/losses.py --tokens 1024 --save losses
 """
@@ -98,7 +98,7 @@ def run(loss, inputs) -> float:
 
 
 def saved_bytes(loss) -> int:
-    """Bytes that the graph keeps for the backward, inputs not counted twice."""
+    """Bytes that the graph saves for the backward; inputs count once."""
     kept: dict[int, int] = {}
 
     def pack(tensor):

@@ -1,12 +1,12 @@
-"""The measurement that the plan is compared with: a run's first steps.
+"""The measurement for the memory plan: a run's first steps.
 
-A model of a config gets random weights and trains by a recipe for a few steps on random rows of
-full length. :func:`counted_peak` counts the bytes of tensors that are alive, the same on every run.
+A model with random weights trains by a recipe for a few steps on random rows of full length.
+:func:`counted_peak` counts the bytes of live tensors, which is deterministic.
 
     python eval/bench/measured.py SETTING.json
 
-prints what the system reports: the peak of resident memory since the model was built, minus what
-the process used before; on a GPU the peak of the allocator.
+prints the system's figure: the peak of resident memory since the model was built, minus the memory
+before it; on a GPU the peak of the allocator.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def counted_peak(config: Any, recipe: Any) -> int:
     from moe_finetune.training.memory.borders import LiveBytes
     from moe_finetune.training.memory.profile import replaced
 
-    # Tiles of logits no wider than the vocabulary, as memory that is touched.
+    # Tiles of logits no wider than the vocabulary, so that only touched memory counts.
     tile = min(config.get_text_config().vocab_size, 32768)
     narrow = replaced(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", tile)
     with tempfile.TemporaryDirectory() as folder, narrow, LiveBytes() as live:
@@ -49,7 +49,7 @@ def counted_peak(config: Any, recipe: Any) -> int:
 
 
 def few_steps(recipe: Any) -> Any:
-    """``recipe`` cut to the steps that are measured."""
+    """``recipe``, shortened to the measured steps."""
     trainer = {**recipe.trainer, "max_steps": STEPS, "save_strategy": "no", "report_to": []}
     return recipe.model_copy(update={"trainer": trainer})
 
@@ -69,7 +69,7 @@ def measured_peak(config: Any, recipe: Any) -> int:
         )
         environment = {
             **os.environ,
-            # Freed blocks go back to the system at once, so that what is resident is alive.
+            # Freed blocks return to the system at once, so that resident memory is live memory.
             "MALLOC_MMAP_THRESHOLD_": "65536",
             "MALLOC_TRIM_THRESHOLD_": "65536",
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
@@ -88,7 +88,7 @@ def resident(kind: str) -> int:
 
 
 class _Peak:
-    """Counts from when it is made."""
+    """Peak memory since the object was created."""
 
     def __init__(self) -> None:
         import gc
@@ -105,7 +105,7 @@ class _Peak:
             self.before = resident("VmRSS")
 
     def bytes(self) -> int:
-        """The most since."""
+        """The peak in bytes."""
         import torch
 
         if self.cuda:
@@ -114,10 +114,10 @@ class _Peak:
 
 
 def peak_of(setting: dict[str, Any], folder: Path) -> int:
-    """Carry the setting out and return its peak.
+    """Run the setting and return its peak in bytes.
 
-    A small model is trained first, in the same way: what libraries load and reserve when they are
-    first used is not part of the run's memory.
+    A small model is trained first in the same way, so that memory that libraries reserve on first
+    use does not count.
     """
     from transformers import AutoConfig
 
@@ -141,7 +141,7 @@ def peak_of(setting: dict[str, Any], folder: Path) -> int:
 
 
 def train(config: Any, recipe: Any, folder: Path) -> None:
-    """A few steps of ``recipe`` on random weights and random rows of full length."""
+    """Train a few steps of ``recipe`` with random weights on random rows of full length."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
@@ -173,7 +173,7 @@ def _columns(recipe: Any, rows: int, vocabulary: int) -> dict[str, list]:
         return {"input_ids": ids, "labels": ids}
     if form != "preference":
         raise ValueError(f"rows of stage {recipe.stage} are not made here")
-    half, whole = "word " * (length // 2), "word " * length  # which is cut
+    half, whole = "word " * (length // 2), "word " * length  # which is truncated
     return {name: [half if name == "prompt" else whole] * rows for name in _PAIR}
 
 
@@ -193,7 +193,7 @@ def _tokenizer() -> Any:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("setting", type=Path)
     setting = json.loads(parser.parse_args().setting.read_text(encoding="utf-8"))

@@ -1,8 +1,8 @@
-"""The memory plan against the truth: six settings, each trained for two steps in a process.
+"""Compare the memory plan with measurements: six settings, two training steps each.
 
-On a CPU the truth is the peak of resident memory beyond what the process had before the model; on a
-GPU the allocator's peak. Widths are small enough for minutes on one core, and large enough that
-hundreds of megabytes are compared.
+Each setting has its own process. On a CPU the measurement is the peak of resident memory minus the
+memory before the model; on a GPU it is the allocator's peak. Widths are small enough for minutes on
+one core, and large enough to compare hundreds of megabytes.
 
     python eval/bench/memory.py
     python eval/bench/memory.py --headers      # inspect of a 60 GB checkpoint, by its headers
@@ -124,7 +124,7 @@ def compare(name, dtype="float32", device="cpu"):
 
 
 def headers() -> dict[str, float]:
-    """Seconds that the headers of Qwen3-30B-A3B take, from files of its size without data."""
+    """Seconds to read the headers of Qwen3-30B-A3B, from sparse files of its size."""
     from moe_finetune.checkpoint.opened import open_checkpoint
     from moe_finetune.models.loading import load_config
     from moe_finetune.models.structure import meta_model
@@ -150,7 +150,7 @@ def headers() -> dict[str, float]:
 
 
 def disk_names(config):
-    """Names and shapes as published: one matrix an expert and projection."""
+    """Names and shapes as published: one matrix per expert and projection."""
     from moe_finetune.models.structure import meta_model
 
     for name, parameter in meta_model(config).named_parameters():
@@ -168,7 +168,7 @@ def disk_names(config):
 
 
 def write_empty(folder, tensors, shard_bytes=4_000_000_000) -> int:
-    """Safetensors files of these tensors whose data are holes; returns their bytes."""
+    """Write sparse safetensors files of these tensors; return their bytes."""
     shards, held = [[]], 0
     for name, shape in tensors:
         size = 2 * torch.Size(shape).numel()

@@ -1,8 +1,9 @@
 """Merge a random adapter into a random checkpoint with Qwen3-30B-A3B's names and widths.
 
-Measures wall time and peak memory (of a child process) of ``merge_adapter``, wall time of ``cp -r``
-of the same folder interleaved with it, and on request of PEFT's ``merge_and_unload`` followed by
-``save_pretrained``. Everything made is deleted. Results go to ``eval/bench/results/merge.json``.
+Measures wall time and peak memory (of a child process) of ``merge_adapter``, interleaved wall time
+of ``cp -r`` of the same folder, and on request wall time of PEFT's ``merge_and_unload`` followed by
+``save_pretrained``. All files are deleted afterwards. Results go to
+``eval/bench/results/merge.json``.
 
     python eval/bench/merge.py --gigabytes 8 --repeat 3 --peft
 """
@@ -76,7 +77,7 @@ def make_base(
     vocabulary: int = VOCABULARY,
     shard_bytes: int = SHARD,
 ) -> int:
-    """Write the checkpoint in shards of about ``shard_bytes``; its number of layers."""
+    """Write the checkpoint in shards of about ``shard_bytes``; return its number of layers."""
     ends = {
         "lm_head.weight": (vocabulary, HIDDEN),
         "model.embed_tokens.weight": (vocabulary, HIDDEN),
@@ -111,7 +112,7 @@ def make_base(
 
 
 def make_adapter(folder: Path, layers: int, experts: int = EXPERTS) -> None:
-    """A rank-32 adapter in PEFT's format on attention, routed experts and router."""
+    """Write a rank-32 adapter in PEFT's format on attention, routed experts and router."""
     shapes: dict[str, tuple[int, ...]] = {}
 
     def pair(path: str, out_size: int, in_size: int, slots: int = 1) -> None:
@@ -139,7 +140,7 @@ def make_adapter(folder: Path, layers: int, experts: int = EXPERTS) -> None:
 
 
 def write_random(file: Path, shapes: dict, dtype: str, deviation: float, seed: int) -> None:
-    """Random values, tensor by tensor, each a different stretch of one random pool."""
+    """Write random values, tensor by tensor, each a different part of one random pool."""
     generator = torch.Generator().manual_seed(seed)
     kind = {"BF16": torch.bfloat16, "F32": torch.float32}[dtype]
     pool = (torch.randn(1 << 23, generator=generator) * deviation).to(kind)
@@ -156,7 +157,7 @@ def write_random(file: Path, shapes: dict, dtype: str, deviation: float, seed: i
 
 
 def child(code: str, *arguments: str) -> dict:
-    """Run ``code`` in a new interpreter; its wall time, peak memory and own report."""
+    """Run ``code`` in a new interpreter; return its wall time, peak memory and report."""
     started = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False

@@ -2,9 +2,9 @@
 
     python eval/bench/merge_kill.py --kills 30
 
-Moments are drawn uniformly over the time that an undisturbed merge takes. After each SIGKILL the
-target is looked at, the merge is run again to its end, and its files are compared with those of an
-undisturbed merge. Results go to ``eval/bench/results/merge_kill.json``.
+Moments are drawn uniformly over the duration of an undisturbed merge. After each SIGKILL the target
+is checked, the merge runs again to its end, and its files are compared with those of an undisturbed
+merge. Results go to ``eval/bench/results/merge_kill.json``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from merge import make_adapter, make_base
 from saved import add_save, finish
 
-# Says when it begins, so that the moment is not spent on imports.
+# Reports when it begins, so that the kill does not fall into imports.
 MERGE = """
 import sys
 import torch

@@ -4,7 +4,7 @@
 
 Writes a synthetic trace in chunks, summarizes it in a fresh process, and prints JSON. The goal: at
 most 30 s and 2 GB for the summary on 2 cores. The routing is a topic model, not a real router; the
-cost depends on the sizes only.
+cost depends only on the sizes.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Start each writing verb twice at once into one output, many times, and count the outcomes.
+"""Start each writing verb twice into one output, many times, and count the outcomes.
 
     python eval/bench/pairs.py --repeat 40
     python eval/bench/pairs.py --verbs train --repeat 10
 
-A pair is right if one process wins and the other is refused by name (exit code 2), or if both end
-one after the other with the same result. The output must then contain exactly what a single process
-writes, byte for byte (``train``: the recipe and the adapter of one of the two), and no other file.
-Where the verb allows it, the two have different settings, so a mixture would show. Adds one line to
-``eval/bench/results/pairs.jsonl``.
+A pair is right if one process wins and the other is refused (exit code 2, naming the output), or if
+both finish one after the other with the same result. The output must then contain exactly what a
+single process writes, byte for byte (``train``: the recipe and the adapter of one of the two), and
+no other file. Where the verb allows it, the two have different settings, so a mixture would show.
+Adds one line to ``eval/bench/results/pairs.jsonl``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 VERBS = ("merge", "permute", "convert", "select", "place", "analyze", "report", "eval", "train")
-# What differs between two runs that do the same.
+# Files that differ between two equal runs.
 CLOCK = ("environment.json", "summary.json", "metrics.jsonl", "checkpoints")
 
 
@@ -86,7 +86,7 @@ def prepare(folder: Path) -> dict[str, list[list[str]]]:
 
 
 def start(command: list[str], log: Path, delay: float) -> int:
-    """Fork a process that does ``command`` after ``delay`` seconds; everything is imported."""
+    """Fork a process that runs ``command`` after ``delay`` seconds; imports are already done."""
     pid = os.fork()
     if pid:
         return pid
@@ -127,13 +127,13 @@ def state(output: Path) -> dict[str, str]:
                     task.pop(key, None)
             content = json.dumps(held, sort_keys=True).encode()
         if path.suffix == ".html" and "train" in output.name:
-            continue  # it names the seconds
+            continue  # it contains the seconds
         found[name] = hashlib.sha256(content).hexdigest()
     return found
 
 
 def pairs(commands: list[list[str]], folder: Path, repeat: int, verb: str) -> dict[str, int]:
-    """Do ``repeat`` pairs and count how they ended."""
+    """Run ``repeat`` pairs and count their outcomes."""
     chooser, alone, logs = random.Random(0), [], [folder / "log0", folder / "log1"]
     home = folder / "out"
     output = home / ("plan.json" if verb in ("select", "place") else f"out-{verb}")
@@ -150,7 +150,7 @@ def pairs(commands: list[list[str]], folder: Path, repeat: int, verb: str) -> di
     for number in range(repeat):
         shutil.rmtree(home, ignore_errors=True)
         home.mkdir()
-        # Most of them at the very same moment, the rest anywhere in the other's work.
+        # Most start at the same moment, the rest anywhere during the other's work.
         delay = 0.0 if number % 2 else chooser.uniform(0, 0.8 * duration)
         both = [[*command, "-o", str(output)] for command in commands]
         chooser.shuffle(both)

@@ -1,8 +1,8 @@
-"""Expert kernels of other packages, as functions that transformers' experts call.
+"""Expert kernels of other packages, as implementations for transformers' experts.
 
 Installing one changes transformers or PEFT for the whole process, so ``gpu_step.py`` times each in
-a separate process, interleaved with attention-only LoRA (and with ours, where the recorder runs
-with it). Both need a GPU and Triton.
+a separate process, interleaved with attention-only LoRA (and with ours, if the recorder supports
+the kernel). Both need a GPU and Triton.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GPU_STEP = Path(__file__).with_name("gpu_step.py")
 
 
 def scattermoe() -> str:
-    """Axolotl's ScatterMoE with its LoRA fast path; the name of the experts implementation."""
+    """Install axolotl's ScatterMoE with its LoRA fast path; return the implementation's name."""
     from axolotl.integrations.kernels.libs.scattermoe_lora.experts import (
         register_scattermoe_experts,
     )
@@ -36,7 +36,7 @@ def scattermoe() -> str:
 
 
 def unsloth() -> str:
-    """Unsloth's grouped GEMM, under PEFT's own LoRA; the name of the experts implementation."""
+    """Install Unsloth's grouped GEMM under PEFT's LoRA; return the implementation's name."""
     from unsloth.kernels.moe.grouped_gemm.interface import grouped_gemm
 
     ALL_EXPERTS_FUNCTIONS.register("unsloth_grouped_gemm", with_grouped_gemm(grouped_gemm))
@@ -81,7 +81,7 @@ PEERS: dict[str, tuple[str, Callable[[], str]]] = {
 
 
 def left_out(name: str, device: str) -> str | None:
-    """Why a peer cannot be timed here, or None."""
+    """The reason why a peer cannot be timed here, or None."""
     package, _ = PEERS[name]
     if device != "cuda":
         return "left out: its kernels need a GPU"
@@ -92,7 +92,7 @@ def left_out(name: str, device: str) -> str | None:
 
 
 def peer_rows(arguments: argparse.Namespace, geometry: str, layers: int) -> dict[str, Any]:
-    """Each peer's rows at one depth, from a separate process, or why there are none."""
+    """Each peer's rows at one depth, from a separate process, or the reason for having none."""
     results: dict[str, Any] = {}
     for name in arguments.peers:
         reason = left_out(name, arguments.device)
@@ -114,7 +114,7 @@ def peer_rows(arguments: argparse.Namespace, geometry: str, layers: int) -> dict
 def peer_command(
     arguments: argparse.Namespace, name: str, file: Path, geometry: str, layers: int
 ) -> list[str]:
-    """What times one peer with the settings of this process."""
+    """The command that times one peer with the settings of this process."""
     command = [sys.executable, str(GPU_STEP), "--child", name, str(file)]
     command += ["--geometry", geometry, "--layers", str(layers)]
     for option in ("tokens", "length", "rank", "dtype", "device", "rounds", "warmup"):

@@ -1,11 +1,10 @@
-"""Placement on the real routing of DeepSeek-V2-Lite, judged on tokens it was not planned on.
+"""Placement on the real routing of DeepSeek-V2-Lite, evaluated on unseen tokens.
 
     python eval/bench/placement.py [--data FOLDER] [--ranks 8] [--max-imbalance 1.3] [--save]
 
 Plans on the first half of each trace's tokens and prints, as JSON, the table on the second half.
 The goal with 8 ranks: cross-rank share below 0.70, ranks per token <= 3.5, imbalance <= 1.30,
-    planned
-within 20 s on 2 cores.
+planned within 20 s on 2 cores.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def main() -> None:
         half = len(ids) // 2
         halves[task] = ids[:half], ids[half:], seq[half:]
     intent, law = halves["intent"], halves["law"]
-    # Both tasks interleaved by sequence number, as a server that gets both would see them.
+    # Both tasks interleaved by sequence number, like requests to a server of both.
     halves["both"] = (
         np.concatenate([intent[0], law[0]]),
         np.concatenate([intent[1], law[1]]),

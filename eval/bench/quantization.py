@@ -1,10 +1,10 @@
-"""What frozen weights in 4 and 8 bits cost and save: memory, loading, steps, held-out loss.
+"""Costs and savings of frozen weights in 4 and 8 bits: memory, loading, steps, held-out loss.
 
-Resident bytes and loading are of a checkpoint with Qwen3-30B-A3B's widths and a small vocabulary,
-written by this script (5 GB for four layers); loading is measured in a child process for each.
-Steps of the quantized and the unquantized model are interleaved in one process and counted in
-processor time, which other programs change least. With ``--demo`` the demo's checkpoint is
-fine-tuned once a format, from the same seed, and scored on its held-out rows.
+Resident bytes and loading time are for a checkpoint with Qwen3-30B-A3B's widths and a small
+vocabulary, written by this script (5 GB for four layers); loading is measured in a child process
+for each. Steps of the quantized and the unquantized model are interleaved in one process and
+measured in processor time, which other programs affect least. The part ``demo`` fine-tunes the
+demo's checkpoint once per format, from the same seed, and scores its held-out rows.
 
     python eval/bench/quantization.py --save
     python eval/bench/quantization.py --parts demo
@@ -36,7 +36,7 @@ VOCABULARY = 4096
 def write_checkpoint(folder: Path, layers: int) -> None:
     """A bfloat16 checkpoint, written tensor by tensor; experts repeat (values do not matter).
 
-    Its vocabulary is small: embeddings stay in bfloat16, and of four layers they would be a fifth.
+    Its vocabulary is small: embeddings stay in bfloat16 and would be a fifth of four layers.
     """
     from moe_finetune.io.safetensors_header import build_header
     from moe_finetune.models.structure import shapes_on_disk
@@ -65,7 +65,7 @@ def resident_kb(field: str) -> int:
 
 
 def load_child(folder: str, kind: str) -> None:
-    """Load once and print what it took; runs in a separate process."""
+    """Load once and print time and memory; runs in a separate process."""
     from moe_finetune import load_model
     from moe_finetune.quantization.codec import bitsandbytes
 
@@ -122,7 +122,7 @@ def bench_step(arguments) -> dict:
                         seconds[name].append(time.process_time() - start)
             row = {name: statistics.median(taken) for name, taken in seconds.items()}
             row |= {f"{name}/none": row[name] / row["none"] for name in ("nf4", "int8")}
-            # Of a noisy machine: each round's own ratio, in the middle.
+            # The median of per-round ratios, because the machine is noisy.
             for name in ("nf4", "int8"):
                 pairs = zip(seconds[name], seconds["none"], strict=True)
                 row[f"{name}/none, by rounds"] = statistics.median(a / b for a, b in pairs)
@@ -173,7 +173,7 @@ def main() -> None:
         load_child(*arguments.child)
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # Not "load": every result has the machine's under that name.
+    # Not "load": under that name every result has the machine's load.
     parts = {
         "load": ("loading", bench_load),
         "step": ("step", bench_step),

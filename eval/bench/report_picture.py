@@ -1,4 +1,4 @@
-"""The README's picture: the opening of a report's page, as a browser shows it.
+"""The README's picture: the top of a report's page in a browser.
 
 python eval/bench/report_picture.py runs/demo/report/index.html recipes/demo/report.png
 """

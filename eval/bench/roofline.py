@@ -1,4 +1,4 @@
-"""What a step must compute and move, against what the device reaches."""
+"""The FLOPs and bytes of a step, compared with the rates of the device."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Limits = dict[str, tuple[float, float]]
 
 
 def step_bytes(arguments: argparse.Namespace, model: Any) -> float:
-    """Bytes that a step moves at the least: weights once each way, and the experts' rows.
+    """Lower bound on the bytes that a step moves: weights once each way, and the experts' rows.
 
     Of each (token, expert) pair: five passes over H (x in both directions, y, dy, dx), eight over D
     (gate and up and their gradients, written and read) and four (z and its gradient). Attention,
-    the head and the optimizer's states of the factors are left out, so it is a lower bound.
+    the head and the optimizer's states are not counted.
     """
     config = config_of(arguments)
     family = family_of(config)
@@ -50,7 +50,7 @@ def copy_rate(arguments: argparse.Namespace) -> float:
 
 
 def device_limits(arguments: argparse.Namespace) -> Limits:
-    """TFLOP/s and TB/s that were measured here, and those of the device's data sheet if known."""
+    """TFLOP/s and TB/s measured here, and those of the device's data sheet if known."""
     device = torch.cuda.get_device_name(0) if arguments.device == "cuda" else ""
     return {
         "measured here": (product_tflops(arguments), copy_rate(arguments)),
@@ -61,7 +61,7 @@ def device_limits(arguments: argparse.Namespace) -> Limits:
 def roofline(
     arguments: argparse.Namespace, model: Any, seconds: float, limits: Limits
 ) -> dict[str, Any]:
-    """A step's counted work and what the device can do; shares are of the measured step."""
+    """A step's counted work and the device's limits; shares are of the measured step time."""
     flops, moved = step_flops(arguments, True), step_bytes(arguments, model)
     return {
         "flops": flops,

@@ -1,11 +1,10 @@
-"""Cost of the sandbox: HumanEval's 164 reference solutions, in it and in plain python.
+"""Cost of the sandbox: HumanEval's 164 reference solutions, sandboxed and in plain Python.
 
     python eval/bench/sandbox.py [--data ../shared/data] [--rounds 3]
 
-Each round runs every program three ways, one after another in an order that rotates: in the
-sandbox, as `python file.py`, and as `python -I -S -B file.py` (the sandbox's own flags, without
-isolation).
-Prints JSON. The goal: a mean cost of at most 40 ms a program over `python file.py`.
+Each round runs every program three ways, one after another in rotating order: in the sandbox, as
+`python file.py`, and as `python -I -S -B file.py` (the sandbox's flags, without isolation). Prints
+JSON. The goal: a mean cost of at most 40 ms per program over `python file.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every benchmark does with its figures: print them, and with ``--save`` keep them."""
+"""Print a benchmark's figures, and save them with ``--save``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def add_save(parser: argparse.ArgumentParser, name: str) -> None:
-    """Add ``--save [NAME]``, whose name is ``name`` when none is given."""
+    """Add ``--save [NAME]``, with ``name`` as the default NAME."""
     parser.add_argument(
         "--save", nargs="?", const=name, metavar="NAME", help=f"write results/NAME.json ({name})"
     )
@@ -22,11 +22,11 @@ def add_save(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def finish(arguments: argparse.Namespace, figures: dict[str, Any], show: bool = True) -> None:
-    """Print ``figures`` as JSON, and write them with how and on what they were measured."""
+    """Print ``figures`` as JSON, and save them with the command and the machine."""
     if show:
         print(json.dumps(figures, indent=2))
     if arguments.save or arguments.write:
-        # Paths say nothing about a figure.
+        # Paths do not matter for a figure.
         given = {k: v for k, v in vars(arguments).items() if not isinstance(v, Path)}
         how = {
             "arguments": {k: v for k, v in given.items() if k != "save" and v is not None},

@@ -1,4 +1,4 @@
-"""What placements cost on tokens that they were not planned on."""
+"""The cost of placements on tokens that they were not planned on."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def simulate_placement(
     hidden_size: int,
     bytes_per_element: int = 2,
 ) -> dict[str, float]:
-    """:func:`placement_metrics` and what an expert-parallel engine would send for these tokens.
+    """:func:`placement_metrics`, and the traffic of an expert-parallel engine for these tokens.
 
     Args:
         index_TLK: ``(T, L, K)`` selected experts.
         ranks_LE: ``(L, E)`` rank of each expert.
-        home_T: rank on which each token's sequence lives.
+        home_T: home rank of each token's sequence.
         hidden_size: H of the vectors that are sent.
         bytes_per_element: 2 for bfloat16.
 
@@ -31,8 +31,8 @@ def simulate_placement(
 
     - ``home_share``: share of dispatches on the token's home rank;
     - ``all_to_all_bytes``: per token, over all MoE layers: ``2 H b sum_l n_l``, with n_l the
-      distinct ranks other than home among the token's experts in layer l. A token's vector goes to
-      a rank once, whatever number of experts it meets there, and comes back combined once.
+      distinct ranks other than home among the token's experts in layer l. A token's vector is sent
+      to a rank once, however many of its experts are there, and returns combined once.
     """
     ranks = integers("ranks_LE", ranks_LE, ("L", "E"))
     index = integers("index_TLK", index_TLK, ("T", len(ranks), "K"), limit=ranks.shape[1])
@@ -62,8 +62,8 @@ def compare_placements(
 ) -> dict[str, dict[str, float]]:
     """Table of placements on held-out tokens: name -> :func:`simulate_placement`.
 
-    Rows are index order, round robin, random, ``others`` and ``planned``; sequences live on ranks
-    in turn (``seq_T`` numbers them). Judge on tokens that ``planned_LE`` has not seen.
+    Rows are index order, round robin, random, ``others`` and ``planned``; sequences, numbered by
+    ``seq_T``, are assigned to ranks in turn. Use tokens on which ``planned_LE`` was not planned.
     """
     planned = integers("planned_LE", planned_LE, ("L", "E"))
     layers, experts = planned.shape

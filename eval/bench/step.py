@@ -1,8 +1,8 @@
 """Time and memory of a training step: attention-only LoRA, stock PEFT on experts, and ours.
 
-All variants run interleaved in one process (A B C ... A B C ...), so that a noisy machine slows
-them alike; the ratios of medians are what counts. Peak memory is taken in one child process per
-variant on a CPU, and from the allocator on a GPU.
+All variants run interleaved in one process (A B C ... A B C ...), so that a noisy machine slows all
+of them; compare the ratios of medians. Peak memory is measured in one child process per variant on
+a CPU, and by the allocator on a GPU.
 
     python eval/bench/step.py --geometry small-cpu --rounds 12
     python eval/bench/step.py --geometry qwen3_30b_a3b --layers 4 --tokens 8192 --dtype bfloat16
@@ -75,7 +75,7 @@ def page_faults() -> int:
 
 
 def peak_memory(arguments, name) -> float:
-    """GB that a variant's steps need beyond what the process had before the model was built."""
+    """Peak GB of a variant's steps, minus the process's memory before the model was built."""
     if arguments.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -93,7 +93,7 @@ def peak_memory(arguments, name) -> float:
 
 def memory_child(arguments) -> None:
     def rss() -> float:
-        # Not ru_maxrss, which starts at what the parent had when it forked.
+        # Not ru_maxrss, which starts at the parent's peak at the fork.
         status = Path("/proc/self/status").read_text()
         return int(status.split("VmHWM:")[1].split()[0]) / 1e6
 
@@ -191,7 +191,7 @@ def main() -> None:
     names = arguments.variants or [
         *BASELINES,
         "ours",
-        "ours+metrics",  # the callback's cheap ones
+        "ours+metrics",  # the callback's cheap metrics
         "ours+orthogonal_variance",
         "ours+specialization_coupling",
         "ours+erc",
@@ -224,7 +224,7 @@ def main() -> None:
 
 
 def ratios(rows) -> dict[str, float]:
-    """The figures that are quoted."""
+    """The ratios that the documentation quotes."""
     found = {}
 
     def ratio(label, top, bottom, key):

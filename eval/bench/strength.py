@@ -1,8 +1,8 @@
-"""What measuring strength costs, once, in training steps a loss term.
+"""The cost of measuring strength once, in training steps per loss term.
 
-A step is forward, backward and the optimizer's update, as in ``step.py``; measured is what comes
-on top in the step that is measured. Both alternate in one process, for each set of terms. Seconds
-are the processor's, so that other work on the machine does not count.
+A step is forward, backward and the optimizer's update, as in ``step.py``; the figure is the
+additional time of a step that measures strength. Both alternate in one process, for each set of
+terms. Times are processor seconds, so that other work on the machine does not count.
 
     python eval/bench/strength.py --geometry small-cpu --rounds 9
     python eval/bench/strength.py --gradient-checkpointing
@@ -30,7 +30,7 @@ SETS["ten terms"] = ALL_TERMS
 
 
 def timed(model: torch.nn.Module, terms: dict[str, Any], batch: dict, rounds: int) -> dict:
-    """Median seconds of a plain step and of measuring, and their ratio a term."""
+    """Median seconds of a plain step and of measuring, and their ratio per term."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5)
     steps, measured = [], []
     with Specialization(model, {"terms": terms, "strength": {"first": False}}) as work:

@@ -2,10 +2,9 @@
 
     python eval/bench/traces.py [--token-layers 100000000] [--save]
 
-Writes a synthetic trace (26 layers, 6 of 64 experts, weights, token ids) from one batch after
-another, reads its ids and weights chunk by chunk, and prints the resident memory after each tenth
-as JSON. The goal: no growth. ``--save`` also writes it to
-``eval/bench/results/traces.json``.
+Writes a synthetic trace (26 layers, 6 of 64 experts, weights, token ids) batch by batch, reads its
+ids and weights chunk by chunk, and prints the resident memory after each tenth as JSON. The goal:
+no growth. ``--save`` also writes it to ``eval/bench/results/traces.json``.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def resident_mb() -> float:
 
 def write(folder: Path, batches: int) -> list[float]:
     rng = np.random.default_rng(0)
-    # A few batches, taken in turn: making new ones would cost more than writing them.
+    # A few batches in turn: generating new ones would take longer than writing them.
     scores = rng.random((4, BATCH, LAYERS, EXPERTS), np.float32)
     ids = np.argpartition(-scores, WIDTH - 1, -1)[..., :WIDTH].astype(np.int16)
     weights = rng.random(ids.shape, np.float32)
@@ -69,7 +68,7 @@ def read(folder: Path) -> tuple[list[float], int]:
 
 
 def growth(sizes: list[float]) -> float:
-    """MB that the largest size of the second half lies above that of the first."""
+    """MB by which the second half's largest size exceeds the first half's."""
     half = len(sizes) // 2
     return round(max(sizes[half:]) - max(sizes[:half]), 1)
 

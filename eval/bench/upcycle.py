@@ -1,7 +1,7 @@
 """Merge random Llama checkpoints into a Mixtral and measure time and peak memory.
 
-The merge runs in a child process, whose peak resident memory counts everything it imports. What is
-made is deleted. Results go to ``eval/bench/results/upcycle.json``.
+The merge runs in a child process, whose peak resident memory includes everything it imports. All
+files are deleted afterwards. Results go to ``eval/bench/results/upcycle.json``.
 
     python eval/bench/upcycle.py --experts 8 --gigabytes 1
 """

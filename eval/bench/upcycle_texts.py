@@ -2,10 +2,9 @@
 
 A child process reads texts from JSONL files as ``moe-finetune upcycle`` does, tokenizes them,
 counts tokens, clusters, lays out all training rows and reads them. The figures are its anonymous
-memory above what it had with everything imported, the largest of ten measurements a second in
-each step: without the pages of files that the system drops when it needs to. The texts are shuffled
-lines of the built-in corpus. What is made
-is deleted. Results go to ``eval/bench/results/upcycle_texts.json``.
+memory (without file pages, which the system can drop) above its memory after imports: the largest
+of ten measurements per second in each step. The texts are shuffled lines of the built-in corpus.
+All files are deleted afterwards. Results go to ``eval/bench/results/upcycle_texts.json``.
 
     python eval/bench/upcycle_texts.py --gigabytes 1
 """
@@ -76,7 +75,7 @@ print(json.dumps({"start": start, "peaks": peaks, "seconds": seconds,
 
 
 def write_texts(folder: Path, size: int) -> int:
-    """Write about ``size`` characters of shuffled lines, a file a category; return how many."""
+    """Write about ``size`` characters of shuffled lines, a file per category; return the number."""
     from moe_finetune.upcycle.corpus import read_corpus
 
     generator = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""What a step is timed with: baselines, ours with each set of terms, each of them compiled."""
+"""The variants of a timed step: baselines, and ours with each set of terms, also compiled."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ COMPILED = ", compiled"
 def build(arguments, experts: bool, quantization=None):
     """A random model with LoRA on attention, and on experts and full routers if ``experts``.
 
-    Frozen weights are held as ``quantization``.
+    Frozen weights are stored as ``quantization``.
     """
     torch.manual_seed(0)
     with torch.device(arguments.device):
@@ -66,14 +66,14 @@ def build(arguments, experts: bool, quantization=None):
 
 
 def adapts_experts(variant: str) -> bool:
-    """Whether LoRA is on the experts too."""
+    """Return whether the variant also has LoRA on the experts."""
     return not variant.startswith("attention-only")
 
 
 def terms_of(variant: str, moe_layers: int) -> dict | None:
-    """Loss terms of a variant of ours in a model of so many MoE layers, None for a baseline.
+    """Loss terms of a variant of ours in a model of ``moe_layers``; None for a baseline.
 
-    Coupling joins two MoE layers, so a model of one goes without it.
+    Coupling joins two MoE layers, so a model with one layer omits it.
     """
     if variant in BASELINES:
         return None
@@ -93,7 +93,7 @@ def _all_terms_of(variant: str) -> dict:
 
 
 def random_table(facts) -> str:
-    """A file of token frequencies ``(V, E)``, as ``supervised_routing`` reads one."""
+    """Write a file of token frequencies ``(V, E)`` for ``supervised_routing``; return its path."""
     path = Path(tempfile.gettempdir()) / f"frequencies-{facts.vocab_size}-{facts.num_experts}"
     if not path.exists():
         frequencies_VE = torch.rand(facts.vocab_size, facts.num_experts).softmax(-1)
@@ -102,13 +102,13 @@ def random_table(facts) -> str:
 
 
 class Variant:
-    """One thing to time: a model, an optimizer, and what is installed while it runs."""
+    """A timed variant: a model, an optimizer, and the hooks that are installed while it runs."""
 
     def __init__(self, name, model):
         self.name, self.model = name, model
         name, _, compiled = name.partition(",")
         parameters = [p for p in model.parameters() if p.requires_grad]
-        # Without values (a dry run on the meta device) there is nothing to fuse or to read.
+        # Without values (a dry run on the meta device) nothing can be fused or read.
         dry = parameters[0].is_meta
         self.optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=not dry)
         facts = model_facts(model)

@@ -1,8 +1,8 @@
-"""The papers' headline effects as comparisons of runs; the first of an effect is its verdict's.
+"""The papers' headline effects as comparisons of runs; the first one of an effect is its verdict.
 
-Effects 1 to 15 were written before any run was looked at, effects 16 to 24 on 23 November, when
-results of the arms that 18 and 21 to 24 read had been seen.
-``recipes/studies/README.md`` lists what changed.
+Effects 1 to 15 were written before any run was looked at; effects 16 to 24 on 23 November, after
+results of the arms in 18 and 21 to 24 had been seen. ``recipes/studies/README.md`` lists what
+changed.
 """
 
 from __future__ import annotations

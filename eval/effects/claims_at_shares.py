@@ -1,8 +1,8 @@
-"""What ``recipes/studies/demo_strength.yaml`` asks of its runs, written before the first of them.
+"""The claims that ``recipes/studies/demo_strength.yaml`` tests, written before its first run.
 
-Each method at a third of its shares, at them, at three times them, and with its paper's weight,
-against the balance loss of the same share. The first row of an effect of ``ov`` is against the
-balance loss that gives about the same MaxVio instead.
+Each method runs at a third of its shares, at its shares, at three times its shares, and with its
+paper's weight, and is compared with the balance loss of the same share. The first row of an ``ov``
+effect is compared with the balance loss that gives about the same MaxVio.
 """
 
 from __future__ import annotations

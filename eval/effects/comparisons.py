@@ -1,4 +1,4 @@
-"""What a row of the table of effects compares."""
+"""The comparisons in the rows of the table of effects."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Comparison:
 
     Attributes:
         what: the quantity.
-        reading: of a run's result; None where the run has no such number.
+        reading: function from a run's result to the number; None if the run has no such number.
         part, arm: the runs.
         baseline: arm that is subtracted, seed by seed; None compares with ``reference``.
         sign: +1 or -1, the claimed sign of the difference; 0: no change within ``margin``.
-        margin: for sign 0, as a share of the baseline's mean.
-        reference: subtracted where there is no baseline arm.
+        margin: bound for sign 0, as a share of the baseline's mean.
+        reference: number to subtract if there is no baseline arm.
         at_most: the claim is met only if the arm's mean is at most this share of the baseline's.
         pair: a reading of both runs together, instead of the difference.
     """
@@ -43,7 +43,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Effect:
-    """One headline effect: what the paper reports, and the comparisons that test it."""
+    """One headline effect: the paper's result, and the comparisons that test it."""
 
     number: int
     name: str

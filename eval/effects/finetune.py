@@ -1,4 +1,4 @@
-"""One arm and seed: the demo's checkpoint fine-tuned by the real trainer, and measured on the way.
+"""One arm and seed: fine-tune the demo's checkpoint with the real trainer, and measure it.
 
 Shape legend: T held-out tokens, L MoE layers, V vocabulary, E experts.
 """
@@ -44,12 +44,12 @@ FRESH_SEED = 1
 
 
 class Workbench:
-    """What all arms of a study share: checkpoint, data, held-out tasks, token frequencies.
+    """The checkpoint, data, held-out tasks and token frequencies that a study's arms share.
 
     Args:
-        section: the study's ``finetune``; its ``recipe.model.path``, where there is one, takes the
-            place of the demo's checkpoint.
-        folder: where data and token frequencies are written.
+        section: the study's ``finetune``; its ``recipe.model.path``, if set, replaces the demo's
+            checkpoint.
+        folder: folder for data and token frequencies.
     """
 
     def __init__(self, section: FinetuneSection, folder: Path):
@@ -76,7 +76,7 @@ class Workbench:
         self.start = self._measure_start()
 
     def _measure_start(self) -> tuple[dict[str, float], np.ndarray]:
-        """The untrained model's measures; an adapter of zeros changes nothing."""
+        """Measure the untrained model; an adapter of zeros changes nothing."""
         model = load_model(self.checkpoint, dtype="float32")
         return self.measure(model)
 
@@ -113,9 +113,9 @@ class Workbench:
 
 
 def data_in(folder: Path) -> Path:
-    """The rows in ``folder/data``, written where they are not there as a whole."""
+    """The rows in ``folder/data``, written if they are missing or incomplete."""
     data = folder / "data"
-    with output_lock(data, wait=True):  # other shards of the study may need it now
+    with output_lock(data, wait=True):  # other shards of the study may need it at the same time
         if not data.is_dir():
             with output_folder(data, 0) as partial:
                 write_demo_data(partial)
@@ -123,7 +123,7 @@ def data_in(folder: Path) -> Path:
 
 
 def fresh_rows(folder: Path, count: int, data: Path) -> Path:
-    """A file of ``count`` held-out rows, at most, that no file of the demo has."""
+    """A file of at most ``count`` held-out rows that are in no file of the demo."""
     used = {
         row["prompt"] for name in (TRAIN_FILE, VALIDATION_FILE) for row in read_rows(data / name)
     }
@@ -137,10 +137,10 @@ def fresh_rows(folder: Path, count: int, data: Path) -> Path:
 def topic_frequencies(
     documents: Sequence[Sequence[int]], vocabulary: int, experts: int
 ) -> np.ndarray:
-    """``(V, E)`` float32: how often each token occurs in each of E groups of like documents.
+    """``(V, E)`` float32: share of each token's occurrences in E groups of similar documents.
 
     Groups are k-means clusters of the documents' token shares, instead of P3's clusters of
-    embeddings. Every token has a little of every group, so that rows exist for all; they sum to 1.
+    embeddings. Counts are smoothed, so that every token has a row; rows sum to 1.
     """
     from sklearn.cluster import KMeans
 
@@ -153,18 +153,18 @@ def topic_frequencies(
 
 
 def write_table(frequencies_VE: np.ndarray, path: Path) -> None:
-    """Write the table as ``supervised_routing`` reads it."""
+    """Write the table in the format of ``supervised_routing``."""
     from safetensors.numpy import save_file
 
     save_file({"token_frequencies": frequencies_VE}, path)
 
 
 class Probe(TrainerCallback):
-    """Measures the model on held-out examples ``count`` times, equally far apart.
+    """Measures the model on held-out examples ``count`` times, evenly spaced.
 
     Attributes:
-        rows: metrics by probe, with ``step``, from the untrained model's on; ``stability`` is the
-            share of held-out tokens and layers whose top-1 expert is that of the probe before.
+        rows: metrics by probe, with ``step``, starting with the untrained model; ``stability`` is
+            the share of held-out tokens and layers that keep the previous probe's top-1 expert.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Probe(TrainerCallback):
         self.rows: list[dict[str, float]] = [{"step": 0, **start}]
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
-        # Probe i of n lies at step i/n of the run, rounded up.
+        # Probe i of n is at fraction i/n of the run's steps, rounded up.
         done, total = state.global_step, state.max_steps
         if done * self.count // total == (done - 1) * self.count // total:
             return
@@ -197,14 +197,14 @@ class Probe(TrainerCallback):
 def run_finetune(
     bench: Workbench, method: dict[str, Any], seed: int, folder: Path
 ) -> dict[str, Any]:
-    """Train one arm in the run's folder ``folder`` and return what it showed.
+    """Train one arm in the run's folder ``folder`` and return its result.
 
     Keys ``probes`` (see :class:`Probe`), ``log`` (rows of ``metrics.jsonl``) and ``scores`` of the
     held-out tasks after training.
     """
     recipe = bench.recipe(method, seed)
     write_atomic(folder / "recipe.yaml", recipe.to_yaml())
-    RunFolder(folder).metrics.unlink(missing_ok=True)  # of a run that was interrupted
+    RunFolder(folder).metrics.unlink(missing_ok=True)  # from an interrupted run
     model: Any = load_model(bench.checkpoint, dtype=recipe.model.dtype)
     set_seed(seed)
     model = add_lora(model, recipe.lora, recipe.router.train)

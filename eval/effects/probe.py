@@ -1,4 +1,4 @@
-"""What a model's routing and experts are like on held-out examples.
+"""Measure a model's routing and experts on held-out examples.
 
 Shape legend: T tokens, L MoE layers, E experts, K selected, H hidden, B rows, S positions.
 """
@@ -82,14 +82,15 @@ def measure(
 ) -> tuple[dict[str, float], np.ndarray]:
     """Metrics over ``rows`` (``input_ids``, ``labels``), means over layers, and top-1 experts.
 
-    The model is left in the mode it was in; nothing may be recording it.
+    The model's mode does not change. No recorder may be installed on the model.
 
     Args:
         model: a supported causal language model, with or without an adapter.
         rows: held-out examples.
-        frequencies_VE: how often each token goes to each expert, for the conditional mean rank.
-        embeddings: tokens that expert overlap is measured on.
-        perturbation: a change to routing that belongs to the model, such as a loss-free bias.
+        frequencies_VE: frequency of each token in each expert's data, for the conditional mean
+            rank.
+        embeddings: number of tokens for expert overlap.
+        perturbation: a change to routing that is part of the model, such as a loss-free bias.
 
     Returns:
         Metrics by name (``validation_loss`` in nats per learned token) and ``top1_TL``, the
@@ -131,7 +132,7 @@ def measure(
 
 
 def _top_T(layer: _Layer) -> np.ndarray:
-    """The selected expert of largest weight, of each token."""
+    """The selected expert with the largest weight, for each token."""
     index_TK = layer["index"]
     return top_choice(index_TK, np.take_along_axis(layer["scores"], index_TK, axis=1))
 

@@ -1,4 +1,4 @@
-"""From a run's result to a number: what the comparisons of the effects read."""
+"""Functions from a run's result to a number, for the comparisons of the effects."""
 
 from __future__ import annotations
 
@@ -89,24 +89,24 @@ def fold_change(name: str) -> Reading:
 
 
 def determinantal_gain(result: Result) -> float | None:
-    """Accuracy with theorem 6.3's choice of experts minus that with top-k, mean over folds."""
+    """Accuracy with theorem 6.3's choice of experts minus accuracy with top-k, mean over folds."""
     name = "determinantal_accuracy"
     return float(np.mean(result[name]) - np.mean(result["accuracy"])) if name in result else None
 
 
 def recovered(result: Result, choice: str, at: float, features: str = "random") -> float:
-    """Share of trials that ``choice`` recovers at the coherence nearest to ``at``."""
+    """Share of trials that ``choice`` recovers, at the coherence nearest to ``at``."""
     row = min(result[features], key=lambda row: abs(row["coherence"] - at))
     return float(row[choice])
 
 
 def greedy_recovery(at: float, features: str) -> Reading:
-    """Share that greedy recovers at one coherence."""
+    """Share of trials that the greedy choice recovers at one coherence."""
     return lambda result: recovered(result, "greedy", at, features) if features in result else None
 
 
 def recovery_loss(low: float, high: float) -> Reading:
-    """Greedy recovery at coherence ``high`` minus that at ``low``."""
+    """Greedy recovery at coherence ``high`` minus greedy recovery at ``low``."""
     return lambda result: recovered(result, "greedy", high) - recovered(result, "greedy", low)
 
 
@@ -116,7 +116,7 @@ def recovery_gap(at: float) -> Reading:
 
 
 def half_recovery(result: Result) -> float:
-    """Coherence at which greedy recovery falls to one half, between the two nearest levels."""
+    """Coherence at which greedy recovery falls to one half, interpolated between levels."""
     rows = result["random"]
     for low, high in pairwise(rows):
         if low["greedy"] >= 0.5 > high["greedy"]:
@@ -126,7 +126,7 @@ def half_recovery(result: Result) -> float:
 
 
 def held_out(result: Result) -> float | None:
-    """Held-out loss of a run from scratch; None when it diverged."""
+    """Held-out loss of a run from scratch; None if it diverged."""
     return result["held_out"]
 
 

@@ -1,4 +1,4 @@
-"""What training changed in routing, drawn: P0's Figure 1, and overlap against balance."""
+"""Pictures of the change in routing: P0's Figure 1, and overlap against balance."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLACES = [
 
 
 def draw_routing(results: Mapping[Shard, Mapping[str, Any]], folder: Path) -> list[Path]:
-    """Draw what the results have; return the files, ``p0_figure1.png`` and ``frontier.png``."""
+    """Draw the pictures that have results; return ``p0_figure1.png`` and ``frontier.png``."""
     runs: dict[str, list[Probes]] = {}
     for shard, result in results.items():
         if shard.part == "finetune":
@@ -44,7 +44,7 @@ def draw_routing(results: Mapping[Shard, Mapping[str, Any]], folder: Path) -> li
 
 
 def draw_figure1(balance: list[Probes], method: list[Probes], path: Path) -> Path:
-    """The untrained model, only a balance loss, and P0's method: means over seeds, and spread."""
+    """Draw the untrained model, the balance loss alone, and P0's method: means and spread."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3), layout="constrained")
@@ -63,7 +63,7 @@ def draw_figure1(balance: list[Probes], method: list[Probes], path: Path) -> Pat
 
 
 def draw_frontier(runs: Mapping[str, list[Probes]], path: Path) -> Path:
-    """A point for each arm: mean overlap against mean MaxVio at the end of training."""
+    """Draw a point for each arm: mean overlap against mean MaxVio at the end of training."""
     from matplotlib.figure import Figure
     from matplotlib.transforms import Bbox
 
@@ -77,7 +77,7 @@ def draw_frontier(runs: Mapping[str, list[Probes]], path: Path) -> Path:
     axes.margins(0.15)
     axes.set(xlabel="MaxVio (0: even load)", ylabel="expert overlap")
     axes.set_title("means over seeds; the number of seeds in brackets", fontsize=9)
-    figure.draw_without_rendering()  # places of labels are in pixels
+    figure.draw_without_rendering()  # label positions are in pixels
     pixels = axes.transData.transform([_end(probes) for probes in runs.values()])
     taken = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in pixels]
     for arm, probes in sorted(runs.items(), key=lambda item: _end(item[1])):

@@ -1,7 +1,7 @@
-"""Scores on the demo's held-out tasks without generating: the same answers from one forward.
+"""Score the demo's held-out tasks without generating: the same answers from one forward.
 
-Greedy decoding gives exactly the answer when, fed the answer, the model ranks each of its tokens
-first and then ends. Multiple choice compares the choices' log-likelihoods.
+Greedy decoding gives exactly the answer if the model, given the answer as input, ranks each of its
+tokens first and then ends. Multiple choice compares the choices' log-likelihoods.
 
 Shape legend: B rows, S positions, V vocabulary.
 """
@@ -31,7 +31,7 @@ class HeldOutTasks:
     Args:
         data: folder of :func:`moe_finetune.demo.data.write_demo_data`.
         tokenizer: the checkpoint's.
-        limit: most passages of code and of prose; arithmetic is short, and all of it is asked.
+        limit: largest number of code and of prose passages; all arithmetic problems are used.
     """
 
     def __init__(self, data: Path, tokenizer: Any, limit: int):
@@ -48,7 +48,7 @@ class HeldOutTasks:
         }
 
     def score(self, model: nn.Module, perturbation: Perturbation | None = None) -> dict[str, float]:
-        """Share of right answers of each task, and their ``mean``; nothing may record the model."""
+        """Share of right answers in each task, and their ``mean``; no recorder may be installed."""
         scores = {"arithmetic": share_exact(model, self._arithmetic, perturbation)}
         with _measured(model, perturbation):
             for domain, items in self._cloze.items():
@@ -63,7 +63,7 @@ class HeldOutTasks:
 
 
 def answer_rows(tokenizer: Any, items: Iterable[dict[str, Any]]) -> list[Row]:
-    """Rows of ``question``, ``answer`` and the end of text, of which the last two are labels."""
+    """Rows of ``question``, ``answer`` and end of text, with labels on the last two."""
     end = tokenizer.eos_token_id
     return [_row(tokenizer, item["question"], f" {item['answer']}", end) for item in items]
 
@@ -71,7 +71,7 @@ def answer_rows(tokenizer: Any, items: Iterable[dict[str, Any]]) -> list[Row]:
 def share_exact(
     model: nn.Module, rows: Sequence[Row], perturbation: Perturbation | None = None
 ) -> float:
-    """Share of ``rows`` whose labels greedy decoding gives; nothing may record the model."""
+    """Share of ``rows`` whose labels greedy decoding gives; no recorder may be installed."""
     with _measured(model, perturbation):
         return sum(right for right, _ in _answers(model, rows)) / len(rows)
 
@@ -88,8 +88,8 @@ def _measured(model: nn.Module, perturbation: Perturbation | None) -> Iterator[N
 
 
 def _answers(model: nn.Module, rows: Sequence[Row]) -> list[tuple[bool, float]]:
-    """Whether greedy decoding gives each row's answer, and the answer's log-likelihood."""
-    # Rows of like length share a batch, so that little of it is padding.
+    """For each row, whether greedy decoding gives the answer, and its log-likelihood."""
+    # Rows of similar length share a batch, to limit padding.
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))
     answers: list[tuple[bool, float]] = []
     ends = torch.tensor(model.generation_config.eos_token_id).flatten()  # type: ignore[union-attr]

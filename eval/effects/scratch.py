@@ -23,7 +23,7 @@ KEPT = 8
 
 @cache
 def _corpus() -> tuple[list[Document], Any]:
-    """Part of the demo's documents, which is more than these short runs read, and a tokenizer."""
+    """Part of the demo's documents, more than these short runs read, and a tokenizer."""
     documents = read_corpus()[::KEPT]
     return documents, make_tokenizer(documents, PretrainConfig().vocab_size, seed=0)
 

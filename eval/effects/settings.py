@@ -1,4 +1,4 @@
-"""The recipe of a miniature: which arms train on what, with which seeds."""
+"""The recipe of a miniature: its arms, data and seeds."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RecoverySection(Section):
 
 
 class ClassificationSection(Section):
-    """Figure 3 of P4. ``setting`` changes keys of its :class:`Setting`, which is the paper's."""
+    """Figure 3 of P4. ``setting`` overrides the paper's values in :class:`Setting`."""
 
     arms: list[Literal["baseline", "orthogonality", "dpp", "ncl"]] = Field(min_length=1)
     setting: dict[str, int | float] = Field(default_factory=dict)
@@ -50,22 +50,22 @@ class ClassificationSection(Section):
 
 
 class FinetuneSection(Section):
-    """Fine-tuning of the demo's checkpoint, one arm a method.
+    """Fine-tuning of the demo's checkpoint, one arm per method.
 
     Attributes:
         recipe: keys of a recipe that all arms share; ``model.path`` and the data are filled in.
         arms: name -> ``method:`` of a recipe.
-        baselines: arm -> the arm that stands for ``aux_loss`` in its comparisons: a balance loss
-            of the arm's own kind and weight, without other losses.
-        once: arms that run with the first seed only.
-        probes: times that the model is measured on held-out examples while it trains, equally far
-            apart; the untrained model is measured once for all.
-        embeddings: tokens that expert overlap is measured on.
-        tasks: most passages of the held-out code and prose tasks.
-        fresh_rows: held-out rows to measure on, drawn with another seed than the demo's and not
-            among the demo's rows; 0: the demo's held-out rows.
-        sums: arithmetic problems on held-out facts, drawn again for each seed and the same for all
-            arms, that every probe but the first answers (``sums`` in its row, in percent).
+        baselines: arm -> the arm that replaces ``aux_loss`` in its comparisons: a balance loss of
+            the same kind and weight, without other losses.
+        once: arms that run only with the first seed.
+        probes: number of evenly spaced measurements on held-out examples during training; the
+            untrained model is measured once for all arms.
+        embeddings: number of tokens for expert overlap.
+        tasks: largest number of passages in the held-out code and prose tasks.
+        fresh_rows: number of held-out rows to measure on, drawn with a different seed and not in
+            the demo's rows; 0: the demo's held-out rows.
+        sums: number of arithmetic problems on held-out facts, drawn for each seed and the same for
+            all arms, that every probe except the first answers (``sums`` in its row, in percent).
     """
 
     recipe: dict[str, Any] = Field(default_factory=dict)
@@ -80,13 +80,13 @@ class FinetuneSection(Section):
 
 
 class ScratchSection(Section):
-    """Pretraining from random weights, one arm a method.
+    """Pretraining from random weights, one arm per method.
 
     Attributes:
         arms: name -> ``method:`` of a recipe.
         model: changes to :class:`moe_finetune.demo.pretrain.PretrainConfig`.
         mixture: changes to :class:`moe_finetune.demo.batches.Mixture`.
-        steps, learning_rate: of AdamW, with linear warm-up over a tenth and a cosine after it.
+        steps, learning_rate: for AdamW, with linear warm-up over the first tenth, then a cosine.
     """
 
     arms: dict[str, dict[str, Any]] = Field(min_length=1)
@@ -112,9 +112,9 @@ class ScratchSection(Section):
 
 
 class Miniature(Section):
-    """Everything that decides a miniature study; a part that is left out is not run.
+    """Everything that determines a miniature study; omitted parts are not run.
 
-    ``claims``: whether its table has the comparisons of :mod:`eval.effects.claims` or those of
+    ``claims`` selects the comparisons of the table: :mod:`eval.effects.claims` or
     :mod:`eval.effects.claims_at_shares`.
     """
 
@@ -133,7 +133,7 @@ def load_miniature(path: str | Path, overrides: Sequence[str] = ()) -> Miniature
     """Read a miniature's recipe and check every arm's method.
 
     Raises:
-        RecipeError: an unknown key, method or option, with its place.
+        RecipeError: an unknown key, method or option; names its place.
     """
     study = from_tree(Miniature, load_tree([path], overrides))
     for part in (study.finetune, study.scratch):
@@ -163,7 +163,7 @@ def check_name(path: str, arm: str) -> None:
 
 
 def with_table(method: dict[str, Any], table: str) -> dict[str, Any]:
-    """``method`` with the token frequencies' file filled in, where it supervises routing."""
+    """``method`` with the path of the token frequencies, if it supervises routing."""
     supervised = method.get("preset") == "supervised_routing" or (
         "supervised_routing" in (method.get("terms") or {})
     )

@@ -1,4 +1,4 @@
-"""The runs of a miniature, one file each: what is there is kept, what is missing is run."""
+"""The runs of a miniature, one result file each; only missing results are run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STUDY_FILE = "study.json"
 
 @dataclass(frozen=True)
 class Shard:
-    """One run: a part of the study, an arm of it and a seed."""
+    """One run: a part of the study, an arm and a seed."""
 
     part: Part
     arm: str
@@ -33,16 +33,16 @@ class Shard:
 
     @property
     def name(self) -> str:
-        """Place below ``shards/``, without the ending."""
+        """Path below ``shards/``, without suffix."""
         return f"{self.part}/{self.arm}/seed_{self.seed}"
 
     def file(self, output: Path) -> Path:
-        """Where its result is."""
+        """The file of its result."""
         return output / "shards" / f"{self.name}.json"
 
 
 def shards_of(study: Miniature) -> list[Shard]:
-    """All runs, seed by seed, so that an interrupted study has whole seeds of every arm."""
+    """All runs, seed by seed, so that an interrupted study has complete seeds."""
     shards = []
     for seed in study.seeds:
         if study.recovery is not None:
@@ -59,13 +59,13 @@ def shards_of(study: Miniature) -> list[Shard]:
 
 
 def begin(study: Miniature, output: Path, resume: bool = False) -> None:
-    """Make the study's folder, or with ``resume`` check that it is this study's.
+    """Create the study's folder, or with ``resume`` check that it belongs to this study.
 
-    A study in it may have other seeds or further arms; what decides its runs must be the same.
+    The study in it may have other seeds or arms, but its runs must have the same settings.
 
     Raises:
-        OutputExistsError: it has other files, or this study without ``resume``.
-        RecipeError: its runs have other settings.
+        OutputExistsError: the folder has other files, or this study and ``resume`` is not set.
+        RecipeError: the runs in the folder have other settings.
     """
     settings = study.model_dump(mode="json")
     study_file = output / STUDY_FILE
@@ -100,14 +100,14 @@ def _clash(saved: dict[str, Any], settings: dict[str, Any], part: str) -> bool:
 
 
 class Runner:
-    """Runs shards of one study; what several of them need is made once."""
+    """Runs shards of one study; shared inputs are made once."""
 
     def __init__(self, study: Miniature, output: Path):
         self.study, self.output = study, output
         self._bench: Any = None
 
     def run(self, shard: Shard) -> dict[str, Any]:
-        """Run the shard and return its result (not written)."""
+        """Run the shard and return its result, without writing it."""
         if shard.part == "recovery":
             from eval.effects.theory.recovery import coherence_sweep
 
@@ -134,10 +134,10 @@ class Runner:
 
 
 def run_shards(study: Miniature, output: Path, part: tuple[int, int] = (1, 1)) -> dict[str, str]:
-    """Run what has no result yet; return why shards failed, by name.
+    """Run the shards without a result; return the reasons of failures by shard name.
 
-    A failed shard is tried again by the next call. ``part`` ``(i, n)`` takes every n-th shard from
-    the i-th (counted from 1), so that n processes share a study.
+    The next call retries failed shards. ``part`` ``(i, n)`` selects every n-th shard from the i-th
+    (counted from 1), so that n processes share a study.
     """
     runner = Runner(study, output)
     shards = shards_of(study)[part[0] - 1 :: part[1]]
@@ -162,10 +162,10 @@ def _step(shard: Shard, runner: Runner) -> Step:
 
 
 def read_shards(study: Miniature, output: Path) -> dict[Shard, dict[str, Any]]:
-    """Results of the study's shards that have one.
+    """The existing results of the study's shards.
 
     Raises:
-        RecipeError: a result that cannot be read; delete it to run it again.
+        RecipeError: a result cannot be read; delete it to run the shard again.
     """
     results = {}
     for shard in shards_of(study):
@@ -177,7 +177,7 @@ def read_shards(study: Miniature, output: Path) -> dict[Shard, dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers that JSON has: infinity and NaN become None."""
+    """``value`` with None for numbers that JSON cannot represent: infinity and NaN."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,8 +1,8 @@
 """The strength study: each method over shares of its losses, on the demo's checkpoint.
 
 A share is the norm of a loss's gradient over the language loss's, see
-:mod:`moe_finetune.training.strength`. For every method: how far its own metric moves, and what that
-costs in held-out loss.
+:mod:`moe_finetune.training.strength`. For every method: how far its target metric moves, and the
+cost in held-out loss.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BASELINE = "baseline"
 
 
 class MethodSection(Section):
-    """One method: its losses that get the share, and the metric that it is judged by.
+    """One method: its losses that get the share, and its target metric.
 
     ``method`` overrides keys of the study's ``baseline``; ``terms`` get the share in it.
     """
@@ -38,12 +38,12 @@ class MethodSection(Section):
 
 
 class StrengthStudy(Section):
-    """Everything that decides the study.
+    """Everything that determines the study.
 
     Attributes:
-        shares: every method is trained with each of them.
+        shares: the shares with which every method is trained.
         cost: largest rise of held-out loss, as a share of the baseline's, in the table.
-        baseline: the ``method:`` that all others add to, and are compared with.
+        baseline: the ``method:`` that all others extend and are compared with.
         finetune: how the demo's checkpoint is fine-tuned; see :class:`FinetuneSection`.
     """
 
@@ -57,7 +57,7 @@ class StrengthStudy(Section):
     finetune: dict[str, Any]
 
     def miniature(self) -> Miniature:
-        """The same runs as a miniature's fine-tunes: one arm a method and share."""
+        """The same runs as fine-tunes of a miniature: one arm per method and share."""
         arms = {BASELINE: self.baseline}
         for share in self.shares:
             for name, section in self.methods.items():
@@ -69,7 +69,7 @@ class StrengthStudy(Section):
 
 
 def arm_of(method: str, share: float) -> str:
-    """The arm's name."""
+    """The name of the arm of a method and share."""
     return f"{method}-{share:g}"
 
 
@@ -103,11 +103,11 @@ def run(
 ) -> int:
     """Run the study in the folder ``output`` and return the number of failed runs.
 
-    ``output`` then contains ``shards/`` (one result a run), ``runs/``, ``strength.md|json`` and
-    ``strength.svg``, a Pareto picture of each method.
+    ``output`` then contains ``shards/`` (one result per run), ``runs/``, ``strength.md|json`` and
+    ``strength.svg``, with a Pareto plot for each method.
 
     Raises:
-        RecipeError, OutputExistsError, OutputBusyError: what cannot be run, and why.
+        RecipeError, OutputExistsError, OutputBusyError: the study cannot run, for the reason given.
         DependencyError: matplotlib is not installed.
     """
     from eval.effects.shards import STUDY_FILE

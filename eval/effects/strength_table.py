@@ -1,6 +1,6 @@
-"""Table and Pareto pictures of the strength study.
+"""Table and Pareto plots of the strength study.
 
-Differences are paired by seed: each run against the baseline's of the same seed.
+Differences are paired by seed: each run is compared with the baseline of its seed.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ ALSO = ("expert_overlap", "score_variance", "max_violation")
 
 @dataclass(frozen=True)
 class Point:
-    """A method at one share: means over seeds, as shares of the baseline's of the same seed.
+    """A method at one share: means over seeds, relative to the baseline of the same seed.
 
     Attributes:
-        method, share: which.
-        seeds: how many.
-        metric: the method's own.
+        method, share: the point's method and share.
+        seeds: number of seeds.
+        metric: the method's target metric.
         baseline, value: the metric's mean in the baseline's runs and in these.
-        moved: mean of the metric's change; cost: mean of the held-out loss's.
-        cost_high: upper end of the cost's 95 % interval over seeds (Student's t); None for one.
-        weights: found for each term, mean over seeds.
+        moved: mean change of the metric; cost: mean change of the held-out loss.
+        cost_high: upper end of the cost's 95 % interval over seeds (Student's t); None for one
+            seed.
+        weights: weight of each term, mean over seeds.
         also: mean changes of other metrics.
     """
 
@@ -52,7 +53,7 @@ class Point:
 
 
 def points_of(study: StrengthStudy, results: Results) -> list[Point]:
-    """Every method and share of which a run and the baseline's of its seed are there."""
+    """Every method and share that has a run together with the baseline of its seed."""
     points = []
     for name, section in study.methods.items():
         for share in study.shares:
@@ -108,7 +109,7 @@ def _high(values: list[float]) -> float | None:
 
 
 def strongest(study: StrengthStudy, points: list[Point], method: str) -> Point | None:
-    """The largest share whose mean cost is at most the study's; None where none is."""
+    """The largest share whose mean cost is at most the study's; None if there is none."""
     affordable = [p for p in points if p.method == method and p.cost <= study.cost]
     return max(affordable, key=lambda point: point.share, default=None)
 
@@ -153,7 +154,7 @@ FAR = 8
 
 
 def draw(study: StrengthStudy, points: list[Point], path: Path) -> None:
-    """A panel for each method: what each share costs, and how far it moves the method's metric."""
+    """Draw a panel for each method: each share's cost against the change of the target metric."""
     from matplotlib.figure import Figure
 
     names = [name for name in study.methods if any(p.method == name for p in points)]

@@ -1,4 +1,4 @@
-"""A miniature from beginning to end: run what is missing, then write and print the table."""
+"""A whole miniature: run the missing shards, then write and print the table."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def run(
 
     Args:
         recipe: a file such as ``recipes/studies/miniature.yaml``.
-        output: new or empty; with ``resume`` that of this study.
+        output: new or empty folder; with ``resume`` the folder of this study.
         overrides: ``key.path=value``.
-        resume: keep the runs that are there.
-        part: ``(i, n)``: run every n-th of the runs, from the i-th; the table covers all.
+        resume: keep existing runs.
+        part: ``(i, n)`` runs every n-th run from the i-th; the table covers all runs.
 
     Raises:
-        RecipeError, OutputExistsError, OutputBusyError: what cannot be run, and why.
+        RecipeError, OutputExistsError, OutputBusyError: the study cannot run, for the reason given.
         DependencyError: matplotlib is not installed.
     """
     from eval.effects.routing_pictures import draw_routing
@@ -68,7 +68,7 @@ def run(
 def effects_of(study: Miniature) -> list[Effect]:
     """The effects that parts of this study measure; effect 11 comes from another study.
 
-    Where the study names an arm's own balance loss, the arm is compared with that.
+    If the study names a matching balance loss for an arm, the arm is compared with it.
     """
     from eval.effects.claims import EFFECTS
     from eval.effects.claims_at_shares import SHARES
@@ -85,7 +85,7 @@ def effects_of(study: Miniature) -> list[Effect]:
 
 
 def with_own_balance(comparison: Comparison, baselines: Mapping[str, str]) -> Comparison:
-    """``comparison`` against the arm's own balance loss, where it is against ``aux_loss``."""
+    """``comparison`` with the arm's matching balance loss instead of ``aux_loss``."""
     if comparison.part != "finetune" or comparison.baseline != BALANCE:
         return comparison
     return replace(comparison, baseline=baselines.get(comparison.arm, BALANCE))

@@ -1,4 +1,4 @@
-"""What the runs say about each effect: rows, and the table as Markdown, CSV and JSON."""
+"""The results on each effect: rows, and the table as Markdown, CSV and JSON."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ WORDS: Mapping[Verdict, str] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison with its numbers; ``difference`` and means are over the seeds both arms have.
+    """One comparison; ``difference`` and means are over the seeds that both arms have.
 
-    ``excluded``: seeds that have no such number, such as a run that diverged. ``relative``: whether
-    the difference is a share of what an arm showed.
+    ``excluded``: seeds without the number, such as diverged runs. ``relative``: whether the
+    difference is relative to an arm's value.
     """
 
     what: str
@@ -50,7 +50,7 @@ class Row:
 
 
 def compare(comparison: Comparison, results: Results) -> Row:
-    """Evaluate one comparison on the runs that are there."""
+    """Evaluate one comparison on the existing runs."""
     what, arm, baseline = comparison.what, comparison.arm, comparison.baseline
     arms = _of(results, comparison.part, arm)
     bases = arms if baseline is None else _of(results, comparison.part, baseline)
@@ -93,7 +93,7 @@ def _of(results: Results, part: str, arm: str) -> dict[int, Result]:
 def effect_rows(
     results: Results, upcycle: Sequence[Row] = (), effects: Sequence[Effect] = EFFECTS
 ) -> list[tuple[Effect, list[Row]]]:
-    """Every effect with its rows; ``upcycle`` are effect 11's, which another study measures."""
+    """Every effect with its rows; ``upcycle`` are those of effect 11, from another study."""
     return [
         (effect, [compare(c, results) for c in effect.comparisons] or list(upcycle))
         for effect in effects
@@ -101,7 +101,7 @@ def effect_rows(
 
 
 def markdown(effects: Sequence[tuple[Effect, list[Row]]]) -> str:
-    """The table of effects; the verdict of an effect is its first row's."""
+    """The table of effects; an effect's verdict is that of its first row."""
     lines = [("", "effect", "the paper", "compared", "baseline -> ours", "difference [95 %]",
               "seeds", "reproduced")]  # fmt: skip
     for effect, rows in effects:
@@ -116,7 +116,7 @@ def markdown(effects: Sequence[tuple[Effect, list[Row]]]) -> str:
 
 
 def directions_markdown(results: Results) -> str:
-    """The table of each method's own metric."""
+    """The table of each method's target metric."""
     lines = [("method", "metric", "baseline", "its value", "the method's", "difference [95 %]",
               "seeds", "as the paper says")]  # fmt: skip
     for comparison in DIRECTIONS:

@@ -22,7 +22,7 @@ def upcycle_rows(folder: str | None) -> list[Row]:
     """Rows of effect 11 from ``moe-finetune upcycle``'s output, or none without a folder.
 
     Raises:
-        RecipeError: the folder has no readable results, or none of SvMoE and BTX.
+        RecipeError: the folder has no readable results, or no results of SvMoE and BTX.
     """
     if folder is None:
         return []

@@ -1,4 +1,4 @@
-"""What a difference, paired by seed, says about a claim."""
+"""Verdicts on claims, from differences paired by seed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ Verdict = Literal["reproduced", "sign only", "not reproduced", "opposite", "not 
 
 
 def verdict_of_sign(difference: Interval, sign: int) -> Verdict:
-    """Whether the difference has the claimed sign (+1 or -1), and its interval leaves 0 out.
+    """Whether the difference has the claimed sign (+1 or -1) and its interval excludes 0.
 
-    ``opposite``: significant the other way. With one seed nothing is significant.
+    ``opposite``: significant with the other sign. With one seed nothing is significant.
     """
     low, high = sorted((sign * difference.low, sign * difference.high))
     if low > 0:
@@ -23,7 +23,7 @@ def verdict_of_sign(difference: Interval, sign: int) -> Verdict:
 
 
 def verdict_of_no_change(difference: Interval, margin: float) -> Verdict:
-    """Whether the interval lies within ``±margin``; ``sign only``: it contains 0, but is wider."""
+    """Whether the interval is within ``±margin``; ``sign only``: it is wider but contains 0."""
     if -margin <= difference.low and difference.high <= margin:
         return "reproduced"
     return "sign only" if difference.low <= 0 <= difference.high else "not reproduced"

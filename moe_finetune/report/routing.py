@@ -89,7 +89,7 @@ class Routing:
         return (self.data.get("tokens"), *(t for text in passages for t in text.get("tokens", ())))
 
     def relative_load_LE(self) -> np.ndarray:
-        """Return each expert's load as a multiple of an even share; NaN in layers without tokens."""
+        """Return each expert's load as a multiple of an even share; NaN in layers without any."""
         with np.errstate(invalid="ignore", divide="ignore"):
             return self.load_LE / self.load_LE.mean(1, keepdims=True)
 

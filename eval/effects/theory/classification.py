@@ -1,7 +1,7 @@
 """Diverse experts on a synthetic classification task, in ten folds (P4 Fig. 3).
 
-Shape legend: M models (one a fold), N samples, T of a batch or of a fold's test part, F features,
-E experts, C classes.
+Shape legend: M models (one per fold), N samples, T samples of a batch or of a fold's test part, F
+features, E experts, C classes.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Setting:
 
     Attributes:
         redundant: features that are random mixtures of the informative ones (appendix L: 90).
-        clusters: of each class; 1 is ours, the paper is silent.
+        clusters: clusters per class; the default 1 is ours, because the paper does not specify it.
         alpha: weight of the balance loss, in all arms.
-        weight: of the arm's own loss (the paper's lambda).
-        determinantal_eps: of theorem 6.3's choice at evaluation; ours, see
+        weight: weight of the arm's loss (the paper's lambda).
+        determinantal_eps: eps of theorem 6.3's choice at evaluation; the value is ours, see
             :mod:`moe_finetune.moe.determinantal`.
     """
 
@@ -80,7 +80,7 @@ def fold_rows(labels_N: np.ndarray, folds: int, seed: int) -> tuple[np.ndarray, 
     """``(train_MN, test_MT)`` row numbers of the stratified folds.
 
     Raises:
-        ValueError: the folds differ in size, and so cannot be stacked.
+        ValueError: the folds differ in size and cannot be stacked.
     """
     from sklearn.model_selection import StratifiedKFold
 
@@ -98,10 +98,10 @@ def run_arm(
 
     Returns per fold ``accuracy``, ``effective_rank`` (of all experts' outputs on the test part,
     rows experts, at most E; the paper defines none), ``pair_cosine`` (mean absolute cosine of two
-    experts' outputs), ``class_information`` (nats that a selected expert tells of the class) and
-    ``determinantal_accuracy`` (with theorem 6.3's choice of experts instead of top-k); under
-    ``curves`` the first three before training and after every epoch, ``(epochs + 1, folds)``; and
-    of the first fold the heat maps ``cosines`` ``(E, E)`` and ``class_shares`` ``(E, C)``: the
+    experts' outputs), ``class_information`` (mutual information of selected expert and class, in
+    nats) and ``determinantal_accuracy`` (with theorem 6.3's choice of experts instead of top-k);
+    under ``curves`` the first three before training and after every epoch, ``(epochs + 1, folds)``;
+    and of the first fold the heat maps ``cosines`` ``(E, E)`` and ``class_shares`` ``(E, C)``: the
     share of a class's selections that goes to each expert.
     """
     import torch
@@ -160,7 +160,7 @@ def measure(routed: Routed, labels_MT: torch.Tensor) -> dict[str, Any]:
     ]
     cosines_MEE = np.stack([pair_cosines(outputs_ETC) for outputs_ETC in outputs_METC])
     experts = cosines_MEE.shape[1]
-    # Experts have no order that folds share, so the pictures are one fold's.
+    # Folds do not share an order of experts, so the pictures are of one fold.
     classes = routed.logits_MTC.shape[-1]
     counts_MEC = np.stack([
         class_counts(index_TK, labels_T, experts, classes)
@@ -192,7 +192,7 @@ def pair_cosines(outputs_ETC: np.ndarray) -> np.ndarray:
 def class_counts(
     index_TK: np.ndarray, labels_T: np.ndarray, experts: int, classes: int
 ) -> np.ndarray:
-    """``(E, C)`` selections of each expert by samples of each class."""
+    """``(E, C)`` number of selections of each expert by samples of each class."""
     counts_EC = np.zeros((experts, classes))
     np.add.at(counts_EC, (index_TK, labels_T[:, None]), 1)
     return counts_EC

@@ -1,8 +1,8 @@
-"""Many small mixtures of experts side by side, each as if it trained separately (P4 Fig. 3).
+"""Many small mixtures of experts in one stack, each trained independently (P4 Fig. 3).
 
 All models of a stack have the same sizes and see batches of the same length, so that one batched
-product serves them all. A loss is the sum of the models' losses, and AdamW works element by
-element: every model's parameters move as they would separately.
+product computes them all. The loss is the sum of the models' losses, and AdamW works element by
+element, so every model trains as it would alone.
 
 Shape legend: M models, T samples of a batch, F features, E experts, K selected, D hidden,
 C classes.
@@ -28,7 +28,7 @@ ARMS: tuple[Arm, ...] = ("baseline", "orthogonality", "dpp", "ncl")
 
 
 class Routed(NamedTuple):
-    """What a forward computes: ``logits_MTC``, the router's, and every expert's output."""
+    """The results of a forward: ``logits_MTC``, the router's values, and every expert's output."""
 
     logits_MTC: Tensor
     probs_MTE: Tensor
@@ -56,7 +56,7 @@ class StackedMixtures(nn.Module):
         experts: E.
         hidden: D.
         top_k: K.
-        generator: source of the initial weights, uniform in ``±1/sqrt(inputs)`` as in nn.Linear.
+        generator: generator of the initial weights, uniform in ``±1/sqrt(inputs)`` as in nn.Linear.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class StackedMixtures(nn.Module):
         self.down_MEDC = uniform(models, experts, hidden, classes, inputs=hidden)
 
     def forward(self, inputs_MTF: Tensor, determinantal_eps: float | None = None) -> Routed:
-        """Class logits of every sample, with what the losses need.
+        """Class logits of every sample, with the values that the losses need.
 
         With ``determinantal_eps`` the experts are chosen by greedy determinant (theorem 6.3), not
         by top-k.
@@ -106,15 +106,15 @@ def training_loss(
 ) -> Tensor:
     """Sum over models of ``cross-entropy + alpha * balance + weight * diversity``.
 
-    Each model's parts are means over its own samples. ``orthogonality`` is the squared cosine of
-    the selected outputs over ordered pairs, ``dpp`` minus the log determinant of their normalized
+    Each model's terms are means over its samples. ``orthogonality`` is the squared cosine of the
+    selected outputs over ordered pairs, ``dpp`` is minus the log determinant of their normalized
     Gram matrix, ``ncl`` acts on the softmax of each selected expert's output; algorithm 3's term
     with the label is left out, because the mixture's cross-entropy replaces it. Source: P4 section
     6.2, algorithms 1 to 3.
     """
     models, samples, classes = routed.logits_MTC.shape
     main = cross_entropy(routed.logits_MTC.reshape(-1, classes), labels_MT.reshape(-1))
-    # One "sequence" a model: the mean over sequences is the mean over models.
+    # One "sequence" per model: the mean over sequences is the mean over models.
     balance = load_balancing_loss(
         routed.probs_MTE.flatten(0, 1),
         routed.index_MTK.flatten(0, 1),

@@ -18,7 +18,7 @@ TITLES = {"baseline": "Baseline", "orthogonality": "L_o", "dpp": "DPP", "ncl": "
 
 
 def draw_pictures(results: Mapping[Shard, Mapping[str, Any]], folder: Path) -> list[Path]:
-    """Draw what the results have; return the files.
+    """Draw the figures that have results; return the files.
 
     ``figure2.png``; ``figure3.png`` (the end of training) and ``figure3_epochs.png`` with its
     numbers, ``figure3_epochs.csv``.
@@ -41,7 +41,7 @@ def draw_pictures(results: Mapping[Shard, Mapping[str, Any]], folder: Path) -> l
 
 
 def draw_recovery(sweeps: list[Mapping[str, Any]], path: Path) -> Path:
-    """Recovery against coherence, greedy and optimal, with the barrier."""
+    """Draw recovery against coherence, greedy and optimal, with the barrier."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 3.6), layout="constrained")
@@ -68,9 +68,9 @@ def draw_recovery(sweeps: list[Mapping[str, Any]], path: Path) -> Path:
 
 
 def draw_classification(arms: Mapping[str, list[Mapping[str, Any]]], path: Path) -> Path:
-    """Effective rank and accuracy by arm over folds, and heat maps of the first seed's first fold.
+    """Draw effective rank and accuracy by arm over folds, and heat maps of one fold.
 
-    Experts are in the order of the class that selects them most.
+    The fold is the first seed's first. Experts are sorted by the class that selects them most.
     """
     from matplotlib.figure import Figure
 
@@ -82,7 +82,7 @@ def draw_classification(arms: Mapping[str, list[Mapping[str, Any]]], path: Path)
         axes.boxplot(folds, tick_labels=names)
         axes.set_title(f"{metric.replace('_', ' ')}, every fold", fontsize=9)
         axes.tick_params(labelsize=7)
-    # One scale for all arms, or the colors could not be compared.
+    # One scale for all arms, so that colors can be compared.
     largest = {
         key: max(np.max(runs[0][key]) for runs in arms.values())
         for key in ("cosines", "class_shares")
@@ -105,8 +105,7 @@ def draw_classification(arms: Mapping[str, list[Mapping[str, Any]]], path: Path)
 def epoch_rows(arms: Mapping[str, list[Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """Mean and spread of folds in every epoch: a row for each arm, metric and epoch.
 
-    ``spread`` is the standard deviation over the folds of a seed, averaged over seeds as a
-    variance is.
+    ``spread`` is the standard deviation over the folds of a seed, averaged over seeds as variances.
     """
     table = []
     for arm, runs in arms.items():
@@ -131,7 +130,7 @@ def epoch_rows(arms: Mapping[str, list[Mapping[str, Any]]]) -> list[dict[str, An
 
 
 def draw_epochs(rows: list[dict[str, Any]], path: Path) -> Path:
-    """Accuracy and effective rank over epochs, with a band of one standard deviation of folds."""
+    """Draw accuracy and effective rank over epochs, with one standard deviation of folds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.4), layout="constrained")

@@ -1,14 +1,14 @@
-"""Greedy against optimal choice of k experts as their features grow alike (P4 Fig. 2).
+"""Greedy and optimal choice of k experts as their features become similar (P4 Fig. 2).
 
 A target is a weighted sum of k of N unit features. The greedy choice takes the k features with the
 largest absolute inner product with the target (section 6.1, appendices F to H); the optimal choice
-tries all subsets and takes the one whose span is nearest to it. Theorem 5.3 states, for any
-weights, that greedy is always right below coherence ``1 / (2k - 1)`` and that some target fails it
-above. Its proof (appendix F) is about the first choice and takes equal weights as the worst case,
-which they are not: a small weight fails sooner.
+tries all subsets and takes the one whose span is nearest to the target. Theorem 5.3 states, for any
+weights, that greedy is always right below coherence ``1 / (2k - 1)`` and fails for some target
+above. Its proof (appendix F) covers the first choice and treats equal weights as the worst case.
+They are not: a small weight fails sooner.
 
-Of its simulation, the paper gives only k = 6. Ours: 16 features of width 32, how they
-come by their coherence, 40 targets a level, and weights that are equal or drawn from a Gaussian.
+Of its simulation, the paper gives only k = 6. The rest is ours: 16 features of width 32, the
+construction of their coherence, 40 targets per level, and weights that are equal or Gaussian.
 
 Shape legend: B trials, N features, H their width, k chosen, S subsets.
 """
@@ -35,12 +35,12 @@ def random_features(
 ) -> np.ndarray:
     """``(B, N, H)`` unit features whose mutual coherence is ``coherence`` in every trial.
 
-    Orthonormal features are pulled towards random directions of a space of 3 dimensions, by
-    bisection, until the most similar pair has that cosine (of either sign). The construction is
-    ours: the paper gives none.
+    Orthonormal features are pulled toward random directions in a 3-dimensional space, by bisection,
+    until the most similar pair has that cosine (of either sign). The construction is ours, because
+    the paper gives none.
 
     Raises:
-        ValueError: fewer dimensions than features, or a coherence outside [0, 0.95).
+        ValueError: there are fewer dimensions than features, or the coherence is outside [0, 0.95).
     """
     if width < count:
         raise ValueError(f"width is {width}; it must be at least count={count}")
@@ -66,7 +66,8 @@ def worst_features(count: int, k: int, coherence: float) -> np.ndarray:
     them and ``k mu`` with the outsider: equal at ``mu = 1 / (2k - 1)``.
 
     Raises:
-        ValueError: fewer than k + 1 features, or no such features exist (above ``1 / k``).
+        ValueError: there are fewer than k + 1 features, or no such features exist (above ``1 /
+            k``).
     """
     if count <= k:
         raise ValueError(f"count is {count}; it must be more than k={k}")
@@ -88,7 +89,7 @@ def greedy_choice(features_BNH: np.ndarray, target_BH: np.ndarray, k: int) -> np
 
 
 def optimal_choice(features_BNH: np.ndarray, target_BH: np.ndarray, k: int) -> np.ndarray:
-    """``(B, k)`` sorted ids of the subset whose span is nearest to the target, of all subsets."""
+    """``(B, k)`` sorted ids of the subset, among all, whose span is nearest to the target."""
     subsets_Sk = np.array(list(itertools.combinations(range(features_BNH.shape[1]), k)))
     return np.stack(
         [
@@ -109,9 +110,9 @@ def _explained(features_NH: np.ndarray, target_H: np.ndarray, subsets_Sk: np.nda
 def recovery(
     features_BNH: np.ndarray, answer_Bk: np.ndarray, weights_Bk: np.ndarray | None = None
 ) -> dict[str, float]:
-    """Share of trials in which the greedy and the optimal choice give ``answer_Bk`` (sorted).
+    """Shares of trials in which the greedy and the optimal choice give ``answer_Bk`` (sorted).
 
-    ``weights_Bk`` are those of the answer's features in the target, 1 by default.
+    ``weights_Bk`` are the weights of the answer's features in the target, 1 by default.
     """
     k = answer_Bk.shape[1]
     parts_BkH = np.take_along_axis(features_BNH, answer_Bk[:, :, None], axis=1)
@@ -142,7 +143,7 @@ def coherence_sweep(
     keys of :func:`recovery`.
     """
     rng = np.random.default_rng(seed)
-    weights_of = np.random.default_rng([seed, k])  # apart, so that features stay those of a seed
+    weights_of = np.random.default_rng([seed, k])  # separate, so that features do not change
     random_rows, gaussian_rows, worst_rows = [], [], []
     for coherence in coherences:
         features_BNH = random_features(trials, count, width, coherence, rng)
