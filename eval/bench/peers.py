@@ -77,7 +77,7 @@ PEERS: dict[str, tuple[str, Callable[[], str]]] = {
     "axolotl, ScatterMoE LoRA": ("axolotl", scattermoe),
     "Unsloth, grouped GEMM": ("unsloth", unsloth),
 }
-"""Package that must be installed, and what installs the kernel."""
+"""Peer -> the required package, and the function that installs the kernel."""
 
 
 def left_out(name: str, device: str) -> str | None:

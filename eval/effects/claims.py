@@ -368,4 +368,4 @@ DIRECTIONS: tuple[Comparison, ...] = (
         for arm in ("aux_loss", "gshard", "loss_free")
     ),
 )
-"""Each method's own metric against ``aux_loss`` (balance methods: against ``none``)."""
+"""Each method's target metric against ``aux_loss`` (balance methods: against ``none``)."""

@@ -10,7 +10,7 @@ import numpy as np
 
 Result = Mapping[str, Any]
 Reading = Callable[[Result], float | None]
-"""None where the run has no such number."""
+"""From a run's result to a number; None if the run has no such number."""
 
 
 def after(name: str) -> Reading:

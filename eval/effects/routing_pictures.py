@@ -24,7 +24,7 @@ PANELS = (
 PLACES = [
     (5 * x, y, side) for y in (2, -9, 11, -18, 20) for x, side in ((1, "left"), (-1, "right"))
 ]
-"""Where a point's label may stand, in points from it: the first that hides no other label."""
+"""Offsets of a point's label, in points; the first that covers no other label is used."""
 
 
 def draw_routing(results: Mapping[Shard, Mapping[str, Any]], folder: Path) -> list[Path]:

@@ -18,7 +18,7 @@ from moe_finetune.training.specialization import Specialization
 HELD_OUT_SEED = 10_007
 HELD_OUT_BATCHES = 4
 KEPT = 8
-"""One document in this many: every run tokenizes all of them again."""
+"""One document in this many is kept, because every run tokenizes them again."""
 
 
 @cache

@@ -150,7 +150,7 @@ def _percent(share: float) -> str:
 
 COLUMNS = 3
 FAR = 8
-"""Multiples of the study's cost beyond which only that a point is far matters."""
+"""Multiple of the study's cost beyond which points are drawn at the edge."""
 
 
 def draw(study: StrengthStudy, points: list[Point], path: Path) -> None:

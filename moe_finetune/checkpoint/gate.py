@@ -38,7 +38,7 @@ OLD_EXPERT = re.compile(r".*\.layers\.\d+\..*\.experts\.\d+\..*")
 BASE_KEY = "base_sha256"
 """Key of ``moe_finetune.json``: the fingerprint of the base's tensors."""
 STORED_KEY = "stored_base_sha256"
-"""The same of a base that is stored quantized; it may be merged into the unquantized one too."""
+"""The same for a quantized base; the adapter may also be merged into the unquantized one."""
 # PEFT also saves these where the vocabulary has grown, and a router's buffer only
 # where the router trains.
 _OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "e_score_correction_bias")

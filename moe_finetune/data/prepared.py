@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 FORMAT = 4
-"""To be raised when the code makes other tokens or labels of the same input."""
+"""Increase this when the code gives different tokens or labels for the same input."""
 
 _COUNTS = "counts.json"
 

@@ -21,7 +21,7 @@ from moe_finetune.errors import DataError
 Turn = dict[str, Any]
 Span = tuple[int, int]
 MARK = "q7Zx"
-"""A text that no conversation has."""
+"""A text that occurs in no conversation."""
 KEY, VALUE = f"k{MARK}", f"v{MARK}"
 _NAME = f"f{MARK}"
 

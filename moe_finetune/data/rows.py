@@ -23,7 +23,7 @@ FIELDS: dict[Form, tuple[str, ...]] = {
     "text": ("text",),
 }
 QUESTION_TEMPLATE = {"prompt": "Question: {question}\nAnswer:", "completion": " {answer}"}
-"""GSM8K's layout as lm-evaluation-harness asks it; used for ``question``/``answer`` rows."""
+"""GSM8K's prompt in lm-evaluation-harness, for ``question``/``answer`` rows."""
 _ASKED = {"prompt": "{question}\nAnswer:", "completion": " {answer}"}
 _ALPACA = {"prompt": "Instruction: {instruction}\nResponse:", "completion": " {output}"}
 _ALPACA_INPUT = {

@@ -25,7 +25,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
 _BESIDE = ("tools", "functions", "system", "chat_template_kwargs", "images", "image", "videos",
            "audios")  # fmt: skip
 READ_BY = {"exact_match": "answer", "boxed": "answer", "code": "tests"}
-"""Rewards by name, and the field that each reads of a row."""
+"""Reward -> the field that it reads in a row."""
 
 
 class StageFormer:

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 TURNS = ("prompt", "chosen", "rejected", "completion")
 """Fields that are texts or turns."""
 MEASURED = 256
-"""Rows of a source that routing is measured on."""
+"""Number of rows per source on which routing is measured."""
 
 
 def load_for_stage(recipe: Recipe, tokenizer: Any) -> Examples:

@@ -42,7 +42,7 @@ CHAT_TEMPLATES = {
 }
 """Templates for base models, by the name that ``data.chat_template`` takes."""
 TRAINING = "training"
-"""The name of TRL's variant of a checkpoint's own template."""
+"""The name of TRL's training variant of a checkpoint's template."""
 
 
 @dataclass(frozen=True)

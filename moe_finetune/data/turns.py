@@ -30,9 +30,9 @@ _ALIASES = {
 _CALLS = ("function_call", "tool_call")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _SWITCHES = ("weight", "train", "training", "loss")
-"""Names under which a turn says whether it is learned: 0 or false is not."""
+"""Keys that decide whether a turn is learned: not if 0 or false."""
 COLUMNS = ("messages", "tools", "functions", "system", "chat_template_kwargs")
-"""Columns that a conversation is made of."""
+"""Columns of a conversation."""
 
 
 def conversation(

@@ -24,7 +24,7 @@ from moe_finetune.recipe.tree import Key, Tree
 
 STAGES_KEY = "stages"
 START_KEYS = ("path", "init", "config", "revision")
-"""Of ``model:``: where training starts. A later stage has none of them."""
+"""Keys of ``model:`` that set where training starts. A later stage has none of them."""
 
 
 def chain_of(tree: Tree, output: Path) -> list[tuple[Path, Recipe]]:

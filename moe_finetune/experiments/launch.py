@@ -19,7 +19,7 @@ from moe_finetune.io.ledger import Attempt, step_error
 from moe_finetune.io.run_folder import RunFolder
 
 Start = Callable[[Run, Path, Attempt], None]
-"""(run, the study's folder, the attempt) -> carries it out, or raises why it failed."""
+"""Function of (run, the study's folder, the attempt) that carries out the run, or raises."""
 
 
 def starter(launch: LaunchSection, folder: Path = Path()) -> Start:

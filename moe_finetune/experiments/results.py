@@ -23,7 +23,7 @@ from moe_finetune.metrics import rmse
 RMSE = "_rmse"
 PERPLEXITY, AVERAGE = "perplexity", "average"
 SCORES = "scores.csv"
-"""In a study's folder: scores from external tools, such as LiveBench."""
+"""File in a study's folder with scores from external tools, such as LiveBench."""
 
 
 @dataclass(frozen=True)

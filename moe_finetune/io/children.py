@@ -15,7 +15,7 @@ from typing import Any
 
 INTERRUPTED = 130
 MACHINE_FAILURE = 1
-"""Exit code of this package's commands where memory or disk is the cause."""
+"""Exit code of this package's commands if memory or disk is the cause."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from moe_finetune.errors import CheckpointError, MoeFinetuneError, UnsupportedMo
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 QUANTIZATION = "quantization_config"
 READABLE = ("fp8", "compressed-tensors", "mxfp4")
-"""Methods of a ``quantization_config`` that can be read, in some of their variants."""
+"""Methods of a ``quantization_config`` that can be read, at least in some variants."""
 UNQUANTIZED = (
     "use an unquantized checkpoint of the model, or one stored as fp8, compressed-tensors "
     "(4-bit pack-quantized) or mxfp4"
@@ -36,9 +36,9 @@ _LARGEST = {
     "max_position_embeddings": 1 << 30,
 }  # fmt: skip
 SAME_CLASS = {"kimi_k2": "deepseek_v3"}
-"""Published model types without a class -> the one whose class has their modules, as vLLM does."""
+"""Published model types without a class -> the type whose class has their modules, as in vLLM."""
 _UNLIMITED = "time_step_limit"
-"""Mamba's time steps, which are published without an upper limit."""
+"""The range of Mamba's time steps, published without an upper limit."""
 _MAY_BE_ZERO = (
     *("first_k_dense_replace", "num_nextn_predict_layers", "n_shared_experts"),
     *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),  # without latent attention

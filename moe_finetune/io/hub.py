@@ -9,7 +9,7 @@ from functools import cache
 from moe_finetune.io.terminal import terminal
 
 SECONDS = 10.0
-"""To wait for the hub's first answer."""
+"""Seconds to wait for the hub's first answer."""
 
 
 @cache

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 LOOK_AGAIN = 0.2
-"""Seconds between looks at whether an interrupt is still on its way out."""
+"""Seconds between checks of whether an interrupt is still being raised."""
 
 
 @contextmanager

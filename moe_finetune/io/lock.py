@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 _RETRIES = 1000
-"""Times that the lock's file or folder may vanish in a row; /proc, for one, never takes a file."""
+"""Times that the lock's file or folder may vanish in a row; /proc never accepts a file."""
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 
 

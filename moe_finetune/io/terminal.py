@@ -27,7 +27,7 @@ from moe_finetune.io.board import duration as duration
 Style = Literal["live", "plain", "json"]
 OWN = "moe_finetune"
 EVERY = 30.0
-"""Seconds between two lines of progress where lines stay."""
+"""Seconds between progress lines in the plain and JSON styles."""
 
 
 class Terminal:

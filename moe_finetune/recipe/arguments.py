@@ -79,7 +79,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "seed": _SEED,
     "data_seed": _SEED,
 }
-"""What a number must be, where the libraries find out late, or not at all."""
+"""Ranges of numbers that the libraries check late or not at all."""
 
 
 def ranges() -> dict[str, str]:

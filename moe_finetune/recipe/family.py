@@ -109,4 +109,4 @@ class FamilySection(Section):
 
 
 DECLARED: dict[str, FamilySection] = {}
-"""What the recipes of this process have declared, by ``model_type``; a later one replaces."""
+"""Families that recipes of this process have declared, by ``model_type``; the last one wins."""

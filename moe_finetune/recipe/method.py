@@ -126,7 +126,7 @@ def _preset(name: str) -> dict[str, Any]:
 
 
 WEIGHTED = ("load_balance", "z_loss")
-"""Terms that keep their weight where ``method.share`` is set: they are no aim but a limit."""
+"""Terms that keep their weight if ``method.share`` is set, because they are constraints."""
 
 
 def _with_share(preset: str, method: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ CHANGEABLE = (
     "trainer.per_device_eval_batch_size",
     "trainer.dataloader_num_workers",
 )
-"""Keys, with all below them, that leave the steps already trained what they are."""
+"""Keys, with all below them, that do not affect steps already trained."""
 CHANGEABLE_PREFIXES = ("trainer.eval_", "trainer.log_", "trainer.logging_", "trainer.save_")
 
 

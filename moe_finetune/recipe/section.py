@@ -16,7 +16,7 @@ SECRET = re.compile(
 )
 """Names of keys whose values are secrets."""
 _TOKEN = re.compile(r"\b(hf_|api_org_)[A-Za-z0-9]{20,}|\b(sk-)[A-Za-z0-9_-]{40,}")
-"""Secrets that their form gives away: tokens of the hub and of OpenAI. No folder is so long."""
+"""Secrets with a known form: tokens of the hub and of OpenAI. Folder names are shorter."""
 _ASSIGNED = re.compile(rf"([\w.]*(?:{SECRET.pattern}\w*|\btoken)=)[^\s'\",;]+", re.I)
 
 

@@ -17,7 +17,7 @@ from moe_finetune.report.routing import Routing
 from moe_finetune.report.runs import Run
 
 Cell = object
-"""Content of a table's cell: markup, or anything that is shown as text."""
+"""Content of a table cell: markup, or any value that is shown as text."""
 BEFORE = "var(--muted)"  # the checkpoint before fine-tuning: hollow dots and dotted lines
 START, END = -1.0, math.inf
 """Steps that stand for before and after fine-tuning."""

@@ -24,16 +24,16 @@ from moe_finetune.report.sections.answer import answer_text
 
 WIDTH = 100
 CHANGES = ("expert_overlap", "score_variance", "max_violation", "entropy")
-"""Routing metrics that a run ends with."""
+"""Routing metrics in the outcome of a run."""
 LOGGED = tuple(
     head + name
     for name in ("loss", "reward", "rewards/accuracies", "rewards/margins")
     for head in ("", "eval_")
 )
-"""What the trainer logs of a stage's objective."""
+"""Logged values of a stage's objective."""
 
 Changes = dict[str, dict[str, float]]
-"""Metric -> ``before``, ``after`` and, of what the trainer logs, the ``step`` of the first log."""
+"""Metric -> ``before``, ``after`` and, for logged values, the ``step`` of the first log."""
 
 
 def changes_of(run: Run) -> Changes:

@@ -58,7 +58,7 @@ SOURCES: dict[str, tuple[tuple[str, str], ...]] = {
 """Category -> (root, pattern): the standard library's folder, or that of installed packages."""
 
 PIECE, FROM_FILE, FROM_CATEGORY = 1500, 9000, 60_000
-"""Characters of a text, of what one file gives, and of a category."""
+"""Characters of a text, and at most from one file and in a category."""
 
 
 def read_corpus() -> dict[str, list[str]]:

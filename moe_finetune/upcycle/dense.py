@@ -17,7 +17,7 @@ from moe_finetune.io.checkpoint_files import read_config
 from moe_finetune.models.loading import local_folder, parse_config
 
 TARGETS = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
-"""Dense ``model_type`` -> ``model_type`` of the MoE that its copies become."""
+"""Dense ``model_type`` -> ``model_type`` of the MoE made from it."""
 
 _SHARED = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",

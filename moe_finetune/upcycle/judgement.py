@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 SEED = 20
 REPLACED = "\N{REPLACEMENT CHARACTER}"
 DRAWS = 100
-"""Draws of pieces for each made question, until one is whole text."""
+"""Draws of pieces for each generated question, until one is valid text."""
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from moe_finetune.upcycle.texts import Texts
 log = logging.getLogger(__name__)
 
 TEXTS, LENGTH = 16, 256
-"""Training texts of each cluster that are scored, and their first tokens."""
+"""Number of training texts scored per cluster, and of their first tokens."""
 CLEAR = 1e-3
-"""Nats a token; a smaller mean difference between two orders is not conclusive."""
+"""Nats per token; a smaller mean difference between two orders is not conclusive."""
 
 
 def check_pairing(

@@ -39,7 +39,7 @@ DENSE_TARGETS: dict[str, tuple[str, ...]] = {
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "experts": ("gate_proj", "up_proj", "down_proj"),
 }
-"""``lora.targets`` -> modules of a dense model; its feed-forward is what becomes an expert."""
+"""``lora.targets`` -> modules of a dense model, whose feed-forward becomes an expert."""
 
 _NOT_HERE = {"parts", "use_rslora", "use_dora", "init", "start", "loraplus_lr_ratio"}
 

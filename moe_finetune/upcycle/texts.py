@@ -26,7 +26,7 @@ Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 TOKENS_FILE = "tokens.arrow"
 AT_ONCE = 32
-"""Texts tokenized together: the tokenizer takes some thirty times their memory."""
+"""Texts tokenized together; the tokenizer needs about thirty times their memory."""
 
 
 class SizedTexts(Protocol):

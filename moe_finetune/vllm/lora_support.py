@@ -17,7 +17,7 @@ from typing import Any
 from moe_finetune.errors import DependencyError
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values that vLLM 0.32 takes for ``--max-lora-rank``."""
+"""Values that vLLM 0.32 accepts for ``--max-lora-rank``."""
 
 
 @dataclass(frozen=True)

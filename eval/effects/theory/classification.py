@@ -54,7 +54,7 @@ class Setting:
 
 
 CURVES = ("accuracy", "effective_rank", "pair_cosine")
-"""What is measured in every epoch."""
+"""Values measured after every epoch."""
 
 Progress = Callable[[int, int], None]
 

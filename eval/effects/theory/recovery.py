@@ -24,7 +24,7 @@ import numpy as np
 from moe_finetune.metrics.coherence import coherence_barrier
 
 CROWD = 3
-"""Dimensions that random features are pulled towards: few enough that features come close there."""
+"""Dimensions of the space toward which random features are pulled; few, so that they get close."""
 
 COHERENCES = (0.02, 0.05, 1 / 11, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 WORST_COHERENCES = (0.02, 0.05, 0.08, 0.0905, 0.0913, 0.1, 0.12, 0.15)

@@ -13,7 +13,7 @@ from moe_finetune.report.markup import Markup, number, tag
 
 MISSING = 65535
 MOST_CELLS = 100_000
-"""Cells of all frames of one figure: 16 bits each, in base64."""
+"""Largest number of cells in all frames of one figure; each takes 16 bits, in base64."""
 
 
 def heat_map(

@@ -29,7 +29,7 @@ REDUNDANT = (
     "eval_samples_per_second",
     "eval_steps_per_second",
 )
-"""routing/entropy in another unit, and the evaluations' speed: in the table only."""
+"""routing/entropy in another unit, and the speed of evaluations: only in the table."""
 
 
 def _group(name: str) -> str:

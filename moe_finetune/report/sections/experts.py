@@ -15,7 +15,7 @@ LEADING = (
     "score_entropy", "activation_cosine", "output_cosine", "coupling_mass", "router_cosine",
 )  # fmt: skip
 UNCHANGED = 0.02
-"""Changes below this share count as none."""
+"""Relative changes below this count as none."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from moe_finetune.report.sections.text import text
 
 POINTS = 1500  # points of a scatter; more would hide each other
 LEAST_SEPARATION = 0.05
-"""Below this share of the spread, no eye sees groups, however many points there are."""
+"""Below this share of the variance, groups are not visible, however many points there are."""
 SHUFFLES = 20
 
 # name in a snapshot -> title, experts in color, what a picture shows, how to read it
