@@ -1,8 +1,8 @@
-"""Errors a user can meet, each also a standard-library type.
+"""Errors that users can encounter, each also a subclass of a standard-library type.
 
-The command line prints the message of any :class:`MoeFinetuneError` and ends with exit code 2, or
-1 where the machine is the cause (:func:`is_machine_failure`). A message names the place, what is
-wrong there, and what to do about it.
+The command line prints the message of any :class:`MoeFinetuneError` and ends with exit code 2, or 1
+if the machine is the cause (:func:`is_machine_failure`). A message names the place, the problem and
+the remedy.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Iterable, Iterator
 
 
 class MoeFinetuneError(Exception):
-    """Root of all errors that a user can fix."""
+    """Base class of all errors that a user can fix."""
 
 
 class RecipeError(MoeFinetuneError, ValueError):
-    """A recipe key, value or combination that cannot be run."""
+    """A recipe key, value or combination that cannot run."""
 
 
 class DataError(MoeFinetuneError, ValueError):
-    """A dataset or file of records that cannot be read (names file and line)."""
+    """A dataset or file of records that cannot be read; the message names file and line."""
 
 
 class CheckpointError(MoeFinetuneError, ValueError):
@@ -37,15 +37,15 @@ class AdapterError(MoeFinetuneError, ValueError):
 
 
 class CaptureError(MoeFinetuneError, RuntimeError):
-    """The model's MoE blocks cannot be made to hand over what they compute."""
+    """The model's MoE blocks cannot be recorded."""
 
 
 class ForeignKernelError(CaptureError):
-    """Another package's kernel runs the MoE layers, where the losses would not be computed."""
+    """Another package's kernel runs the MoE layers and would skip the losses."""
 
 
 class QuantizationError(MoeFinetuneError, RuntimeError):
-    """Something that cannot be done with a model whose weights are quantized."""
+    """An operation that quantized weights do not support."""
 
 
 class ObjectiveError(MoeFinetuneError, ValueError):
@@ -61,11 +61,11 @@ class OutputError(MoeFinetuneError, OSError):
 
 
 class OutputBusyError(MoeFinetuneError, BlockingIOError):
-    """An output that another process writes at this moment."""
+    """An output that another process is writing."""
 
 
 class DiskSpaceError(OutputError):
-    """A disk without room for what is to be written."""
+    """A disk without enough free space."""
 
 
 class EvaluationError(MoeFinetuneError, RuntimeError):
@@ -77,7 +77,7 @@ class TraceError(MoeFinetuneError, ValueError):
 
 
 class StudyError(MoeFinetuneError, ValueError):
-    """A study that cannot be expanded, or whose folder lacks what it lists."""
+    """A study that cannot be expanded, or whose folder lacks listed files."""
 
 
 class MachineError(MoeFinetuneError, RuntimeError):
@@ -105,7 +105,7 @@ _MACHINE_WORDS = ("(os error 28)", "(os error 5)", "DefaultCPUAllocator")
 
 
 def is_machine_failure(error: BaseException) -> bool:
-    """Whether a full or failing disk, or too little memory, is the error or caused it."""
+    """Whether the error is, or was caused by, a full or failing disk or lack of memory."""
     return any(
         isinstance(cause, MemoryError | DiskSpaceError | MachineError)
         or (isinstance(cause, OSError) and cause.errno in _MACHINE)
@@ -122,12 +122,12 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def did_you_mean(name: str, options: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the nearest known name, or the list of them."""
+    """Return ``"; did you mean 'x'?"`` for the nearest option, or a list of all options."""
     names = sorted(options)
     near = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean '{near[0]}'?" if near else f"; known: {', '.join(names)}"
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line of an error's message, or its type where it says nothing."""
+    """The first line of an error's message, or its type if the message is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

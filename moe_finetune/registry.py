@@ -1,4 +1,4 @@
-"""One small mapping type for everything that is looked up by name."""
+"""A mapping type for everything that is looked up by name."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Value = TypeVar("Value")
 
 
 class Registry(Mapping[str, Value]):
-    """Names to values: the package's own, and those that installed packages bring.
+    """Values by name: the package's own, and those of installed packages.
 
     Args:
-        kind: what the values are, for messages ("family", "loss term").
+        kind: the kind of values, for messages ("family", "loss term").
         error: the exception class raised for an unknown name.
-        group: entry points that bring more values. Each is imported when its name is looked up.
-        problem: says what is wrong with a name and value of an entry point; None accepts it.
+        group: entry-point group with more values. Each is imported when its name is looked up.
+        problem: returns what is wrong with an entry point's name and value, or None.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """One run, top to bottom: train -> merge -> verify -> evaluate -> report.
 
-:class:`~moe_finetune.io.run_folder.RunFolder` names what it writes. A stage whose product is there
-is not done again: training has its own checkpoints, an evaluation its own results, and a merge is
-noted in ``summary.json``.
+:class:`~moe_finetune.io.run_folder.RunFolder` names the files. Finished stages are not repeated:
+training has checkpoints, evaluations have results, and ``summary.json`` records a merge.
 """
 
 from __future__ import annotations
@@ -39,23 +38,23 @@ def run_recipe(
     worker: Worker | None = None,
     scored: bool = True,
 ) -> Path:
-    """Carry out ``recipe`` in the folder ``output`` and return it.
+    """Run ``recipe`` in the folder ``output`` and return the folder.
 
-    A run that fails before its first log leaves nothing behind: its inputs are checked before the
-    folder is made, and a new folder is removed again.
+    A run that fails before its first log leaves no files: inputs are checked before the folder is
+    made, and a new folder is removed again.
 
     Args:
-        output: the run's folder; new or empty, unless ``resume``.
-        resume: continue the run in ``output`` where it stopped; finished stages are kept.
-        ignore_memory: start although weights and optimizer are larger than the machine's memory.
-        worker: a process that evaluates; None evaluates in this one.
-        scored: also evaluate and draw the page; otherwise ``resume`` does it later.
+        output: the run folder, new or empty unless ``resume``.
+        resume: continue the run in ``output``; finished stages are kept.
+        ignore_memory: start even if weights and optimizer exceed the machine's memory.
+        worker: a process for evaluation; None evaluates in this one.
+        scored: also evaluate and write the report; otherwise a later ``resume`` does.
 
     Raises:
-        OutputExistsError: ``output`` contains other files, or a run (without ``resume``).
+        OutputExistsError: ``output`` contains other files, or a run without ``resume``.
         OutputBusyError: another process is writing to ``output``.
         ConnectionError: another rank of this run has ended.
-        RecipeError: ``resume`` with a recipe that trains something else than the run's.
+        RecipeError: ``resume`` with a recipe that trains something different from the run's.
     """
     from moe_finetune.training import ranks
 
@@ -74,7 +73,7 @@ def carry_out(
     worker: Worker | None,
     scored: bool,
 ) -> Path:
-    """What :func:`run_recipe` does while no other process may write to ``output``."""
+    """The part of :func:`run_recipe` that holds the lock on ``output``."""
     from moe_finetune.training import ranks
     from moe_finetune.training.output import (
         begin_run,
@@ -120,9 +119,9 @@ def stages(
     worker: Worker | None,
     scored: bool,
 ) -> None:
-    """Train (unless ``inputs`` is None: it is done), merge, verify; if ``scored`` evaluate, report.
+    """Train (unless done: ``inputs`` is None), merge, verify; if ``scored``, evaluate and report.
 
-    ``seconds`` in the summary are those of all calls for this run.
+    ``seconds`` in the summary are totals over all calls for this run.
     """
     from moe_finetune.training import ranks
     from moe_finetune.training.train import train
@@ -158,7 +157,7 @@ def plan_run(
     """Check everything that :func:`run_recipe` checks before it begins, and write nothing.
 
     Raises:
-        MoeFinetuneError: what would end the start, with the key and what to do.
+        MoeFinetuneError: the run cannot start; names the key and the remedy.
     """
     from moe_finetune.training.output import check_run_folder, on_day_of
 
@@ -169,9 +168,9 @@ def plan_run(
 
 
 def merge(recipe: Recipe, run: RunFolder, base: Path | Checkpoint | None = None) -> None:
-    """Write ``merged/``: the base with the adapter in it, under the base's tensor names.
+    """Write ``merged/``: the base with the adapter merged, under the base's tensor names.
 
-    ``base``: the recipe's, where it is open already.
+    ``base``: the recipe's base, if already open.
     """
     from moe_finetune.checkpoint import merge_adapter
 
@@ -204,7 +203,7 @@ def exported_bias(recipe: Recipe, run: RunFolder) -> dict[int, list[float]] | No
 
 
 def verify(recipe: Recipe, run: RunFolder, base: Path | Checkpoint | None = None) -> None:
-    """Compare the merged checkpoint with base + adapter; raise when they differ."""
+    """Compare the merged checkpoint with base + adapter; raise if they differ."""
     from moe_finetune.checkpoint import open_checkpoint
     from moe_finetune.checkpoint.adapter import open_adapter
     from moe_finetune.checkpoint.verify import verify_merge
@@ -254,7 +253,7 @@ def evaluate(recipe: Recipe, run: RunFolder, worker: Worker | None = None) -> No
 def evaluate_steps(
     recipe: Recipe, run: RunFolder, base: Path | Checkpoint | None, worker: Worker | None = None
 ) -> None:
-    """Evaluate the states of ``evaluation.every``, each once, and delete their weights."""
+    """Evaluate each model saved by ``evaluation.every`` once, and delete its weights."""
     from moe_finetune.evaluation.results import step_results
 
     scored = step_results(run.path)
@@ -274,7 +273,7 @@ def evaluate_steps(
 
 
 def lost_steps(recipe: Recipe, run: RunFolder) -> list[int]:
-    """The steps of ``evaluation.every`` whose model was not kept: on a full disk, for example."""
+    """The steps of ``evaluation.every`` whose model was not saved, for example on a full disk."""
     section = recipe.evaluation
     if section is None or section.every is None:
         return []
@@ -284,7 +283,7 @@ def lost_steps(recipe: Recipe, run: RunFolder) -> list[int]:
 
 
 def report(run: RunFolder) -> Path:
-    """Draw ``report/index.html`` from the files of the run."""
+    """Write ``report/index.html`` from the run's files."""
     from moe_finetune.report import write_report
 
     return write_report([run.path], run.page)

@@ -1,1 +1,1 @@
-"""The method inside other people's trainers: one file for each host, imported by that host only."""
+"""The method inside other programs' trainers: one file per program, imported only by it."""

@@ -1,6 +1,6 @@
 """axolotl's plugin: ``plugins: [moe_finetune.integrations.axolotl.SpecializationPlugin]``.
 
-The config's ``specialization:`` section has the keys of a recipe's ``method:``, and ``output``,
+The config's ``specialization:`` section takes the keys of a recipe's ``method:``, and ``output``,
 ``dropout`` and ``kernel`` of :class:`~moe_finetune.SpecializationCallback`.
 """
 
@@ -17,7 +17,7 @@ SECTION = "specialization"
 
 
 class SpecializationArgs(BaseModel):
-    """The section, which axolotl adds to its own config and validates with it."""
+    """The section, which axolotl adds to its config schema."""
 
     specialization: dict[str, Any] | str | None = None
 
@@ -30,10 +30,10 @@ class SpecializationArgs(BaseModel):
 
 
 class SpecializationPlugin(BasePlugin):
-    """Puts the section's method on axolotl's trainer.
+    """Adds the section's method to axolotl's trainer.
 
     Raises:
-        RecipeError: the config has the plugin and no ``specialization:`` section.
+        RecipeError: the config has the plugin but no ``specialization:`` section.
     """
 
     def get_input_args(self) -> str:
@@ -44,7 +44,7 @@ class SpecializationPlugin(BasePlugin):
 
 
 def _plain(value: Any) -> Any:
-    """Without axolotl's dictionaries, in which a missing key is None."""
+    """Convert axolotl's dictionaries, in which a missing key is None, to plain ones."""
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     return [_plain(inner) for inner in value] if isinstance(value, list) else value

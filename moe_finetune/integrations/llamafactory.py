@@ -1,9 +1,9 @@
 """LLaMA-Factory's callbacks: ``python -m moe_finetune.integrations.llamafactory config.yaml``.
 
 LLaMA-Factory takes callbacks as an argument of ``run_exp``, not in its config. This command reads
-the same config file as ``llamafactory-cli train``, takes its ``specialization:`` section out, and
-gives the rest with the callback to ``run_exp``. For several GPUs:
-``torchrun --nproc-per-node 8 -m moe_finetune.integrations.llamafactory config.yaml``.
+the same config file as ``llamafactory-cli train``, removes its ``specialization:`` section, and
+passes the rest and the callback to ``run_exp``. For several GPUs: ``torchrun --nproc-per-node 8 -m
+moe_finetune.integrations.llamafactory config.yaml``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def train(config: str | Path, overrides: Sequence[str] = ()) -> None:
     """Train as LLaMA-Factory does, with the method of the config's ``specialization:`` section.
 
     Args:
-        config: a YAML or JSON file of LLaMA-Factory.
-        overrides: ``key=value`` as its command line takes them.
+        config: a LLaMA-Factory config in YAML or JSON.
+        overrides: ``key=value`` as on its command line.
 
     Raises:
         RecipeError: the section is missing or invalid.
@@ -46,7 +46,7 @@ def _parsed(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """The command line; exit code 2 and one message for a wrong config."""
+    """The command line; prints one message and returns 2 for a wrong config."""
     if len(sys.argv) < 2:
         print("usage: python -m moe_finetune.integrations.llamafactory CONFIG [key=value ...]")
         return 2

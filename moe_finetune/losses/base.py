@@ -24,7 +24,7 @@ Need = Literal[
 ]
 
 LARGEST_WEIGHT = 1e12
-"""Of a term, times the tokens of a sum: the squares of its gradients must fit into float32."""
+"""Largest weight, times the tokens of a sum: squared gradients must fit into float32."""
 
 
 class Schedule(BaseModel):

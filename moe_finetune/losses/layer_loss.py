@@ -27,7 +27,7 @@ from moe_finetune.losses.presets import PRESETS
 from moe_finetune.losses.record import RoutingRecord
 
 _VECTORS = {"activations_gram": "activations_TKD", "outputs_gram": "outputs_TKH"}
-"""The vectors that a Gram matrix can be computed from."""
+"""The vectors from which a Gram matrix can be computed."""
 _FIELDS = {
     "activations": "activations_TKD",
     "outputs": "outputs_TKH",

@@ -20,7 +20,7 @@ from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import distributed_run
 
 _FOUND = "strength."
-"""Begins the state's keys of weights that were found for shares."""
+"""Prefix of the state's keys for weights found for shares."""
 
 
 @dataclass

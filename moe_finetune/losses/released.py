@@ -22,7 +22,7 @@ from moe_finetune.losses.tensors import (
 )
 
 EPS = 1e-6
-"""Added to the length that a basis vector is divided by."""
+"""Added to the norm by which a basis vector is divided."""
 
 
 @full_precision

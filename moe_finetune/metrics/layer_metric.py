@@ -27,7 +27,7 @@ INPUTS = (
     *("index_TK", "scores_TK", "scores_TE", "probabilities_TE", "router_weight_EH"),
     *("activations_gram_TKK", "outputs_gram_TKK"),
 )
-"""What a metric can read of a layer, as numpy arrays; see :class:`RoutingRecord`."""
+"""A layer's arrays that a metric can read, as numpy arrays; see :class:`RoutingRecord`."""
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ def _problem(name: str, value: object) -> str | None:
 
 
 METRICS: Registry[LayerMetric] = Registry("metric", RecipeError, "moe_finetune.metrics", _problem)
-"""Metrics that installed packages bring. All are measured at evaluations and in snapshots."""
+"""Metrics of installed packages, computed at evaluations and in snapshots."""
 
 
 def word(key: str) -> Word:

@@ -1,7 +1,7 @@
 """Model families: exact ``model_type`` -> where the router and the experts are, and how they score.
 
-A family is a row of one of the tables; one that transformers has no class for brings its own, as
-:mod:`moe_finetune.models.deepseek_moe` does.
+A family is a row of one of the tables. If transformers has no class for it, the package has one,
+such as :mod:`moe_finetune.models.deepseek_moe`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The facts of a model family, declared once and never guessed from shapes.
+"""Facts about a model family, declared once and never guessed from shapes.
 
 Shape legend: L decoder layers, E routed experts, K selected per token, H hidden, D expert width.
 """
@@ -14,7 +14,7 @@ from moe_finetune.models.structure import Spelling
 from moe_finetune.registry import Registry
 
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
-"""Functions from router logits to scores; the last is the root of a softplus."""
+"""Functions from router logits to scores; the last is the square root of softplus."""
 
 
 @dataclass(frozen=True)
@@ -22,15 +22,15 @@ class DiskLayout:
     """Tensor names of one MoE layer in the published checkpoint, with ``{layer}``/``{expert}``.
 
     Most families store one matrix per expert and projection; in memory transformers fuses them to
-    ``gate_up_proj (E, 2D, H)``, gate rows first, and ``down_proj (E, H, D)``. Where ``gate_up`` is
-    given the files hold these two stacks themselves, under the names ``gate_up`` and ``down``,
-    ``transposed`` where the class stores (E, in, out). Experts without a gate have ``gate`` None.
+    ``gate_up_proj (E, 2D, H)``, gate rows first, and ``down_proj (E, H, D)``. If ``gate_up`` is
+    given, the files contain these two stacks under the names ``gate_up`` and ``down``,
+    ``transposed`` if the class stores (E, in, out). Experts without a gate have ``gate`` None.
 
-    ``per_expert`` are further tensors of the block with one row an expert, ``expert_ids`` one whose
-    values are numbers of experts; a layer may lack these and the ``router_bias``. With ``either``
-    some checkpoints store the stacks transposed, which loaders recognize by the shape.
-    ``interleaved`` stacks have rows of gate and up in turn. ``spelling`` is set where the files'
-    names are not as the class saves them.
+    ``per_expert``: other tensors of the block with one row per expert; ``expert_ids``: one whose
+    values are expert numbers; a layer may lack these and the ``router_bias``. With ``either``, some
+    checkpoints store the stacks transposed, which loaders detect from the shape. ``interleaved``
+    stacks alternate rows of gate and up. ``spelling`` is set if the files' names differ from those
+    that the class saves.
     """
 
     block: str = "model.layers.{layer}.mlp"
@@ -59,7 +59,7 @@ class DiskLayout:
         return self.block.partition("{layer}")[0]
 
     def parts(self, parameter: str) -> tuple[str, ...]:
-        """The parts in the files that make up a parameter of the loaded experts."""
+        """The parts in the files that form a parameter of the loaded experts."""
         if parameter == "down_proj":
             return ("down",)
         if self.fused:
@@ -76,21 +76,21 @@ class DiskLayout:
 
 @dataclass(frozen=True)
 class Rows:
-    """What transformers' class of a family needs for packed rows and for padding.
+    """What transformers' class of a family needs for packed rows and padding.
 
-    Read off each class and held by a test of every family: what a sequence computes depends neither
-    on another one in its row nor on padding.
+    Taken from each class and tested for every family: a sequence's results depend neither on
+    another one in its row nor on padding.
 
     Attributes:
-        masks_by_position: the class builds attention masks that end where positions start again;
+        masks_by_position: whether the class's attention masks end where positions restart;
             otherwise the mask is built for it.
-        per_sequence: classes of modules in a decoder layer that carry something from token to token
-            other than by masked attention, such as a state or a convolution: they run one sequence
+        per_sequence: classes of modules in a decoder layer that carry information between tokens
+            other than by masked attention, such as a state or a convolution; they run one sequence
             at a time.
-        padding: what padding on the left does that a mask hides, where no positions are given:
-            nothing ("unseen"), it "moves" the absolute positions that the class reads, or it is
-            "read" by the modules ``per_sequence``.
-        generates_padded: the class generates the same with padding on the left as without.
+        padding: the effect of masked left padding without given positions: none ("unseen"), it
+            "moves" the absolute positions that the class reads, or it is "read" by the modules
+            ``per_sequence``.
+        generates_padded: whether the class generates the same text with left padding as without.
     """
 
     masks_by_position: bool = True
@@ -107,34 +107,35 @@ class Family:
     """Facts of one model family; callables take the transformers config.
 
     Module paths are relative to a decoder layer of the loaded transformers model; a layer may lack
-    some. Of a composite (vision and language) the facts are those of its language part, and
-    callables take the config of the whole or of that part.
+    some. For a composite (vision and language), the facts describe its language part, and callables
+    take the config of the whole or of that part.
 
     Attributes:
-        part: the ``model_type`` of a composite's language part.
-        name: how recipes, tests and the README call it, usually the ``model_type``.
+        part: ``model_type`` of a composite's language part.
+        name: its name in recipes, tests and the README, usually the ``model_type``.
         score: the function from router logits to scores, one of :data:`Score`.
-        attention_targets, shared_targets: linear layers that LoRA adapts by these names.
+        attention_targets, shared_targets: names of the linear layers that LoRA adapts.
         disk: names in the published files.
-        backbone: where the decoder is in the loaded model.
-        block_path: the module with router and experts; empty where the layer itself has them.
-        router_weight: where the weight is in the router's module.
-        router_returns: what that module returns, in order; other names than "logits", "weights" and
-            "index" are passed through. Weights and index that it does not return are those that the
-            experts are called with.
-        router_logits: the module in the router whose output the logits are, where it returns none.
-        self_ranking: whether the module at ``router_name`` holds a part of each expert, which ranks
-            it, instead of a row for it; such experts run themselves and train in full.
+        backbone: path of the decoder in the loaded model.
+        block_path: the module with router and experts; empty if the decoder layer itself has them.
+        router_weight: path of the weight in the router's module.
+        router_returns: what that module returns, in order; names other than "logits", "weights" and
+            "index" are passed through. If it does not return weights and index, they are the
+            experts' arguments.
+        router_logits: the module in the router whose output is the logits, if the router returns
+            none.
+        self_ranking: whether the module at ``router_name`` contains a part of each expert, which
+            ranks it, instead of a row; such experts run themselves and train in full.
         gated: whether experts have a gate projection, ``gate_up_proj``, or only ``up_proj``.
         renormalize, scaling: what happens to the selected scores before they weight the experts.
-        own_weights: why the weights do not follow from these, and no selection can be made again.
-        groups: number of groups of experts, and how many of them a token may select from.
-        fixed_layers: MoE layers whose experts are looked up by token, which no training moves.
-        separate_spaces: whether router and experts read vectors of different spaces.
+        own_weights: why the weights do not follow from these, so experts cannot be selected again.
+        groups: number of expert groups, and number of groups a token may select from.
+        fixed_layers: MoE layers whose experts are looked up by token and never change.
+        separate_spaces: whether router and experts read vectors from different spaces.
         check: raises UnsupportedModelError for options of a config that are not supported.
-        bias_export: where a checkpoint holds a bias on the selection.
-        architecture: the causal language model's class where transformers has none of its own.
-        rows: what several sequences in a row, and padding, need.
+        bias_export: where a checkpoint stores a bias on the selection.
+        architecture: the causal language model's class if transformers has none.
+        rows: requirements of packed rows and padding.
     """
 
     name: str
@@ -189,7 +190,7 @@ class Family:
 
     @property
     def expert_parameters(self) -> tuple[str, str]:
-        """The stacked parameters of the loaded experts."""
+        """Names of the stacked parameters of the loaded experts."""
         return ("gate_up_proj" if self.gated else "up_proj", "down_proj")
 
     @property
@@ -204,7 +205,7 @@ class Family:
 
 
 CORRECTION_BIASES = ("e_score_correction_bias", "expert_bias")
-"""What transformers' classes call a bias on the selection."""
+"""Names of the selection bias in transformers' classes."""
 
 FAMILIES: Registry[Family] = Registry("family", UnsupportedModelError)
 
@@ -213,7 +214,7 @@ def after_dense_layers(config: Any) -> list[int]:
     """MoE layers of a DeepSeek-style config: all but the first ``first_k_dense_replace``.
 
     Raises:
-        UnsupportedModelError: that is no number.
+        UnsupportedModelError: ``first_k_dense_replace`` is not a number.
     """
     first = config.first_k_dense_replace
     if not isinstance(first, int):
@@ -238,7 +239,7 @@ QKVO = under("self_attn", "q_proj", "k_proj", "v_proj", "o_proj")
 MLA = under(
     "self_attn", "q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"
 )
-"""DeepSeek's latent attention; ``q_proj`` where queries are not compressed."""
+"""DeepSeek's latent attention; ``q_proj`` if queries are not compressed."""
 
 GATED_MLP = ("gate_proj", "up_proj", "down_proj")
 SHARED_EXPERTS = under("mlp.shared_experts", *GATED_MLP)
@@ -246,9 +247,9 @@ SHARED_EXPERT = under("mlp.shared_expert", *GATED_MLP)
 
 
 def require(config: Any, **supported_values: Any) -> None:
-    """Raise UnsupportedModelError where a field that ``config`` has is not one of those supported.
+    """Raise UnsupportedModelError if a field of ``config`` has an unsupported value.
 
-    For options of the public config that transformers' class ignores and vLLM's does not.
+    For options of published configs that transformers' class ignores but vLLM's does not.
     """
     for key, allowed in supported_values.items():
         value = getattr(config, key, None)

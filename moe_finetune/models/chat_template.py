@@ -1,7 +1,7 @@
-"""A checkpoint's chat template: is it valid, does it read the clock, and with a fixed date.
+"""A checkpoint's chat template: validation, use of the clock, and rendering with a fixed date.
 
-A template is somebody else's program. It is parsed here and rendered with a limit on its time,
-see :mod:`moe_finetune.data.rendering`.
+A template is untrusted code. It is parsed here and rendered with a time limit, see
+:mod:`moe_finetune.data.rendering`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _END = "{%- set before_template = none %}\n"
 
 
 def check_template(template: str, path: object) -> None:
-    """Raise CheckpointError when ``template`` is not a template; it is not rendered."""
+    """Raise CheckpointError if ``template`` cannot be parsed; does not render it."""
     from jinja2 import TemplateError
 
     if len(template) > MAX_CHARACTERS:
@@ -32,7 +32,7 @@ def check_template(template: str, path: object) -> None:
 
 
 def reads_clock(template: str) -> bool:
-    """Whether ``template`` writes the date of the day on which it is rendered."""
+    """Whether ``template`` writes the current date."""
     from jinja2 import nodes
 
     names = _parse(template).find_all(nodes.Name)
@@ -40,9 +40,9 @@ def reads_clock(template: str) -> bool:
 
 
 def with_date(template: str, day: datetime.date) -> str:
-    """``template`` as it renders on ``day``, at midnight, whenever it is rendered.
+    """``template`` with a fixed clock: midnight of ``day``.
 
-    Its ``strftime_now`` becomes a macro that knows each format that the template mentions.
+    Its ``strftime_now`` becomes a macro for the formats that the template contains.
     """
     from jinja2 import nodes
 
@@ -64,9 +64,9 @@ def with_date(template: str, day: datetime.date) -> str:
 
 
 def with_carried_variables(template: str) -> str:
-    """``template`` that takes variables, such as ``tools``, from ``carried`` of the first turn.
+    """``template`` that reads variables, such as ``tools``, from ``carried`` in the first turn.
 
-    Those that it is given otherwise stay where the turn does not carry them.
+    Variables passed in other ways apply unless the turn carries them.
     """
     from jinja2 import meta
 
@@ -80,7 +80,7 @@ def with_carried_variables(template: str) -> str:
 
 
 def original(template: str) -> str:
-    """The template before the functions above changed it; any other is returned unchanged."""
+    """The template before the functions above changed it; other templates are unchanged."""
     return template.rpartition(_END)[2] if template.startswith(_BEGIN) else template
 
 

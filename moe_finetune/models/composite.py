@@ -1,4 +1,4 @@
-"""Composites: a checkpoint of several models, one of them a language model with experts.
+"""Composites: checkpoints of several models, one of them a language model with experts.
 
 transformers nests a config of each part in the composite's. The language part trains on text; other
 parts, such as a vision tower, stay unchanged.
@@ -39,11 +39,11 @@ def composite(
 
     Args:
         model_type: of the composite's config.
-        title: how the README calls it.
+        title: its name in the README.
         part: the facts of its language part.
-        stack: what the composite's files put before ``layers`` instead of ``model.``.
-        backbone: where the decoder is in the loaded model.
-        name: the family's, where it is not the ``model_type``.
+        stack: prefix of ``layers`` in the composite's files, instead of ``model.``.
+        backbone: path of the decoder in the loaded model.
+        name: the family's name, if not the ``model_type``.
         disk: fields of the layout on disk that differ from the part's.
     """
     block = stack + "layers." + part.disk.block.partition("layers.")[2]
@@ -67,7 +67,7 @@ def _of_language(fact: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def part_of(config: Any) -> str | None:
     """The ``model_type`` of the language part of a config or ``config.json``; None without one.
 
-    Of a ``config.json`` also None where only the composite's class names the part.
+    For a ``config.json`` also None if only the composite's class names the part.
     """
     if isinstance(config, Mapping):
         text = config.get("text_config")

@@ -1,4 +1,4 @@
-"""Families that are not in the package: a recipe's ``model.family``, and plugins.
+"""Families declared outside the package: by a recipe's ``model.family`` or by plugins.
 
 A plugin is an entry point of the group :data:`GROUP`: a :class:`Family`, several, or a callable
 that returns them. It is loaded when a checkpoint has a ``model_type`` that the package lacks.
@@ -30,11 +30,11 @@ def find_family(model_type: object, part: str | None = None) -> Family | None:
 
     Args:
         model_type: of a config, also of a composite's language part.
-        part: of the language part in a composite's config, "" where its class says which.
+        part: ``model_type`` of the language part in a composite's config, "" if its class decides.
 
     Raises:
-        RecipeError: a recipe declares a type that is known without it.
-        UnsupportedModelError: a plugin that cannot be loaded.
+        RecipeError: a recipe declares a type that is already known.
+        UnsupportedModelError: a plugin cannot be loaded.
     """
     if not isinstance(model_type, str):
         return None  # of a config.json by hand
@@ -60,10 +60,10 @@ def known_families() -> dict[str, Family]:
 
 
 def declare_family_of(source: str | Path) -> None:
-    """Register the family that the recipe of a run declares; ``source`` is in its folder.
+    """Register the family that a run's recipe declares; ``source`` is in the run's folder.
 
     Raises:
-        RecipeError: the run's recipe was changed and is wrong now.
+        RecipeError: the run's recipe was changed and is invalid.
     """
     recipe = recipe_of_run(source)
     if recipe is not None and b"\n  family:\n" in recipe.read_bytes():
@@ -72,7 +72,7 @@ def declare_family_of(source: str | Path) -> None:
 
 @contextmanager
 def using(family: Family) -> Iterator[None]:
-    """Use ``family`` for its ``model_type``, whatever else is registered for it."""
+    """Use ``family`` for its ``model_type`` inside the context, overriding other registrations."""
     types = [family.model_type, *([family.part] if family.part else [])]
     previous = {name: _stands_for[name] for name in types if name in _stands_for}
     _stands_for.update(dict.fromkeys(types, family))
@@ -85,7 +85,7 @@ def using(family: Family) -> Iterator[None]:
 
 
 def family_from(section: FamilySection) -> Family:
-    """The facts of a recipe's ``model.family`` as a :class:`Family`."""
+    """Convert a recipe's ``model.family`` to a :class:`Family`."""
     first, second = section.groups
     groups = _fact(section, "groups", first, int), _fact(section, "groups", second, int)
     disk = section.disk.model_dump() | {"per_expert": tuple(section.disk.per_expert)}
@@ -121,7 +121,7 @@ def family_from(section: FamilySection) -> Family:
 def _fact(
     section: FamilySection, name: str, value: Any, kind: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
-    """A function of the config: the value of the key that ``value`` names, or ``value``."""
+    """A function of the config that returns the key named ``value``, or ``value`` itself."""
     if not isinstance(value, str):
         return lambda config: kind(value)
 

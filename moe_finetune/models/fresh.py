@@ -1,4 +1,4 @@
-"""A model from scratch: a checkpoint's config with other sizes, and random weights."""
+"""Models from scratch: a checkpoint's config with changed sizes, and random weights."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _PER_LAYER = ("layer_types",)
 
 
 def fresh_config(path: str | Path, changes: Mapping[str, Any]) -> PreTrainedConfig:
-    """The config of a checkpoint, whose weights are not needed, with some keys changed.
+    """A checkpoint's config with some keys changed; its weights are not needed.
 
     Args:
         path: folder or hub id.
         changes: keys of its ``config.json``, such as ``num_experts`` or ``n_shared_experts``;
-            ``model_type`` may become one that extends the checkpoint's, which has none of its own.
+            ``model_type`` may be changed to a type whose class extends the checkpoint's.
 
     Raises:
-        RecipeError: an unknown key, or values that the model type refuses.
-        UnsupportedModelError: the family refuses an option.
+        RecipeError: an unknown key, or values that the model type rejects.
+        UnsupportedModelError: the family does not support an option.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -88,7 +88,7 @@ def _extended(base: PreTrainedConfig, model_type: Any) -> PreTrainedConfig:
 
 
 def _kind(value: Any) -> type | tuple[type, ...] | None:
-    """The type that another value of the same key must have; None where this one is null."""
+    """The type that a key's new value must have; None if the old value is null."""
     if value is None:
         return None
     return (int, float) if isinstance(value, float) else type(value)
@@ -97,7 +97,7 @@ def _kind(value: Any) -> type | tuple[type, ...] | None:
 def fresh_model(
     config: PreTrainedConfig, seed: int, attn_implementation: str | None = None
 ) -> PreTrainedModel:
-    """A model of ``config`` with random float32 weights, as its class initializes them."""
+    """A model of ``config`` with random float32 weights, initialized by its class."""
     import torch
     from transformers import set_seed
 
@@ -112,7 +112,7 @@ def fresh_model(
 
 
 def check_vocabulary(config: PreTrainedConfig, tokenizer: Any, path: str | Path) -> None:
-    """Raise where the tokenizer, of ``path``, has ids that the model's embedding lacks."""
+    """Raise if the tokenizer of ``path`` has ids that the model's embedding lacks."""
     tokens = len(tokenizer)
     size = config.get_text_config().vocab_size
     if tokens > size:

@@ -1,6 +1,6 @@
-"""Where a transformers model has its experts and routers, read off its modules.
+"""Find a transformers model's experts and routers from its modules.
 
-For messages and for the proof of a declaration; training does not rely on it.
+Used for messages and for the proof of a declaration, not for training.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Site:
     """One layer's experts.
 
     Attributes:
-        block_path, experts_name: where its experts are, relative to it.
+        block_path, experts_name: paths of the block in the layer and of the experts in the block.
         gated: whether they have a gate projection.
         num_experts, hidden, width: sizes of the stacked down projection (E, H, D).
     """
@@ -38,14 +38,14 @@ class Site:
 
     @property
     def block(self) -> Any:
-        """The module that holds router and experts."""
+        """The module that contains router and experts."""
         return self.layer.get_submodule(self.block_path)
 
     @property
     def routers(self) -> list[tuple[str, str]]:
-        """(name in the block, path of the weight in it) of each module with an (E, H) weight.
+        """(name in the block, path of its weight) for each module with an (E, H) weight.
 
-        Some have rows for shared experts below.
+        Some weights have extra rows for shared experts at the end.
         """
         candidates = [
             (parts[0], parts[2], parameter.shape[0])
@@ -61,7 +61,7 @@ class Site:
 
     @property
     def biases(self) -> list[str]:
-        """Names in the block of vectors with one number an expert; not the routers' own biases."""
+        """Names of the block's vectors with one number per expert, except the routers' biases."""
         tensors = [*self.block.named_parameters(), *self.block.named_buffers()]
         return [
             name
@@ -119,7 +119,7 @@ def sites(model: nn.Module) -> list[Site]:
 
 
 def follows_interface(module: Any) -> bool:
-    """Whether ``module`` is experts of ``use_experts_implementation``."""
+    """Whether ``module`` is an experts class with ``use_experts_implementation``."""
     return all(isinstance(getattr(module, flag, None), bool) for flag in _FLAGS) and (
         getattr(getattr(module, "down_proj", None), "ndim", 0) == 3
     )

@@ -31,12 +31,13 @@ _SMALL_FILES = ("*.json", "*.jinja", RANKS_FILE, "LICENSE*", "README.md")
 def local_folder(path: str | Path, weights: bool = True, revision: str | None = None) -> Path:
     """Return the folder of ``path``: itself, or the local copy of a hub id such as ``org/name``.
 
-    A hub id is downloaded where the cache lacks it, without any code files, at ``revision`` (a
-    branch, tag or commit); ``weights=False`` leaves the safetensors files out. In a run's folder,
-    the family that its recipe declares is known from then on.
+    A hub id that is not in the cache is downloaded at ``revision`` (a branch, tag or commit),
+    without code files; ``weights=False`` skips the safetensors files. For a path in a run's folder,
+    the family that its recipe declares is registered.
 
     Raises:
-        CheckpointError: no such folder, a hub id that cannot be fetched, or a revision of a folder.
+        CheckpointError: no such folder, a hub id that cannot be downloaded, or a ``revision`` with
+            a folder.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -69,11 +70,11 @@ def local_folder(path: str | Path, weights: bool = True, revision: str | None = 
 
 
 def load_config(path: str | Path) -> PreTrainedConfig:
-    """Return the config of a supported checkpoint; remote code that it names is dropped.
+    """Return the config of a supported checkpoint, without references to remote code.
 
     Raises:
         CheckpointError: the folder or its ``config.json`` is missing or damaged.
-        UnsupportedModelError: no family has this ``model_type`` with these options.
+        UnsupportedModelError: no family supports this ``model_type`` with these options.
     """
     folder = local_folder(path, weights=False)
     raw = read_config(folder, quantized=True)
@@ -88,10 +89,10 @@ def load_config(path: str | Path) -> PreTrainedConfig:
 
 
 def parse_config(folder: Path) -> PreTrainedConfig:
-    """transformers' config of a folder, also of an unsupported model, whose file was checked.
+    """transformers' config of a folder with a checked ``config.json``, even if unsupported.
 
     Raises:
-        CheckpointError: a value that the model type refuses.
+        CheckpointError: a value that the model type rejects.
     """
     from transformers import AutoConfig
     from transformers.activations import ACT2FN
@@ -126,13 +127,13 @@ def parse_config(folder: Path) -> PreTrainedConfig:
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
     """Return the fast tokenizer of a checkpoint, exactly as its files define it.
 
-    ``tokenizer.json`` is taken as it is: the class that ``tokenizer_config.json`` names is not
-    used, since for the published DeepSeek checkpoints transformers 5 rebuilds another tokenizer
-    from it. ``add_bos_token`` there, which transformers 5 drops, is honoured: those models saw it
-    in training. Without ``tokenizer.json`` Moonlight's ``tiktoken.model`` is converted.
+    ``tokenizer.json`` is used unchanged. The class named in ``tokenizer_config.json`` is not used,
+    because for the published DeepSeek checkpoints transformers 5 builds a different tokenizer from
+    it. ``add_bos_token`` there, which transformers 5 drops, is honored, because those models saw it
+    in training. Without ``tokenizer.json``, Moonlight's ``tiktoken.model`` is converted.
 
     Raises:
-        CheckpointError: the folder has no tokenizer that can be read without its code.
+        CheckpointError: the folder has no tokenizer that can be read without remote code.
     """
     from transformers import PreTrainedTokenizerFast
 

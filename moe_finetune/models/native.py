@@ -1,4 +1,4 @@
-"""Model types that transformers has no class for: their classes are here."""
+"""Model types without a class in transformers, whose classes are in this package."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ MODEL_TYPES = tuple(module.FAMILY.model_type for module in (deepseek_moe, autono
 
 
 def register() -> None:
-    """Register them with transformers' Auto classes; repeatable."""
+    """Register them with transformers' Auto classes; safe to call again."""
     deepseek_moe.register()
     autonomy.register()

@@ -14,7 +14,7 @@ from moe_finetune.models.base import Family, Score
 
 @dataclass(frozen=True)
 class WeightRule:
-    """How logits become the weights of the selected experts; ``difference`` from the real ones."""
+    """How logits become weights of the selected experts; ``difference`` to the actual weights."""
 
     score: str
     renormalize: bool
@@ -60,7 +60,7 @@ def _relative(expected: Tensor, actual: Tensor) -> float:
 def selected(
     score: Score, logits_TE: Tensor, bias_E: Tensor | None, top_k: int, groups: tuple[int, int]
 ) -> Tensor:
-    """Index (T, K), in ascending order, of the selection by scores, bias and groups."""
+    """Index (T, K) of the selection by scores, bias and groups, in ascending order."""
     choice = scores_of(logits_TE.float(), score)
     if bias_E is not None:
         choice = choice + bias_E.float()
@@ -79,7 +79,7 @@ def selected(
 def nearest_groups(
     score: Score, logits_TE: Tensor, bias_E: Tensor | None, index_TK: Tensor
 ) -> tuple[int, int] | None:
-    """Groups and kept groups whose selection is the router's own, or None."""
+    """Numbers of groups and kept groups that reproduce the router's selection, or None."""
     experts, top_k = logits_TE.shape[1], index_TK.shape[1]
     router_index = index_TK.sort(-1).values
     for count in (n for n in range(1, experts // 2 + 1) if experts % n == 0):

@@ -1,4 +1,4 @@
-"""A config of a checkpoint's model type, small enough to run anywhere."""
+"""Small configs of a checkpoint's model type that run anywhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_finetune.models.layout import sites
 from moe_finetune.models.structure import class_of, meta_model
 
 SMALL = 20_000_000
-"""Parameters up to which a model is taken as it is."""
+"""Number of parameters up to which a model is used unchanged."""
 
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k", "moe_k")
 _TOWER = 2
@@ -22,12 +22,12 @@ _WIDTHS = (72, 40, 56, 88, 104)
 
 
 def shrunk_config(config: Any, family: Family) -> Any:
-    """``config`` itself where its model is small, else one of fewer and narrower layers.
+    """``config`` itself if its model is small, else one with fewer and narrower layers.
 
-    Groups of experts, head sizes, kinds of layers and everything that is not a size stay.
+    Expert groups, head sizes, kinds of layers and everything that is not a size are unchanged.
 
     Raises:
-        CheckpointError: no smaller config of this type gives a model that runs.
+        CheckpointError: no smaller config of this type builds a model that runs.
     """
     if sum(p.numel() for p in meta_model(config).parameters()) <= SMALL:
         return config
@@ -59,7 +59,7 @@ def changed(config: Any, changes: dict[str, Any]) -> Any:
 
 
 def _shallow(tower: dict[str, Any]) -> None:
-    """Reduce a vision or audio tower to two layers; text does not pass through it."""
+    """Reduce a vision or audio tower, which text does not use, to two layers."""
     for key in ("depth", "num_hidden_layers", "encoder_layers"):
         depth = tower.get(key)
         if not isinstance(depth, int) or depth <= _TOWER:
@@ -83,7 +83,7 @@ def _runs(config: Any) -> bool:
 
 
 def _attempts(config: Any, family: Family) -> Iterator[dict[str, Any]]:
-    """Changes of the language part's keys, the boldest first."""
+    """Changes of the language part's keys, the most reduced first."""
     text = config.get_text_config()
     experts = _fewer_experts(text, family)
     for layers in _LAYERS:
@@ -109,7 +109,7 @@ def _fewer_layers(text: Any, layers: int) -> dict[str, Any]:
 
 
 def _fewer_experts(text: Any, family: Family) -> dict[str, Any]:
-    """Four experts a group, or ten without groups; at most three of them selected."""
+    """Four experts per group, or ten without groups; at most three selected."""
     experts_before, selected = family.num_experts(text), family.top_k(text)
     plain = text.to_dict()
     groups, top_groups = family.groups(text)

@@ -1,6 +1,6 @@
-"""Rows of the families' table: a row states what differs from the two standard routers.
+"""Rows of the families' tables; a row states differences from the standard routers.
 
-Which layers have experts and how they are fused is read from transformers' own class
+Which layers have experts, and how these are fused, is read from transformers' class
 (:mod:`moe_finetune.models.structure`).
 """
 
@@ -44,7 +44,7 @@ LINEAR_ATTENTION = under(
 
 
 def softmax(model_type: str, title: str, **facts: Any) -> Family:
-    """Qwen's router: softmax, selected scores renormalized where the config says so."""
+    """Qwen's router: softmax, with selected scores renormalized if the config says so."""
     return _row(model_type, title, {"score": "softmax"} | facts)
 
 
@@ -92,12 +92,12 @@ def _row(model_type: str, title: str, facts: dict[str, Any]) -> Family:
 
 
 def key(name: str) -> Callable[[Any], int]:
-    """The config's whole number ``name``."""
+    """The config's integer ``name``."""
     return lambda config: int(getattr(config, name))
 
 
 def same_in_all_layers(name: str) -> Callable[[Any], int]:
-    """The config's whole number ``name``, which may be written as a list of one for each layer."""
+    """The config's integer ``name``, which may be a list of equal values per layer."""
 
     def read(config: Any) -> int:
         value = getattr(config, name)
@@ -133,5 +133,5 @@ def ungrouped(config: Any) -> tuple[int, int]:
 
 
 def yes(config: Any) -> bool:
-    """Whatever the config says."""
+    """True for any config."""
     return True

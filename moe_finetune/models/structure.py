@@ -1,4 +1,4 @@
-"""Facts of a config that transformers' own class shows, read off the model on the meta device."""
+"""Facts about a config, read from transformers' own class on the meta device."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Spelling:
-    """Tensor names in files that differ from those that the model's class saves.
+    """Tensor names in files, where they differ from those that the model's class saves.
 
     Attributes:
-        unconverted: those of transformers' conversions, by position, whose results the files have.
+        unconverted: positions of transformers' conversions whose results the files already contain.
         renamed: names as saved and in the files, with ``#`` for every number.
     """
 
@@ -32,10 +32,10 @@ _EXPERTS = re.compile(r"(?:^|\.)layers\.(\d+)\..*\bexperts$")
 
 
 def layers_with_experts(config: Any) -> list[int]:
-    """Decoder layers of ``config`` that hold routed experts, in order; takes no memory.
+    """Decoder layers of ``config`` with routed experts, in order; takes no memory.
 
     Raises:
-        UnsupportedModelError: none does.
+        UnsupportedModelError: no layer has routed experts.
     """
     layers = _layers(config.model_type, _text(config.to_dict()))
     if not layers:
@@ -57,9 +57,9 @@ def name_on_disk(config: Mapping[str, Any], name: str, spelling: Spelling | None
     """The name of the loaded model's tensor ``name`` in a checkpoint's files.
 
     Args:
-        config: the content of ``config.json``.
-        name: a tensor that one tensor of the files becomes; any other comes back as it is.
-        spelling: that of the files; None where they are as the class saves them.
+        config: the content of ``config.json``. name: a tensor that corresponds to one tensor of the
+            files; any other is returned unchanged.
+        spelling: the files' spelling; None if names are as the class saves them.
     """
     names = list(pieces_on_disk(config, name, spelling))
     return names[0] if len(names) == 1 else name
@@ -68,7 +68,7 @@ def name_on_disk(config: Mapping[str, Any], name: str, spelling: Spelling | None
 def pieces_on_disk(
     config: Mapping[str, Any], name: str, spelling: Spelling | None = None
 ) -> Shapes:
-    """The tensors of the files that the loaded model's tensor ``name`` is made of, with shapes.
+    """The files' tensors, with shapes, that form the loaded model's tensor ``name``.
 
     Empty for a name that the model does not have.
     """
@@ -90,7 +90,7 @@ def patterns_on_disk(config: Mapping[str, Any], name: str) -> list[str]:
     """Like :func:`name_on_disk` for a layer's stack, which may be many tensors in the files.
 
     Returns:
-        their names with ``{layer}`` and ``{expert}``, each pattern once, in the stack's order.
+        names with ``{layer}`` and ``{expert}``, each pattern once, in the stack's order.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -100,7 +100,7 @@ def patterns_on_disk(config: Mapping[str, Any], name: str) -> list[str]:
 
 
 def pattern_of(name: str) -> str:
-    """A layer's tensor with ``{layer}`` and ``{expert}`` for the first numbers in its name."""
+    """A tensor's name with ``{layer}`` and ``{expert}`` for its first numbers."""
     numbers = iter(("{layer}", "{expert}"))
     return ".".join(next(numbers, part) if part.isdigit() else part for part in name.split("."))
 
@@ -112,7 +112,7 @@ def shapes_on_disk(config: Any, spelling: Spelling | None = None) -> Shapes:
 
 
 def integers_on_disk(config: Any, spelling: Spelling | None = None) -> frozenset[str]:
-    """Names of the integer tensors in the files, such as tables of experts by token."""
+    """Names of integer tensors in the files, such as tables of experts by token."""
     key = (config.model_type, _text(config.to_dict()))
     state = {n: t for n, t in _state(*key).items() if not t.is_floating_point()}
     return frozenset(_in_files(key, state, spelling)) if state else frozenset()
@@ -146,10 +146,10 @@ def _respelled(name: str, renamed: Mapping[str, str]) -> str:
 
 
 def spelling_of(config: Any, names: Iterable[str]) -> Spelling | None:
-    """How files with these ``names`` call the model's tensors; None where as the class saves them.
+    """The spelling of files with these ``names``; None if names are as the class saves them.
 
-    Each name goes through transformers' own renaming, as when it loads the file. Names that the
-    model does not have, such as an MTP head's, say nothing.
+    Each name passes through transformers' own renaming, as when loading the file. Names that the
+    model lacks, such as an MTP head's, are ignored.
     """
     key = (config.model_type, _text(config.to_dict()))
     state, changes = _state(*key), _changes(*key)
@@ -194,9 +194,9 @@ def spelling_of(config: Any, names: Iterable[str]) -> Spelling | None:
 
 
 def _loaded(name: str, changes: list[Any]) -> tuple[str, int | None, str | None]:
-    """transformers' name for the files' tensor ``name``, the converter that takes it, and as what.
+    """transformers' name for the files' tensor ``name``, its converter, and which source it is.
 
-    The converter is given by its number among ``changes``.
+    The converter is its position in ``changes``.
     """
     from transformers.core_model_loading import WeightConverter
 
@@ -224,12 +224,12 @@ def ignored_names(config: Any) -> tuple[str, ...]:
 
 
 def renamed_as_loaded(config: Any, name: str) -> str:
-    """transformers' name of the files' tensor ``name`` when it loads them."""
+    """transformers' name for the files' tensor ``name`` on loading."""
     return _loaded(name, _changes(config.model_type, _text(config.to_dict())))[0]
 
 
 def _text(config: Mapping[str, Any]) -> str:
-    """The config without keys that do not affect names and shapes, as a key of the caches below."""
+    """The config without keys that do not affect names and shapes, as a cache key."""
     relevant = {key: value for key, value in config.items() if key not in _IDLE}
     return json.dumps(relevant, sort_keys=True, default=str)
 
@@ -251,7 +251,7 @@ def _on_meta(model_type: str, text: str) -> Any:
 
 
 def _changes(model_type: str, text: str) -> list[Any]:
-    """All of transformers' conversions, those that it applies only while it loads among them."""
+    """All of transformers' conversions, including those applied only on loading."""
     changes: list[Any] = _on_meta(model_type, text).all_changes
     return changes
 
@@ -263,7 +263,7 @@ def _state(model_type: str, text: str) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=16)
 def _known_pieces(model_type: str, text: str, spelling: Spelling | None) -> dict[str, Shapes]:
-    """What :func:`pieces_on_disk` has found so far."""
+    """The cache of :func:`pieces_on_disk`."""
     return {}
 
 
@@ -273,9 +273,9 @@ def _special_float(entry: dict[str, Any]) -> Any:
 
 
 def class_of(config: Any) -> Any:
-    """transformers' auto class of the whole model of ``config``, vision part included.
+    """transformers' auto class for the whole model of ``config``, vision part included.
 
-    For a language part that only exists in a composite, the class without a head.
+    For a language part that exists only in a composite, the class without a head.
     """
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
@@ -290,7 +290,7 @@ def meta_model(config: Any, attn_implementation: str | None = None) -> Any:
     """The model of ``config`` on the meta device: names and shapes, no memory.
 
     Raises:
-        CheckpointError: the config's values describe no model that can be built.
+        CheckpointError: no model can be built from the config's values.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""A ready declaration for a model type that no family has, as far as its class shows the facts."""
+"""Suggest a declaration for a model type that no family supports, from facts in its class."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SCALING = ("routed_scaling_factor", "route_scale", "router_scaling_factor")
 
 
 def suggestion(config: Mapping[str, Any]) -> str | None:
-    """The message's part that says how to declare ``config``'s model type; None where it cannot be.
+    """The part of an error message that shows how to declare the model type, or None.
 
     Args:
         config: the content of ``config.json``.
@@ -56,9 +56,9 @@ def suggestion(config: Mapping[str, Any]) -> str | None:
 
 
 def declaration(config: Any, class_sites: Sequence[Site]) -> list[str]:
-    """The lines of ``model.family`` for ``config``: facts that the class shows, and marked ones.
+    """The lines of ``model.family`` for ``config``; facts that the class does not show are marked.
 
-    What is as :class:`FamilySection` has it by default is left out.
+    Defaults of :class:`FamilySection` are omitted.
     """
     site = class_sites[-1]
     router, weight = site.routers[0]
@@ -87,7 +87,7 @@ def declaration(config: Any, class_sites: Sequence[Site]) -> list[str]:
 
 
 def _unlike(section: type[Section], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of ``facts`` that are not the section's defaults."""
+    """The ``facts`` that differ from the section's defaults."""
     defaults = {name: field.default for name, field in section.model_fields.items()}
     return {name: fact for name, fact in facts.items() if fact not in ([], {}, defaults[name])}
 
@@ -103,14 +103,14 @@ def _key(config: Any, names: tuple[str, ...], default: str) -> str:
 
 
 def _named(config: Any, size: int, word: str) -> str:
-    """The config's key whose value is ``size``, one with ``word`` first; else the number."""
+    """The config's key with value ``size``, preferably with ``word`` in it; else the number."""
     keys = [key for key, value in config.to_dict().items() if value == size and value is not True]
     keys.sort(key=lambda key: (word not in key, "moe" not in key, len(key)))
     return keys[0] if keys and word in keys[0] else str(size)
 
 
 def _attention(class_sites: Sequence[Site]) -> list[str]:
-    """The decoder layers' own linear layers outside of their blocks."""
+    """The decoder layers' linear layers outside their blocks."""
     names = [
         name
         for site in class_sites
@@ -123,7 +123,7 @@ def _attention(class_sites: Sequence[Site]) -> list[str]:
 
 
 def _disk(config: Any, site: Site, router: str) -> dict[str, Any]:
-    """Names in the files, from transformers' own conversion."""
+    """Names in the files, from transformers' conversion."""
     mapping = config.to_dict()
     loaded = f"model.layers.{site.index}.{site.block_path}".rstrip(".")
     stack = f"{loaded}.{site.experts_name}"

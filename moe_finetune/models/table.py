@@ -1,4 +1,4 @@
-"""Families that follow transformers' common experts interface, all of them."""
+"""All families that follow transformers' common experts interface."""
 
 from moe_finetune.models import (
     table_composite,

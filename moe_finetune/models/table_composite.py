@@ -1,4 +1,4 @@
-"""Composites with a MoE language part, and the language parts that only exist in a composite."""
+"""Composites with a MoE language part, and language parts that exist only in a composite."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moe_finetune.models.composite import composite
 from moe_finetune.models.standard import STACKS, W1_W3_W2, key, scaled, sigmoid, softmax, yes
 
 LLAVA = "language_model.model."
-"""Where Llava's files, and those of its kin, have the language part."""
+"""Prefix of the language part in the files of Llava and similar models."""
 
 _ALONE: dict[str, Family] = {
     family.model_type: family

@@ -1,4 +1,4 @@
-"""The families that every feature is tested on, vLLM included."""
+"""Families on which every feature is tested, vLLM included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Families whose router answers otherwise: read off each class in transformers 5.19."""
+"""Families with other kinds of routers; facts from each class in transformers 5.19."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Families with DeepSeek-V3's sigmoid router: read off each class in transformers 5.19."""
+"""Families with DeepSeek-V3's sigmoid router; facts from each class in transformers 5.19."""
 
 from __future__ import annotations
 

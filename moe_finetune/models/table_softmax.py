@@ -1,4 +1,4 @@
-"""Families whose router is a softmax: read off each class in transformers 5.19."""
+"""Families with a softmax router; facts from each class in transformers 5.19."""
 
 from __future__ import annotations
 

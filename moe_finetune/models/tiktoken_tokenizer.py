@@ -1,8 +1,8 @@
 """Moonlight's ``tiktoken.model`` as a fast tokenizer, without its ``tokenization_moonshot.py``.
 
 Each line of the file is a byte string and its rank. The file lacks the pattern that splits text
-into pieces and the 256 ids reserved for special tokens after the ranks, so transformers' own
-conversion gets both wrong for this model without an error.
+into pieces and the 256 ids reserved for special tokens after the ranks. transformers' own
+conversion silently gets both wrong for this model.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def read_ranks(file: Path) -> dict[bytes, int]:
     """Read ``token in base64, space, rank`` lines; ranks are 0, 1, 2 ... without a gap.
 
     Raises:
-        CheckpointError: naming file and line.
+        CheckpointError: a wrong line; names file and line.
     """
     ranks: dict[bytes, int] = {}
     for line_number, line in enumerate(file.read_bytes().splitlines(), 1):
@@ -64,7 +64,7 @@ def read_ranks(file: Path) -> dict[bytes, int]:
 
 
 def special_tokens(folder: Path, base: int) -> dict[int, str]:
-    """Names of the reserved ids from ``base`` on: those that the config names, else a filler."""
+    """Names of the reserved ids from ``base`` on: the config's, or else a filler."""
     settings = _settings(folder)
     named = {
         int(index): entry["content"] if isinstance(entry, dict) else str(entry)
@@ -86,11 +86,11 @@ def special_tokens(folder: Path, base: int) -> dict[int, str]:
 def load_tiktoken(folder: Path) -> PreTrainedTokenizerFast:
     """Build the fast tokenizer of a folder with ``tiktoken.model`` and ``tokenizer_config.json``.
 
-    Splits and merges as tiktoken does with :data:`PATTERN`; special tokens in a text are
-    recognized; nothing is added at its ends.
+    Splits and merges like tiktoken with :data:`PATTERN`. Special tokens in a text are recognized;
+    none are added at its ends.
 
     Raises:
-        CheckpointError: a file is damaged or the two do not belong together.
+        CheckpointError: a file is damaged, or the two files do not match.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
@@ -137,7 +137,7 @@ def load_tiktoken(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Every way to make a token of two, by the token's rank, as greedy merging needs."""
+    """All ways to merge two tokens into one, ordered by the result's rank, for greedy merging."""
     pairs = []
     for token, rank in ranks.items():
         ways = [

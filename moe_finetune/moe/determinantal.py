@@ -59,7 +59,7 @@ def greedy_choice(quality_TN: Tensor, features_TNH: Tensor, k: int, eps: float) 
 
 
 WORK = 2**24
-"""How many values of outputs are in memory at a time."""
+"""Number of output values in memory at a time."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ _REMEDIES = {
     "unsloth": _WITHOUT_UNSLOTH,
     "moe_utils": _WITHOUT_UNSLOTH,  # the name of Unsloth's compiled copy
 }
-"""What turns a package's kernels off; a key is the start of the module's name."""
+"""How to turn a package's kernels off, by the start of the module's name."""
 
 # Libraries that wrap a module's forward and call the original in it.
 _WRAP = ("transformers", "torch", "peft", "accelerate", "deepspeed", "moe_finetune")

@@ -27,7 +27,7 @@ Kernel = Literal["auto", "grouped", "loop"]
 ALIGNMENT_BYTES = 16
 PART_BYTES = 2**22
 DEQUANTIZED_BYTES = 2**27
-"""Most of a quantized stack that is dequantized at a time; one expert, where that is more."""
+"""Largest part of a quantized stack that is dequantized at a time, but at least one expert."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ _VIEWS = {
     aten.unsqueeze.default,
 }
 View = tuple[Any, tuple, dict]
-"""An operation, its arguments behind the tensor, and its keyword arguments."""
+"""An operation, its arguments after the tensor, and its keyword arguments."""
 
 
 class OffloadedStack(Tensor):

@@ -23,7 +23,7 @@ from moe_finetune.moe.biased_choice import Weighting, same_experts, select_again
 from moe_finetune.moe.context import ForwardOverrides
 
 NOT_RUN = -1
-"""Stands for an expert: the rollout did not run this token."""
+"""Placeholder for an expert: the rollout did not run this token."""
 
 
 class RolloutChoice:

@@ -23,7 +23,7 @@ from transformers.masking_utils import create_masks_for_generate
 from moe_finetune.models.base import Rows
 
 _OF_KERNELS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Keyword arguments that tell kernels where sequences begin in a packed row."""
+"""Keyword arguments that tell kernels where sequences start in a packed row."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from moe_finetune.moe.layers import is_spread, model_facts
 from moe_finetune.quantization.weight import QuantizedWeight
 
 DISPATCH = "ep_dispatch_experts"
-"""Transformers' plan under which each rank has its own tokens."""
+"""transformers' expert-parallel plan in which each rank has its own tokens."""
 KEY = "parallel.experts"
 
 

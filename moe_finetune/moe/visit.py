@@ -36,7 +36,7 @@ from moe_finetune.moe.self_ranking import check_plain, run_self_ranking
 from moe_finetune.moe.spread import local, run_spread, spread_of
 
 Run = Callable[..., ExpertsResult]
-"""The arguments of :func:`run_experts`, for experts that are here or spread over ranks."""
+"""A function with the arguments of :func:`run_experts`, for local or distributed experts."""
 
 
 class LayerVisits:

@@ -25,7 +25,7 @@ from moe_finetune.errors import DependencyError, RecipeError, did_you_mean
 
 Kind = Literal["nf4", "int8"]
 BLOCK = 64
-"""Weights that share a scale in ``nf4``."""
+"""Number of weights that share a scale in ``nf4``."""
 
 
 def check_kind(kind: str | None, key: str = "quantization") -> Kind | None:

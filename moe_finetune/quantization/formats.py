@@ -27,7 +27,7 @@ from moe_finetune.io.safetensors_header import FLOATS, INTEGERS, TensorInfo
 from moe_finetune.quantization.requantize import FP4, pack_fp8, pack_int4, pack_mxfp4
 
 _MXFP4_BYTES = 16
-"""Bytes of a block: 32 values, two in a byte."""
+"""Bytes per block: 32 values, two per byte."""
 _INT4_PER_INT32 = 8
 
 _ZERO_SCALE = "has a scale of 0 for values that are not 0"

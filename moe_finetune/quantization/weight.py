@@ -439,4 +439,4 @@ _ON_PACKED: dict[Any, Callable[..., Any]] = {
     _aten.view.default: _reshape,
     _aten.as_strided.default: _as_strided,
 }
-"""Operations that read a part, move, or view; others get dequantized values."""
+"""Operations that slice, move or view; others get dequantized values."""

@@ -17,7 +17,7 @@ from moe_finetune.routing.measures import Measures
 
 PASSAGE = 150
 PASSAGES = 4
-"""Tokens of a passage of text, and passages, that the report colors."""
+"""Numbers of tokens per passage, and of passages, that the report colors."""
 
 
 def routing_path(

@@ -21,7 +21,7 @@ _PREFIX = "checkpoint-"
 
 Writer = Callable[[Path], None]
 Entry = dict[str, int | str]
-"""Size and hash of a file, as the manifest has them."""
+"""Size and hash of a file in the manifest."""
 
 
 def write_checkpoint(

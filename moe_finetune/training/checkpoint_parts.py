@@ -29,7 +29,7 @@ from moe_finetune.training.state import TRAINER_FILE, pack
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
-"""How names of tensors in shards begin."""
+"""Prefix of the names of tensors in shards."""
 
 
 def checkpoint_parts(

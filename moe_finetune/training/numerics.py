@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ROUTED_PER_EXPERT = 20
-"""Selections per expert below which a router is not judged: an expert may just have had no turn."""
+"""Selections per expert below which collapse is not judged: an expert may be unused by chance."""
 
 
 STILL_STEPS = 5
-"""Steps in a row after which a model that learns nothing is given up."""
+"""Consecutive steps without learning after which the run stops."""
 STILL_NORM = 1e-5
-"""Share of the first step's gradient norm below which a step moves nothing."""
+"""Share of the first step's gradient norm below which a gradient counts as vanished."""
 
 
 def make_deterministic() -> None:

@@ -12,7 +12,7 @@ from moe_finetune.models import FAMILIES, Family, table
 from moe_finetune.training.proof_model import random_model
 
 BOUND = 1e-4
-"""Relative difference of float32 logits; what leaks differs by more than 1e-2."""
+"""Bound on the relative difference of float32 logits; leaks cause more than 1e-2."""
 
 _LENGTHS = (13, 17, 9)
 

@@ -15,7 +15,7 @@ from moe_finetune.models.structure import patterns_on_disk, shapes_on_disk
 from moe_finetune.training.proof_model import PARTS, Check, Seen, named_parts, watch
 
 EXACT = 1e-5
-"""Relative difference of float32 weights that are computed in another order."""
+"""Bound on the relative difference of float32 weights computed in another order."""
 
 
 def fact_checks(model: nn.Module, family: Family) -> Iterator[list[Check]]:

@@ -17,7 +17,7 @@ from moe_finetune.models.structure import class_of
 from moe_finetune.training.proof_model import Check, batch, named_parts, watch
 
 LOGITS, GRADIENTS, MERGED = 2e-5, 2e-4, 1e-4
-"""Relative differences of float32 sums in another order; PEFT's merges round more."""
+"""Bounds on relative differences of float32 sums in another order; PEFT's merges round more."""
 
 
 def run_checks(

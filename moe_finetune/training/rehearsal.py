@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from moe_finetune.training.start import Start
 
 ROWS = 8
-"""Rows of the data that the rehearsed trainer gets."""
+"""Number of rows that the rehearsed trainer gets."""
 
 Built = TypeVar("Built")
 

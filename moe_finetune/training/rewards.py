@@ -27,7 +27,7 @@ from moe_finetune.registry import Registry
 
 Reward = Callable[..., list[float]]
 LARGEST_REWARD = 1e12
-"""Weighted rewards and their squares must fit into float32."""
+"""Largest weighted reward: its square must fit into float32."""
 REWARDS: Registry[Reward] = Registry(
     "reward",
     RecipeError,

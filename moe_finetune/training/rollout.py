@@ -30,7 +30,7 @@ from moe_finetune.training.callback import SpecializationCallback
 log = logging.getLogger(__name__)
 _Trainer: Any = object
 EXPERTS = "rollout_experts"
-"""Key of a batch of training: :meth:`RolloutChoice.experts` of its rows."""
+"""Key in a training batch for the result of :meth:`RolloutChoice.experts`."""
 
 
 class FollowsRollouts(_Trainer):

@@ -21,7 +21,7 @@ from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.tree import Tree
 
 SMALL = 1 << 20
-"""Hidden size x experts x MoE layers below which float32 costs nothing and is exact."""
+"""Hidden size x experts x MoE layers below which float32 is cheap enough to be the default."""
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,12 @@ from moe_finetune.training import ranks
 from moe_finetune.training.term_gradients import PARTS, TermGradients
 
 WHISPER, AIM, DROWNS = 0.01, 0.1, 1.0
-"""Shares: below the first nothing shows; above the last the language loss is drowned."""
+"""Shares: below the first a term has no visible effect; above the last it dominates."""
 FIRST_WINDOWS = 50
-"""Windows that may go by before a share's first weight is found."""
+"""Maximum number of windows until a share's first weight is found."""
 
 Products = Mapping[str, tuple[float, float, float]]
-"""By part: squared norm of the term's gradient, of the trainer's, and their inner product."""
+"""By part: squared norms of the term's and the trainer's gradients, and their inner product."""
 
 log = logging.getLogger(__name__)
 

@@ -26,10 +26,10 @@ from moe_finetune.training import ranks
 
 PARTS = ("router", "experts")
 TRAINERS_LOSS = ""
-"""Stands for the trainer's own loss among the terms' names."""
+"""Key of the trainer's own loss among the terms' names."""
 
 Sums = dict[tuple[int, int], Tensor]
-"""By MoE layer and number of the trainable parameter in it: this rank's part of its gradient."""
+"""This rank's part of each gradient, by MoE layer and number of the parameter in it."""
 
 
 class TermGradients:

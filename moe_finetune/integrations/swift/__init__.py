@@ -1,1 +1,1 @@
-"""ms-swift's plugin, in a folder of its own: ms-swift puts a plugin's folder on ``sys.path``."""
+"""ms-swift's plugin, in a separate folder because ms-swift adds it to ``sys.path``."""

@@ -1,9 +1,9 @@
 """ms-swift's external plugin: registers the callback ``specialization``.
 
-``swift sft --external_plugins .../integrations/swift/plugin.py --callbacks specialization``, and
-the method in the environment variable ``SPECIALIZATION``, since ms-swift gives a callback no
-arguments: a preset's name, or a YAML mapping such as ``{preset: orthogonal_variance, share: 0.1,
-output: runs/mine}``.
+Run ``swift sft --external_plugins .../integrations/swift/plugin.py --callbacks specialization``.
+The method is in the environment variable ``SPECIALIZATION``, because ms-swift passes a callback no
+custom arguments: a preset's name, or a YAML mapping such as ``{preset: orthogonal_variance, share:
+0.1, output: runs/mine}``.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ VARIABLE = "SPECIALIZATION"
 
 
 def section_from_environment() -> Any:
-    """The method in the environment variable; None without it.
+    """The method in the environment variable, or None.
 
     Raises:
-        RecipeError: it is not YAML.
+        RecipeError: the variable is not valid YAML.
     """
     try:
         return yaml.safe_load(os.environ.get(VARIABLE, ""))
@@ -33,9 +33,9 @@ def section_from_environment() -> Any:
 
 
 class SwiftSpecialization(SpecializationCallback):
-    """The callback as ms-swift builds it: from its arguments and its trainer.
+    """The callback as ms-swift builds it, from its arguments and trainer.
 
-    The trainer is not complete yet, so it is read when training begins.
+    The trainer is still incomplete then, so it is read when training begins.
     """
 
     def __init__(self, args: Any, trainer: Any):

@@ -1,6 +1,6 @@
-"""Autonomy-of-Experts: experts rank themselves by the norm of a factorized gate; from scratch.
+"""Autonomy-of-Experts, for training from scratch: experts rank themselves by gate norms.
 
-Lv et al., "Autonomy-of-Experts Models", arXiv 2501.13074: the baseline of P2's Figure 3.
+Lv et al., "Autonomy-of-Experts Models", arXiv 2501.13074, the baseline in P2's Figure 3.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from moe_finetune.models.base import QKVO, DiskLayout, Family
 
 
 def register() -> None:
-    """Register the model with transformers' Auto classes; repeatable."""
+    """Register the model with transformers' Auto classes; safe to call again."""
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     from moe_finetune.models.autonomy.modeling import (

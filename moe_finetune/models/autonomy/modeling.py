@@ -1,10 +1,10 @@
-"""OLMoE whose experts rank themselves: no router, a gate projection of two factors in each expert.
+"""OLMoE whose experts rank themselves: no router, but a factorized gate projection per expert.
 
 Lv et al., "Autonomy-of-Experts Models", arXiv 2501.13074. For token x, every expert e computes
-``p_e = A_e x``, r numbers; the K experts of largest ``|p_e|`` go on from there:
-``y_e = W_e (act(B_e p_e) * V_e x)``, weighted by the softmax of all experts' norms, as in the
-authors' implementation (renormalized only where ``norm_topk_prob`` says so). Ours: the default
-rank, which gives an expert as many weights as OLMoE's of the same width has.
+``p_e = A_e x``, r numbers; the K experts with the largest ``|p_e|`` continue: ``y_e = W_e (act(B_e
+p_e) * V_e x)``, weighted by the softmax of all experts' norms, as in the authors' implementation
+(renormalized only with ``norm_topk_prob``). The default rank is our choice: it gives an expert as
+many weights as an OLMoE expert of the same width.
 
 Shape legend: T tokens, E experts, K selected per token, H hidden, D expert width, r rank, S = T*K
 rows sorted by expert.
@@ -39,7 +39,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 @strict
 class AutonomyConfig(OlmoeConfig):
-    """OLMoE's config and the gate's rank, by default that of as many weights, ``HD / (H + D)``."""
+    """OLMoE's config and the gate's rank, by default ``HD / (H + D)`` for equally many weights."""
 
     model_type = "autonomy_of_experts"
     # OLMoE's plans for several devices name parameters that these experts lack.
@@ -56,7 +56,7 @@ class AutonomyConfig(OlmoeConfig):
 
 
 class AutonomyGate(nn.Module):
-    """The first factors of all experts' gates, and the selection by their results' norms."""
+    """The first factors of all experts' gates, and the selection by the norms of ``p``."""
 
     def __init__(self, config: AutonomyConfig):
         super().__init__()
@@ -83,7 +83,7 @@ class AutonomyExperts(nn.Module):
     """The experts' other parts: the gates' second factors (E, D, r), ``up_proj`` (E, D, H) and
     ``down_proj`` (E, H, D).
 
-    Transformers' experts functions do not apply, since experts get what the gate has computed.
+    transformers' experts functions do not apply, because experts read the gate's results.
     """
 
     has_gate = has_bias = is_transposed = _is_expert_parallel = False
@@ -112,7 +112,7 @@ class AutonomyExperts(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the weighted sum (T, H), the activations (T, K, D) and the outputs (T, K, H).
 
-        Every gather takes a row once, so that gradients repeat bit for bit.
+        Every gather reads each row once, so gradients are deterministic.
         """
         (tokens, selected), (experts, hidden, width) = index_TK.shape, self.down_proj.shape
         flat_S, order_S = index_TK.reshape(-1).sort(stable=True)
@@ -136,10 +136,10 @@ class AutonomyExperts(nn.Module):
 
 
 def _rows_of_experts(flat_S: Tensor, experts: int) -> list[int]:
-    """How many of the selected pairs each expert has.
+    """Number of selected pairs of each expert.
 
-    Tensors without memory, on which a step's memory is planned, have no values to count: any
-    numbers of the same sum take the same memory.
+    Fake tensors, used to plan a step's memory, have no values to count; any numbers with the same
+    sum take the same memory.
     """
     if isinstance(flat_S, FakeTensor):
         rows_per_expert = flat_S.numel() // experts

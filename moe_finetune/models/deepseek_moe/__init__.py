@@ -7,7 +7,7 @@ from moe_finetune.models.deepseek_moe.facts import check, moe_layers
 
 
 def register_config() -> None:
-    """Register ``model_type: deepseek`` with AutoConfig and AutoTokenizer; repeatable."""
+    """Register ``model_type: deepseek`` with AutoConfig and AutoTokenizer; safe to call again."""
     from transformers import AutoConfig
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 

@@ -12,9 +12,9 @@ from transformers import LlamaConfig
 class DeepseekConfig(LlamaConfig):
     """``config.json`` with ``model_type: deepseek``; defaults are those of the 16B model.
 
-    ``auto_map`` of the published file names remote code: it is dropped, so it is neither executed
-    nor written back. ``aux_loss_alpha`` and ``seq_aux`` describe how the model was pretrained and
-    change nothing here: balancing is a loss term of the recipe.
+    ``auto_map`` in the published file names remote code. It is dropped, so the code is neither
+    executed nor written back. ``aux_loss_alpha`` and ``seq_aux`` describe how the model was
+    pretrained and change nothing here: balancing is a loss term of the recipe.
     """
 
     model_type = "deepseek"

@@ -1,4 +1,4 @@
-"""Which layers of DeepSeek-MoE are MoE blocks, and which options no release uses."""
+"""DeepSeek-MoE's MoE layers, and options that no release uses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def moe_layers(config: Any) -> list[int]:
 
 
 def check(config: Any) -> None:
-    """Raise UnsupportedModelError for options of the public config that no release uses."""
+    """Raise UnsupportedModelError for config options that no release uses."""
     require(config, scoring_func=("softmax",))
     if config.num_experts_per_tok > config.n_routed_experts:
         raise UnsupportedModelError(

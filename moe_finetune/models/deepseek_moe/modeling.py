@@ -53,7 +53,7 @@ class DeepseekRouter(nn.Module):
 
 
 class DeepseekMoE(nn.Module):
-    """Routed experts' weighted sum plus the shared experts, which are one MLP of their width."""
+    """The routed experts' weighted sum plus the shared experts, fused into one MLP."""
 
     def __init__(self, config: DeepseekConfig):
         super().__init__()
@@ -71,7 +71,7 @@ class DeepseekMoE(nn.Module):
 
 
 class DeepseekDecoderLayer(LlamaDecoderLayer):
-    """Llama's layer, whose MLP is a MoE block in the layers that the config says."""
+    """Llama's layer, with a MoE block as its MLP in the layers that the config selects."""
 
     def __init__(self, config: DeepseekConfig, layer_idx: int):
         # Not LlamaDecoderLayer's: it would allocate a dense MLP in every layer.
@@ -110,7 +110,7 @@ class DeepseekPreTrainedModel(LlamaPreTrainedModel):
 
 
 class DeepseekModel(DeepseekPreTrainedModel, LlamaModel):
-    """The decoder; ``forward`` is Llama's and hands its keyword arguments to every layer."""
+    """The decoder; ``forward`` is Llama's and passes its keyword arguments to every layer."""
 
     def __init__(self, config: DeepseekConfig):
         check(config)

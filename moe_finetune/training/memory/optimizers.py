@@ -10,10 +10,10 @@ from moe_finetune.errors import RecipeError, did_you_mean
 
 DEFAULT_OPTIMIZER = "adamw_torch_fused"
 SMALL = 4096
-"""Elements below which bitsandbytes keeps a tensor's state in 32 bits."""
+"""Number of elements below which bitsandbytes keeps a tensor's state in 32 bits."""
 
 BLOCK = 256
-"""Elements that share a float32 scale in bitsandbytes' 8-bit states."""
+"""Number of elements that share a float32 scale in bitsandbytes' 8-bit states."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,8 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "adafactor": Optimizer(0, factored=True, copies=2),
     "sgd": Optimizer(0),
 }
-"""Adam's are from torch and bitsandbytes 0.50; ``copies`` of torch's that work on lists."""
+"""Values for Adam are from torch and bitsandbytes 0.50; ``copies`` from torch's foreach
+versions."""
 
 
 def optimizer_of(name: str) -> Optimizer:

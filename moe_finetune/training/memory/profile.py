@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 
 EXTRA_LAYERS = 3
-"""Layers after the last kind is met: one whose neighbors are of its kind, and the last, which
-hands nothing on."""
+"""Layers after the first of the last kind: one whose neighbors are of its kind, and the final one,
+which has no successor."""
 
 
 @dataclass(frozen=True)

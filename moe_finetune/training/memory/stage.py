@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 TILE = 32768
-"""Columns of logits that TRL's trainers make at a time."""
+"""Columns of logits that TRL's trainers compute at a time."""
 
 
 @dataclass(frozen=True)

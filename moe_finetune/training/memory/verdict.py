@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from moe_finetune.recipe.schema import Recipe
 
 RESERVED = 0.06
-"""Share of a GPU that tensors do not get: CUDA's context, kernels' workspaces, gaps between blocks.
-An assumption; ``make gpu-check`` measures it."""
+"""Share of a GPU's memory that is unavailable to tensors: CUDA's context, kernels' workspaces,
+fragmentation. An assumption; ``make gpu-check`` measures it."""
 
 
 @dataclass(frozen=True)
