@@ -100,7 +100,7 @@ _MACHINE = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM),
     *(errno.EMFILE, errno.ENFILE, errno.EFBIG),
 )
-# Of libraries in Rust and of torch, whose errors are no OSError and no MemoryError.
+# From Rust libraries and torch, whose errors are neither OSError nor MemoryError.
 _MACHINE_WORDS = ("(os error 28)", "(os error 5)", "DefaultCPUAllocator")
 
 

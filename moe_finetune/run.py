@@ -127,7 +127,7 @@ def stages(
     from moe_finetune.training.train import train
 
     started, phase = time.perf_counter(), terminal().phase
-    # Where it is not open, what needs no base must not ask for it: it may be gone by now.
+    # If it is not open, stages that need no base must not open it: it may be gone.
     base = None if inputs is None else inputs.start.base
     earlier_seconds = run.read_summary().get("seconds", 0.0)
     if inputs is not None:

@@ -54,7 +54,7 @@ def initialize(model: nn.Module, config: LoraConfig, lora: LoraSection) -> None:
             if lora.changes_base:
                 setattr(module, _INITIAL, (a_rI.cpu().clone(), b_Or.cpu().clone()))
     if lora.changes_base:
-        # PEFT's name of it, in checkpoints on the way: a merge of those would be wrong.
+        # PEFT's name for it, written into checkpoints: a merge of those would be wrong.
         config.init_lora_weights = lora.init  # type: ignore[assignment]
 
 

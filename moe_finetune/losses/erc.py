@@ -170,7 +170,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_EPO: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        if grad_EPO is None:  # only another term's gradient is being taken
+        if grad_EPO is None:  # only another term's gradient is computed
             return None, None
         inputs, weight_EOI = ctx.saved_tensors
         needs_inputs, needs_weight = ctx.needs_input_grad

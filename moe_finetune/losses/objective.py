@@ -145,7 +145,7 @@ class Objective:
     def _find_weight(self, term: Term, record: RoutingRecord, value: Tensor) -> None:
         """Set the weight for a term's target from the mean over ranks, equal on all."""
         measured = term.target_value(record, value)
-        if measured.is_meta or is_fake(measured):  # memory is planned without values
+        if measured.is_meta or is_fake(measured):  # planning memory has no values
             return
         if distributed_run():
             measured = measured.clone()

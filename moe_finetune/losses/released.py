@@ -145,7 +145,7 @@ class SpanOrthogonality(Term):
     reads = "expert outputs"
     trains = frozenset({"experts"})
     needs = frozenset({"outputs"})
-    router_rows = True  # of which a target's weight is found
+    router_rows = True  # from which a target's weight is found
     Options = SpanOrthogonalityOptions
     options: SpanOrthogonalityOptions
 

@@ -167,6 +167,6 @@ def _sampled(
         embeddings, labels = embeddings[chosen], labels[chosen]
     embeddings = floats("embeddings_NH", embeddings, ("N", "H"), as_given=True)
     if embeddings.dtype in (np.float16, np.float32):
-        # Distances do not see a shift, and float32 keeps more of them without it.
+        # A shift does not change distances, and float32 is more precise without it.
         return (embeddings - embeddings.mean(0, dtype=np.float64)).astype(np.float32), labels
     return embeddings.astype(np.float64, copy=False), labels

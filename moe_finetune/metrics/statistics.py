@@ -16,7 +16,7 @@ from scipy import stats
 ALPHA = 0.05
 RESAMPLES = 10_000
 Z = float(stats.norm.ppf(1 - ALPHA / 2))
-# Numbers that a bootstrap keeps in memory.
+# Maximum number of values that a bootstrap keeps in memory.
 _BLOCK = 4_000_000
 
 

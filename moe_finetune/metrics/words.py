@@ -128,7 +128,7 @@ def word(key: str) -> Word:
     """Return the words for a key such as ``losses/load_balance`` or ``routing/max_violation``."""
     head, _, tail = key.rpartition("/")
     name = tail or key
-    # The same name can be one of the router and one of the model's predictions: entropy.
+    # One name, entropy, can belong to the router or to the model's predictions.
     router_key = f"routing/{name}" if head.endswith("routing") else key
     listed = WORDS.get(router_key) or WORDS.get(name)
     if listed is None and head.endswith("routing") and name in METRICS:

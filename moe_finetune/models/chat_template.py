@@ -85,7 +85,7 @@ def original(template: str) -> str:
 
 
 def _before(statements: str, template: str) -> str:
-    # A newline behind a block is dropped (trim_blocks), so that the template's own first one stays.
+    # trim_blocks drops a newline after a block, so the template's own first one is kept.
     return f"{_BEGIN}{statements}{_END}{template}"
 
 

@@ -61,7 +61,7 @@ def local_folder(path: str | Path, weights: bool = True, revision: str | None = 
     patterns = [*_SMALL_FILES, *(["*.safetensors"] if weights else [])]
     try:
         return Path(snapshot_download(str(path), revision=revision, allow_patterns=patterns))
-    except Exception as error:  # the hub's client raises types of four libraries here
+    except Exception as error:  # the hub's client raises exceptions of four libraries here
         reason = reason_of(error)
         raise CheckpointError(
             f"{named}: neither a local folder nor a model on the hub ({reason}); check the name, "
@@ -106,7 +106,7 @@ def parse_config(folder: Path) -> PreTrainedConfig:
             config.name_or_path = str(folder)
         else:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # whatever the library's class makes of a value that it expected not
+    except Exception as error:  # the library's class may raise anything for an unexpected value
         raise CheckpointError(
             f"{config_file} has a value that this model type rejects: {first_line(error)}"
         ) from error

@@ -39,7 +39,7 @@ def shrunk_config(config: Any, family: Family) -> Any:
             size = sum(p.numel() for p in model.parameters())
             if size <= 20 * SMALL and len(sites(model)) >= 2 and _runs(smaller):
                 return smaller
-        except Exception as error:  # whatever the class makes of sizes that it does not like
+        except Exception as error:  # the class may raise anything for sizes that it rejects
             problem = error
     raise CheckpointError(
         f"this config.json cannot be reduced to a small {config.model_type} for comparison "

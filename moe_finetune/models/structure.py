@@ -244,7 +244,7 @@ def _on_meta(model_type: str, text: str) -> Any:
 
     config = json.loads(text, object_hook=_special_float)
     model = meta_model(CONFIG_MAPPING[model_type].from_dict(config))
-    # What transformers looks up for a model made of a config, else anew for each name.
+    # What transformers looks up for a model built from a config, cached for all names.
     model.all_changes = get_model_conversion_mapping(model, add_legacy=False)
     model._weight_conversions = [c for c in model.all_changes if not _is_prefix(c)]
     return model
@@ -299,7 +299,7 @@ def meta_model(config: Any, attn_implementation: str | None = None) -> Any:
             return class_of(config).from_config(
                 config, dtype=torch.bfloat16, attn_implementation=attn_implementation
             )
-    except Exception as error:  # any, out of any library's constructor
+    except Exception as error:  # any library's constructor may raise anything
         raise CheckpointError(
             f"config.json of this {config.model_type} does not describe a valid model: "
             f"{first_line(error)}; restore the checkpoint's own config.json"

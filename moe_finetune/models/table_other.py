@@ -31,7 +31,7 @@ FAMILIES = (
         "deepseek_v4",
         "DeepSeek-V4",
         score="sqrtsoftplus",
-        # Not o_a_proj, which multiplies groups of heads each with a matrix of their own.
+        # Not o_a_proj, which multiplies each group of heads by its own matrix.
         attention_targets=under("self_attn", "q_a_proj", "q_b_proj", "kv_proj", "o_b_proj"),
         disk=replace(
             W1_W3_W2,
@@ -43,7 +43,7 @@ FAMILIES = (
         groups=ungrouped,
         fixed_layers=_hash_layers,
         check=_check_deepseek_v4,
-        # Keys are compressed in windows that are counted from the first place, padding or not.
+        # Keys are compressed in windows counted from the first position, padding included.
         rows=Rows(per_sequence=("DeepseekV4Attention",), padding="read", generates_padded=False),
     ),
     softmax(

@@ -22,7 +22,7 @@ RANKS_FILE = "tiktoken.model"
 RESERVED = 256
 _LETTER = r"\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]"
 _SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-# Runs of Han characters are pieces of their own; words are cut where lower case meets upper case.
+# Runs of Han characters are separate pieces; words are split between lower and upper case.
 PATTERN = "|".join(
     (
         r"[\p{Han}]+",

@@ -88,7 +88,7 @@ class ExpertsResult:
     outputs_TKH: Tensor | None = None
 
 
-# Traced, its loop over the experts would be unrolled for every new set of group sizes.
+# If traced, its loop over the experts would be unrolled for every new set of group sizes.
 @torch.compiler.disable
 def run_experts(
     hidden_TH: Tensor,
@@ -213,7 +213,7 @@ class _Experts(torch.autograd.Function):
             z_gram,
             y_gram,
             z_TKD if "activations" in call.needs else None,
-            # A saved tensor may not be an output that somebody changes: hand out a view of it.
+            # A saved tensor must not be an output that the caller may modify: return a view of it.
             y_TKH.view_as(y_TKH) if "outputs" in call.needs else None,
         )
 

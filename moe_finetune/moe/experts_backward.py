@@ -161,7 +161,7 @@ class ExpertsGradient:
         """``dy`` (P, H) for a part's rows."""
         if self.dy_SH is not None:
             return self.dy_SH[part.rows]
-        if self.weights_S is None:  # only the activations' losses are differentiated
+        if self.weights_S is None:  # only losses on the activations are differentiated
             like = self.saved.hidden_TH
             return like.new_zeros(part.tokens_P.numel(), like.shape[1])
         assert self.out_TH is not None

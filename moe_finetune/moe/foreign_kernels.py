@@ -32,7 +32,7 @@ _REMEDIES = {
 }
 """How to turn a package's kernels off, by the start of the module's name."""
 
-# Libraries that wrap a module's forward and call the original in it.
+# Libraries that wrap a module's forward and call the original inside.
 _WRAP = ("transformers", "torch", "peft", "accelerate", "deepspeed", "moe_finetune")
 
 

@@ -181,7 +181,7 @@ class Recorder:
             for experts in layer.every_experts:
                 self._attach(experts, "_moe_finetune", partial(visits.run_experts_of, experts))
                 self._take_over(experts)
-                if is_spread(experts):  # transformers' own way to other ranks and back
+                if is_spread(experts):  # transformers' own exchange between ranks
                     self._attach(experts, "forward", MethodType(type(experts).forward, experts))
             inner, wrappers = parameter_wrappers(layer.outer_experts)
             if wrappers:
@@ -230,7 +230,7 @@ class Recorder:
         """Keep input ids and labels: a composite passes only embeddings to its language part."""
         self._labels = kwargs.get("labels")
         self._ids = kwargs.get("input_ids", args[0] if args else None)
-        # A composite may make its language part's masks itself.
+        # A composite may build its language part's masks itself.
         new_kwargs = tell_positions(kwargs, _shaped_as_ids(args, kwargs))
         mask = kwargs.get("attention_mask")
         self._mask = mask if new_kwargs.get("attention_mask") is not mask else None
@@ -293,7 +293,7 @@ class Recorder:
                 "would be lost; call the model, or the decoder below its head"
             )
         if context is not None and context.train and not torch.is_grad_enabled():
-            # Hosts wrap checkpoint functions, so that only the layer itself shows which kind runs.
+            # Other programs wrap checkpoint functions, so only the layer shows which kind runs.
             raise CaptureError(REENTRANT)
         if context is not None and context.copied:
             raise CaptureError(

@@ -34,8 +34,8 @@ class SelectedExpertsLora(ParamWrapper):
     ):
         self.chosen = tuple(chosen)
         super().__init__(base_layer, adapter_name, parameter_name, config, **options)
-        # A buffer moves with the model; a list would be copied to a GPU in every forward, which
-        # waits for it.
+        # A buffer moves with the model; a list would be copied to a GPU in every forward, and the
+        # forward would wait for it.
         places = torch.tensor(self.chosen, device=self.get_param().device)
         self.register_buffer("_places", places, persistent=False)
 

@@ -63,7 +63,7 @@ class CudaTransfers:
             return copies
 
         def recorded(part: Tensor) -> Tensor:
-            # Its memory is free only when the stream that computes is through.
+            # Its memory may be reused only after the compute stream has finished with it.
             part.record_stream(torch.cuda.current_stream(self.device))
             return part
 

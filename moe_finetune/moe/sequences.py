@@ -56,7 +56,7 @@ class Sequences:
             number_T = number_T[place_T]
         lengths_S = torch.bincount(number_T)
         ends_S = lengths_S.cumsum(0)
-        # Of one group all are longer than half of the longest: at most half of it is repeated.
+        # All sequences of a group are longer than half the longest: at most half is repeated.
         sizes = [int(length).bit_length() for length in lengths_S.tolist()]
         self.groups = []
         for size in sorted({size for size in sizes if size}):

@@ -98,7 +98,7 @@ def check_spread(model: Any, experts: int, ranks: int, world: int) -> None:
         RecipeError: it does not divide both the experts and the run's ranks.
         UnsupportedModelError: transformers has no expert-parallel plan for the model.
     """
-    if experts % ranks:  # first: no number of processes would help
+    if experts % ranks:  # checked first: no number of processes would help
         fit = ", ".join(str(n) for n in range(2, experts + 1) if experts % n == 0)
         raise RecipeError(
             f"{KEY}: {experts} experts cannot be divided by {ranks} ranks; choose one of {fit}"
@@ -134,7 +134,7 @@ def place_experts(model: Any, ranks: int, device: str) -> Any:
             "(recipes/hardware)"
         ) from None
     world = distributed.get_world_size()
-    # `from_pretrained` wants ep_size == tp_size, which is not this plan's condition.
+    # `from_pretrained` requires ep_size == tp_size, which this plan does not need.
     _, plan = resolve_parallel_plans(model, DistributedConfig(fsdp_size=world, ep_size=ranks))
     shape = (world // ranks, ranks, 1)
     mesh = init_device_mesh(device, shape, mesh_dim_names=("copies", "ep", "tp"))

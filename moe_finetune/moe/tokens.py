@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_finetune.errors import CaptureError
 
-# An additive mask hides what is below: exp of it is 0 in every float type.
+# An additive mask hides values below this: their exp is 0 in every float type.
 HIDDEN_BELOW = -1000.0
 
 
@@ -89,7 +89,7 @@ def read_tokens(
     elif mask.dim() == 4:
         counted_BL, starts_BL = _read_pairs(mask, rows, length)
     elif mask.dim() == 2 and mask.shape[0] == rows and mask.shape[1] >= length:
-        counted_BL = mask[:, mask.shape[1] - length :] != 0  # a cache lies before the tokens
+        counted_BL = mask[:, mask.shape[1] - length :] != 0  # cached tokens come first
         starts_BL = _starts_of_packed(kwargs, like_BL)
         if starts_BL is not None:  # neither in padding nor behind it
             starts_BL[:, 1:] &= counted_BL[:, 1:] & counted_BL[:, :-1]
@@ -168,7 +168,7 @@ def _read_pairs(mask: Tensor, rows: int, length: int) -> tuple[Tensor, Tensor]:
         )
     seen = mask if mask.dtype == torch.bool else mask > HIDDEN_BELOW
     seen_BQK = seen.any(1).expand(rows, length, length)
-    # A query that sees what lies ahead is padding: its row was opened so that it is not empty.
+    # A query that sees later tokens is padding: its row was unmasked so that it is not empty.
     ahead_BQ1 = seen_BQK.triu(1).any(2, keepdim=True)
     counted_BK = (seen_BQK & ~ahead_BQ1).any(1)
     starts_BL = torch.ones(rows, length, dtype=torch.bool, device=mask.device)

@@ -84,7 +84,7 @@ def quantize(matrix_RC: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
     """Packed bytes and float32 scales of one float matrix, both flat; see :func:`packed_shapes`."""
     library = bitsandbytes()
     if kind == "int8":
-        # The kernel on GPUs takes only this type: 11 bits of a weight, of which 8 remain.
+        # The GPU kernel takes only this dtype: 11 significant bits, of which 8 remain.
         packed, scales, _ = torch.ops.bitsandbytes.int8_vectorwise_quant(matrix_RC.half(), 0.0)
         packed.masked_fill_((scales == 0).unsqueeze(1), 0)  # a row of zeros was divided by 0
         return packed.reshape(-1), scales.reshape(-1)

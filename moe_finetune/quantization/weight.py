@@ -317,7 +317,7 @@ def _to_copy(
         return packed, scales.to(device, non_blocking=non_blocking)
 
     copy = self._like(*moved(self._packed, self._scales), dtype=dtype or self.dtype)
-    if self._padded is not None:  # FSDP2 gathers what it has moved from the host
+    if self._padded is not None:  # FSDP2 gathers tensors that it has moved from the host
         copy._padded = moved(*self._padded)
     return copy
 

@@ -177,7 +177,7 @@ def load_arrays(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
                 # Read whole, so that the checksum is verified before numpy parses anything.
                 member = io.BytesIO(archive.read(f"{name}.npy"))
                 arrays[name] = np.lib.format.read_array(member, allow_pickle=False)
-    except Exception as error:  # zipfile, zlib and numpy raise many kinds for damaged bytes
+    except Exception as error:  # zipfile, zlib and numpy raise many types for damaged bytes
         raise TraceError(
             f"{path}: not a trace, or damaged ({type(error).__name__}: {error}); "
             "restore it or record again"

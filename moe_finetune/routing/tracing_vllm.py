@@ -23,7 +23,7 @@ from moe_finetune.vllm.engine import engine_arguments
 from moe_finetune.vllm.install import is_cpu_build, require_vllm
 
 AT_ONCE = 256
-# The two engines differ: returned experts need the prefix cache, heard ones must all be computed.
+# Returned experts need the prefix cache; with hooks, every token must be computed.
 ON_CPU = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, {"enable_prefix_caching": False}
 ON_GPU = (
     {"VLLM_USE_V2_MODEL_RUNNER": "1"},

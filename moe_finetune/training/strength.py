@@ -25,7 +25,7 @@ from moe_finetune.training import ranks
 from moe_finetune.training.term_gradients import PARTS, TermGradients
 
 WHISPER, AIM, DROWNS = 0.01, 0.1, 1.0
-"""Shares: below the first a term has no visible effect; above the last it dominates."""
+"""Shares: below the first, a term has no visible effect; above the last, it dominates."""
 FIRST_WINDOWS = 50
 """Maximum number of windows until a share's first weight is found."""
 

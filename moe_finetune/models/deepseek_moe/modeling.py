@@ -29,7 +29,7 @@ from transformers.models.llama.modeling_llama import (
 from moe_finetune.models.deepseek_moe.configuration import DeepseekConfig
 from moe_finetune.models.deepseek_moe.facts import check, moe_layers
 
-# Declared for a config of its own, of which it reads what this one has too.
+# Declared for another config, but reads only fields that this one has too.
 _MLP: Any = DeepseekV2MLP
 
 

@@ -57,8 +57,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "adafactor": Optimizer(0, factored=True, copies=2),
     "sgd": Optimizer(0),
 }
-"""Values for Adam are from torch and bitsandbytes 0.50; ``copies`` from torch's foreach
-versions."""
+"""Values of Adam from torch and bitsandbytes 0.50; ``copies`` from torch's foreach versions."""
 
 
 def optimizer_of(name: str) -> Optimizer:
