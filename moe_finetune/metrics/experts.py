@@ -52,8 +52,8 @@ def silhouette(
     """Mean silhouette coefficient of embeddings labeled by their top-1 expert (scikit-learn's).
 
     Range -1 (every point is nearer to another cluster) to 1 (perfectly separate experts); 0 for
-    overlapping ones. Arguments as in :func:`expert_overlap`. Needs 2 to N - 1 different labels.
-    Source: P0 eq. 38.
+    overlapping ones. Arguments as in :func:`expert_overlap`. Raises ValueError unless there are 2
+    to N - 1 different labels. Source: P0 eq. 38.
     """
     embeddings, labels = _sampled(embeddings_NH, labels_N, sample, seed)
     kinds = len(np.unique(labels))
