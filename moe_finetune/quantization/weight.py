@@ -312,13 +312,13 @@ def _to_copy(
     non_blocking: bool = False,
     **_: Any,
 ) -> QuantizedWeight:
-    def moved(packed: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-        packed = packed.to(device, non_blocking=non_blocking)
-        return packed, scales.to(device, non_blocking=non_blocking)
-
-    copy = self._like(*moved(self._packed, self._scales), dtype=dtype or self.dtype)
-    if self._padded is not None:  # FSDP2 gathers tensors that it has moved from the host
-        copy._padded = moved(*self._padded)
+    # FSDP2 gathers the padded tensors that it has moved from the host; a shard is their first part.
+    parts = self._padded or (self._packed, self._scales)
+    packed, scales = (part.to(device, non_blocking=non_blocking) for part in parts)
+    units = len(self._packed)
+    copy = self._like(packed[:units], scales[:units], dtype=dtype or self.dtype)
+    if self._padded is not None:
+        copy._padded = packed, scales
     return copy
 
 

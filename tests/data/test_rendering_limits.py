@@ -59,8 +59,9 @@ ENDLESS_COMPARISON = (
 
 def test_an_operation_that_cannot_be_interrupted_ends_with_the_process():
     code = (
-        "import sys\n"
+        "import resource, sys\n"
         "from moe_finetune.data import rendering\n"
+        "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
         "rendering.SECONDS = 0.1\n"
         "with rendering.limited():\n"
         "    rendering.Template(sys.argv[1], None, {}).render([{'role': 'user'}], {})\n"

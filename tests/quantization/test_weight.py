@@ -111,6 +111,10 @@ def test_parts_of_ranks_gather_to_the_whole(kind, shape, ranks):
         assert torch.equal(part.dequantize(), chunk.dequantize())
         moved = part.to(torch.bfloat16)  # as a shard that waits on the host comes to its device
         assert moved.dtype == torch.bfloat16 and moved.shape == part.shape
+        elsewhere = part.to("meta")  # moved once: the shard is the head of what is gathered
+        (gathered, _), _ = elsewhere.fsdp_pre_all_gather(None)
+        storages = {p.untyped_storage()._cdata for p in (elsewhere._packed, gathered)}
+        assert len(storages) == 1
         tensors, metadata = moved.fsdp_pre_all_gather(None)
         assert [len(t) for t in tensors] == [len(chunks[0]._packed)] * 2
         sent.append(tensors)
