@@ -130,7 +130,7 @@ def read_bias(folder: Path) -> dict[int, list[float]] | None:
             raise AdapterError(f"{file}: '{name}' is {info.dtype}, not a float tensor")
         values = read_tensor(info).tolist()
         if not all(map(math.isfinite, values)):
-            raise AdapterError(f"{file}: '{name}' contains NaN or infinity; use an earlier one")
+            raise AdapterError(f"{file}: '{name}' contains NaN or infinity; use an earlier adapter")
         bias[int(layer)] = values
     return bias
 

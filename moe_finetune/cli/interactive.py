@@ -36,6 +36,7 @@ def init(
     """
     from moe_finetune.errors import RecipeError
     from moe_finetune.losses.presets import PRESETS
+    from moe_finetune.report.outcome import listed, program
     from moe_finetune.training.starter import Answers, describe, write_starter
 
     asks = sys.stdin.isatty()
@@ -54,11 +55,13 @@ def init(
         method = typer.prompt("Method", default=Answers.method)
     answers = Answers(checkpoint, data, validation, method or Answers.method, suite)
     write_starter(answers, output)
-    print(f"recipe: {output}\n\nnext:")
-    for what, verb in (("see how rows are tokenized", "preview"), ("see whether it fits", "train")):
-        more = " --dry-run --output runs/first" if verb == "train" else ""
-        print(f"  {what:<24}moe-finetune {verb} {output}{more}")
-    print(f"  {'train':<24}moe-finetune train {output} --output runs/first")
+    train = [program(), "train", str(output), "--output", "runs/first"]
+    following = [
+        ("see the tokenized rows", [program(), "preview", str(output)]),
+        ("see whether it fits", [*train, "--dry-run"]),
+        ("train", train),
+    ]
+    print(f"recipe: {output}\n\n{listed(following)}")
 
 
 @app.command()

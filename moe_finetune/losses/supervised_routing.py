@@ -75,7 +75,7 @@ def load_token_frequencies(path: str | Path) -> Tensor:
     except (OSError, SafetensorError) as error:
         raise ObjectiveError(f"{key} cannot be read as a safetensors file: {error}") from None
     if TABLE_KEY not in tensors:
-        raise ObjectiveError(f"{key} holds {sorted(tensors)}, expected the tensor '{TABLE_KEY}'")
+        raise ObjectiveError(f"{key} contains {sorted(tensors)}, expected the tensor '{TABLE_KEY}'")
     table_VE = tensors[TABLE_KEY].float()
     if table_VE.dim() != 2:
         got = tuple(table_VE.shape)

@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-from moe_finetune.errors import UnsupportedModelError, did_you_mean
+from moe_finetune.errors import UnsupportedModelError
 from moe_finetune.models import autonomy, table
 from moe_finetune.models.base import FAMILIES, DiskLayout, Family
 from moe_finetune.models.composite import part_of
@@ -58,14 +58,19 @@ def _refusal(config: dict[str, Any]) -> str:
     if isinstance(model_type, str) and model_type in table.REFUSED:
         return f"'{model_type}' cannot be trained: {table.REFUSED[model_type]}"
     model_types = sorted({family.model_type for family in known_families().values()})
-    near = did_you_mean(str(model_type), model_types) if _near(str(model_type), model_types) else ""
+    near = _near(str(model_type), model_types)
+    remedy = near or suggestion(config)
     lines = [
         f"model_type '{model_type}' is not supported{near}",
-        suggestion(config),
-        f"supported: {', '.join(model_types)}",
+        None if near else remedy,
+        None if remedy else f"supported: {', '.join(model_types)}",
     ]
     return "\n".join(line for line in lines if line)
 
 
-def _near(name: str, names: Iterable[str]) -> bool:
-    return bool(difflib.get_close_matches(name, list(names), n=1))
+def _near(model_type: str, names: Iterable[str]) -> str:
+    """The supported type that a misspelled one resembles; a type of transformers is none."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    near = difflib.get_close_matches(model_type, list(names), n=1, cutoff=0.8)
+    return f"; did you mean '{near[0]}'?" if near and model_type not in CONFIG_MAPPING else ""

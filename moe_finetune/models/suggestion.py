@@ -36,8 +36,8 @@ def suggestion(config: Mapping[str, Any]) -> str | None:
         return None
     if "text_config" in config:
         return (
-            f"a '{model_type}' is a composite of several models, and only the types listed above "
-            "can be trained; give a checkpoint of its language model"
+            f"a '{model_type}' combines several models, and of that kind only some types can be "
+            "trained (docs/models.md); give a checkpoint of its language model"
         )
     try:
         parsed = CONFIG_MAPPING[model_type].from_dict(dict(config))
@@ -49,7 +49,7 @@ def suggestion(config: Mapping[str, Any]) -> str | None:
     lines = "\n".join(f"    {line}" for line in declaration(parsed, class_sites))
     return (
         f"transformers' class of '{model_type}' has the standard experts interface, so a recipe "
-        "can declare it; read what is marked off the class, then compare with the stock model by\n"
+        "can declare it: paste this, correct the marked facts by its code, and test them with\n"
         "  moe-finetune inspect CHECKPOINT --recipe RECIPE --prove\n"
         f"model:\n  family:\n{lines}"
     )

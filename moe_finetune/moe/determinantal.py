@@ -93,7 +93,7 @@ class DeterminantalChoice(Perturbation):
         if candidates is not None and not selected <= candidates <= count:
             raise CaptureError(
                 f"determinantal choice: {candidates} candidates; expected {selected} to "
-                f"{count}, the experts a token and all experts of this {family.title}"
+                f"{count}, the experts per token and all experts of this {family.title}"
             )
         for layer in layers:
             rule = Rule(layer, "determinantal choice")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
 import shutil
 import sys
@@ -23,6 +24,7 @@ from moe_finetune.report.runs import Run, read_results, read_runs
 from moe_finetune.report.sections.answer import answer_text
 
 WIDTH = 100
+PROGRAM = "moe-finetune"
 CHANGES = ("expert_overlap", "score_variance", "max_violation", "entropy")
 """Routing metrics in the outcome of a run."""
 LOGGED = tuple(
@@ -151,12 +153,24 @@ def next_commands(page: Path | None, run: Path, start: Sequence[str] = ()) -> st
     opener = "open" if sys.platform == "darwin" else shutil.which("xdg-open") and "xdg-open"
     lines = []
     if page is not None and page.is_file():
-        words = [opener] if opener else ["python", "-m", "webbrowser"]
+        python = "python" if shutil.which("python") else sys.executable
+        words = [opener] if opener else [python, "-m", "webbrowser"]
         lines.append(("look at the report", [*words, str(page)]))
     if (run / "merged").is_dir():
-        lines.append(("talk to the model", ["moe-finetune", "chat", str(run)]))
-        lines.append(("serve it", ["moe-finetune", "serve", str(run)]))
+        lines.append(("talk to the model", [program(), "chat", str(run)]))
+        lines.append(("serve it", [program(), "serve", str(run)]))
     if start:
-        lines.append(("train on your own data", ["moe-finetune", *start]))
-    commands = [f"  {what:<24}{shlex.join(command)}" for what, command in lines]
-    return "\n".join(["next:", *commands])
+        lines.append(("train on your own data", [program(), *start]))
+    return listed(lines)
+
+
+def listed(commands: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """Commands to paste, each after what it is for."""
+    return "\n".join(["next:", *(f"  {what:<24}{shlex.join(words)}" for what, words in commands)])
+
+
+def program() -> str:
+    """How the user's shell starts this program: by its path where its folder is not on PATH."""
+    called = sys.argv[0]
+    by_path = os.sep in called and Path(called).name == PROGRAM
+    return called if by_path and shutil.which(PROGRAM) is None else PROGRAM

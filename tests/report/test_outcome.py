@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from moe_finetune.io.terminal import Terminal, use_terminal
-from moe_finetune.report.outcome import end_run, next_commands, outcome_text
+from moe_finetune.report.outcome import end_run, listed, next_commands, outcome_text, program
 from moe_finetune.report.runs import read_results, read_run
 
 
@@ -97,3 +97,19 @@ def test_a_run_without_scores_says_what_it_has(tmp_path, capsys):
             assert "0.2 (-50 %)" in out and ("next:" in out) is not quiet
             assert " ".join(answer.split()) in " ".join(out.split())
             assert quiet or f"moe-finetune serve '{run}'" in out
+
+
+def test_commands_to_paste_name_the_program_as_the_shell_finds_it(monkeypatch, tmp_path):
+    folder = tmp_path / "an env"
+    folder.mkdir()
+    script = folder / "moe-finetune"
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o755)
+    monkeypatch.setattr("sys.argv", [str(script), "demo"])
+    monkeypatch.setenv("PATH", "")
+    assert f"'{script}' chat 'a b'" in listed([("talk", [program(), "chat", "a b"])])
+    monkeypatch.setenv("PATH", str(folder))
+    assert program() == "moe-finetune"
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("sys.argv", ["/usr/bin/pytest"])  # in Python, not by the program
+    assert program() == "moe-finetune"
