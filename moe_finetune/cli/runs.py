@@ -15,6 +15,13 @@ from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.io.terminal import terminal
 
 
+class Backend(enum.StrEnum):
+    """Backends that evaluate in this process."""
+
+    vllm = "vllm"
+    hf = "hf"
+
+
 class Format(enum.StrEnum):
     """Forms of a report."""
 
@@ -28,10 +35,11 @@ def demo(
         Path, typer.Option("--output", help="Folder of the demo; new, or an earlier one's.")
     ] = Path("runs/demo"),
     backend: Annotated[
-        str | None, typer.Option("--backend", help="vllm or hf; default: vllm where it works.")
+        Backend | None, typer.Option("--backend", help="Default: vllm where it works.")
     ] = None,
     steps: Annotated[
-        int | None, typer.Option("--steps", help="Steps of each fine-tune; default: the recipe's.")
+        int | None,
+        typer.Option("--steps", min=1, help="Steps of each fine-tune; default: the recipe's."),
     ] = None,
 ) -> None:
     """Pretrain a small MoE, fine-tune it with two methods, merge, evaluate, draw the report.
@@ -42,7 +50,7 @@ def demo(
     """
     from moe_finetune.demo.demo import run_demo, say_outcome
 
-    page = run_demo(output, backend, steps)
+    page = run_demo(output, backend.value if backend else None, steps)
     print(f"report: {page}")
     say_outcome(output, page)
 

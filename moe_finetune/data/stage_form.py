@@ -66,7 +66,7 @@ class StageFormer:
         for field in self._fields:
             if field not in row:
                 raise DataError(
-                    f"{location}: no field '{field}'; a row needs {' and '.join(self._fields)}, "
+                    f"{location}: no field '{field}'; a row needs {', '.join(self._fields)}, "
                     f"and this one has {', '.join(map(str, row)) or 'no fields'}. Map your "
                     "fields with data.columns"
                 )

@@ -132,7 +132,7 @@ def _read(
         raise DataError(
             f"data.{name}: all rows are longer than data.max_length {data.max_length}; raise it"
         )
-    log.info("%s data: %d rows of %s", name, len(fitting), " and ".join(FIELDS[stage.form]))
+    log.info("%s data: %d rows of %s", name, len(fitting), ", ".join(FIELDS[stage.form]))
     if overlong:
         log.warning(
             "%s data: %d rows are longer than data.max_length %d and were dropped",

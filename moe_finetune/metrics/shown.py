@@ -7,7 +7,11 @@ from collections.abc import Iterable
 
 from moe_finetune.metrics.words import word
 
-_SHOWN = ("loss", "eval_loss", "losses/", "routing/max_violation", "routing/entropy")
+_OBJECTIVES = ("reward", "rewards/accuracies", "rewards/margins", "loss")
+_SHOWN = (
+    *(head + name for name in _OBJECTIVES for head in ("", "eval_")),
+    *("losses/", "routing/max_violation", "routing/entropy"),
+)
 
 
 def ordered(keys: Iterable[str]) -> list[str]:
@@ -25,8 +29,9 @@ def name(key: str) -> str:
     """A logged value's name on a terminal."""
     if key.startswith("losses/"):
         return key.removeprefix("losses/").replace("_", " ")
-    plain = {"loss": "loss", "eval_loss": "validation loss", "routing/entropy": "entropy"}
-    return plain.get(key, word(key).name)
+    if key.removeprefix("eval_") in _OBJECTIVES and key != "loss":
+        return word(key).name.lower()
+    return {"loss": "loss", "routing/entropy": "entropy"}.get(key, word(key).name)
 
 
 def number(value: float) -> str:

@@ -138,7 +138,7 @@ def _with_share(preset: str, method: dict[str, Any]) -> dict[str, Any]:
     if not aims:
         raise RecipeError(
             f"method.share: preset '{preset}' has only losses that share does not set (balance "
-            "and z-loss); leave share out"
+            "and z-loss); leave share out (share: null over another file's)"
         )
     changes = method.get("terms") or {}
     if not isinstance(changes, dict):

@@ -104,6 +104,10 @@ def _read(path: Path, extending: tuple[Path, ...]) -> Tree:
 
 def _parse(path: Path) -> Tree:
     if not path.is_file():
+        if path.is_dir():
+            raise RecipeError(
+                f"{path} is a folder; give a recipe file ('moe-finetune init' writes one)"
+            )
         raise RecipeError(f"there is no recipe file {path}{_near_file(path)}")
     node, values = parse_file(path, RecipeError)
     tree = Tree()
@@ -124,7 +128,11 @@ def _near_file(path: Path) -> str:
         folder = recipes_folder().joinpath(*parts[1:-1])
     siblings = [file.name for file in folder.glob("*.yaml")] if folder.is_dir() else []
     near = difflib.get_close_matches(path.name, siblings, n=1, cutoff=0.7)
-    return f"; did you mean '{path.parent / near[0]}'?" if near else ""
+    if near:
+        return f"; did you mean '{path.parent / near[0]}'?"
+    elsewhere = sorted(recipes_folder().glob(f"*/{path.name}")) if parts[:1] == ("recipes",) else []
+    same = [Path("recipes", *file.parts[-2:]) for file in elsewhere]
+    return f"; did you mean '{same[0]}'?" if len(same) == 1 else ""
 
 
 def _mark(node: yaml.Node, key: Key, path: Path, origins: dict[Key, str]) -> None:

@@ -51,6 +51,8 @@ def describe(model: type[BaseModel], error: ValidationError, prefix: Key = ()) -
             lines += str(cause).split("\n")
             continue
         key = dotted((*prefix, *(part for part in item["loc"] if not _is_union_tag(part))))
+        if item["type"] == "default_factory_not_called":  # the other errors are why
+            continue
         if item["type"] == "extra_forbidden":
             names = _fields_at(model, item["loc"][:-1])
             name = str(item["loc"][-1])
@@ -136,10 +138,6 @@ def _is_union_tag(part: str | int) -> bool:
 
 def _elsewhere(model: type[BaseModel], name: str, prefix: str = "", depth: int = 3) -> str | None:
     """The dotted key of this name in another section; None if none or several have it."""
-    if not prefix and "trainer" in model.model_fields:
-        config = STAGES["sft"].config_class()
-        if name in {field.name for field in dataclasses.fields(config)}:
-            return f"trainer.{name}"
     places = []
     for key, field in model.model_fields.items():
         for section in _models(field.annotation) if depth else ():
@@ -148,6 +146,10 @@ def _elsewhere(model: type[BaseModel], name: str, prefix: str = "", depth: int =
             elif deeper := _elsewhere(section, name, f"{prefix}{key}.", depth - 1):
                 places.append(deeper)
     places = list(dict.fromkeys(places))
+    if not places and not prefix and "trainer" in model.model_fields:
+        config = STAGES["sft"].config_class()
+        if name in {field.name for field in dataclasses.fields(config)}:
+            return f"trainer.{name}"
     return places[0] if len(places) == 1 else None
 
 

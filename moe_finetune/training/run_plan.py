@@ -167,7 +167,7 @@ def _remarks(recipe: Recipe, arguments: Any, steps: int, validated: bool) -> Ite
     if arguments.logging_strategy == "steps" and arguments.logging_steps > steps:
         yield (
             f"trainer.logging_steps {arguments.logging_steps:g} is more than the run's {steps} "
-            f"steps; the run logs {'each' if interval == 1 else f'every {interval} steps'} "
+            f"steps; the run logs {'every step' if interval == 1 else f'every {interval} steps'} "
             "instead"
         )
     if validated and arguments.eval_strategy == "steps" and arguments.eval_steps > steps:

@@ -70,6 +70,8 @@ def test_circle_missing_parent_duplicate_key_and_bad_yaml(write):
     assert "not YAML" in refused(write("e.yaml", "model: [unclosed"))[0]
     assert "must contain `key: value`" in refused(write("f.yaml", "- just\n- a list"))[0]
     assert "there is no recipe file" in refused("nowhere.yaml")[0]
+    assert "did you mean 'recipes/stages/dpo.yaml'" in refused("recipes/stage/dpo.yaml")[0]
+    assert "is a folder; give a recipe file" in refused([write("g/h.yaml", "").parent])[0]
 
 
 def test_every_problem_is_one_line_with_its_place(write):
@@ -134,6 +136,8 @@ def test_every_problem_is_one_line_with_its_place(write):
         ("logging.every=5", "logging: unknown key"),
         ("learning_rate=1e-3", "unknown key; did you mean 'trainer.learning_rate'?"),
         ("dropout=0.1", "unknown key; did you mean 'lora.dropout'?"),
+        ("packing=true", "unknown key; did you mean 'data.packing'?"),  # TRL's is not for recipes
+        ("max_length=512", "unknown key; did you mean 'data.max_length'?"),
         ("data.rank=4", "data.rank: unknown key; did you mean 'lora.rank'?"),
         ("evaluation.suite=''", "evaluation.suite"),
     ],

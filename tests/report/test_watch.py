@@ -57,6 +57,13 @@ def test_what_is_logged_so_far(run):
     assert next(line for line in lines if line[:1] == ["variance"])[1:3] == ["-0.25", "-1.25"]
 
 
+def test_a_stage_shows_its_objective_first(run):
+    row = {"kind": "train", "step": 6, "loss": 0.0, "reward": 0.25, "rewards/margins": -0.5}
+    (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    names = [line.split()[:2] for line in shown(look(run)).splitlines()[4:7]]
+    assert names == [["reward", "0.25"], ["reward", "margin"], ["loss", "0"]]
+
+
 def test_the_newest_measurement_is_drawn(run):
     snapshot(run, "steps.jsonl", [[1, 1, 1, 1, 1, 7], [1, 1, 1, 1, 1, 1]], step=4)
     text = shown(look(run))

@@ -95,7 +95,9 @@ def test_a_corrected_start_works_and_logs_its_few_steps(capsys, caplog, recipe, 
     held_out = f"data.validation={recipe.parent / 'data.jsonl'}"
     code, _, err = train(capsys, recipe, "trainer.logging_steps=50", held_out, "--output", run)
     assert code == 0, err
-    said = "trainer.logging_steps 50 is more than the run's 3 steps; the run logs each instead"
+    said = (
+        "trainer.logging_steps 50 is more than the run's 3 steps; the run logs every step instead"
+    )
     assert said in caplog.text
     logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert "evaluated only before the first step and after the last" in caplog.text
