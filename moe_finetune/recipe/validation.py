@@ -138,6 +138,13 @@ def _is_union_tag(part: str | int) -> bool:
 
 def _elsewhere(model: type[BaseModel], name: str, prefix: str = "", depth: int = 3) -> str | None:
     """The dotted key of this name in another section; None if none or several have it."""
+    if not prefix and "trainer" in model.model_fields:
+        from moe_finetune.recipe.arguments import OWNED
+
+        stage = STAGES["sft"]
+        fields = {field.name for field in dataclasses.fields(stage.config_class())}
+        if name in fields - {*OWNED, *stage.owned}:
+            return f"trainer.{name}"
     places = []
     for key, field in model.model_fields.items():
         for section in _models(field.annotation) if depth else ():
@@ -146,10 +153,6 @@ def _elsewhere(model: type[BaseModel], name: str, prefix: str = "", depth: int =
             elif deeper := _elsewhere(section, name, f"{prefix}{key}.", depth - 1):
                 places.append(deeper)
     places = list(dict.fromkeys(places))
-    if not places and not prefix and "trainer" in model.model_fields:
-        config = STAGES["sft"].config_class()
-        if name in {field.name for field in dataclasses.fields(config)}:
-            return f"trainer.{name}"
     return places[0] if len(places) == 1 else None
 
 

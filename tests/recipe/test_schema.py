@@ -137,6 +137,7 @@ def test_every_problem_is_one_line_with_its_place(write):
         ("learning_rate=1e-3", "unknown key; did you mean 'trainer.learning_rate'?"),
         ("dropout=0.1", "unknown key; did you mean 'lora.dropout'?"),
         ("packing=true", "unknown key; did you mean 'data.packing'?"),  # TRL's is not for recipes
+        ("seed=3", "unknown key; did you mean 'trainer.seed'?"),
         ("max_length=512", "unknown key; did you mean 'data.max_length'?"),
         ("data.rank=4", "data.rank: unknown key; did you mean 'lora.rank'?"),
         ("evaluation.suite=''", "evaluation.suite"),
