@@ -20,8 +20,12 @@ MAX_TOKENS = 64
 
 
 def _prompts() -> list[list[int]]:
-    """Eight prompts of unequal length; together more than one page of the key-value cache."""
-    generator = torch.Generator().manual_seed(5)
+    """Eight prompts of unequal length; together more than one page of the key-value cache.
+
+    With this seed no family has two experts so close that rounding (2e-6 of the embeddings) decides
+    between them, which seed 5 did in three.
+    """
+    generator = torch.Generator().manual_seed(7)
     lengths = (1, 8, 13, 21, 5, 34, 17, 29)
     return [torch.randint(4, 260, (n,), generator=generator).tolist() for n in lengths]
 
