@@ -81,7 +81,9 @@ def test_bad_tables(tmp_path):
         build(tmp_path / "cut.safetensors")
     with pytest.raises(ObjectiveError, match=r"cannot be read as a safetensors file"):
         build(tmp_path)
-    with pytest.raises(ObjectiveError, match=r"holds \['counts'\], expected .*'token_frequencies'"):
+    with pytest.raises(
+        ObjectiveError, match=r"contains \['counts'\], expected .*'token_frequencies'"
+    ):
         build(write(tmp_path / "key.safetensors", table, "counts"))
     with pytest.raises(ObjectiveError, match=r"shape \(91,\), expected \(tokens, experts\)"):
         build(write(tmp_path / "flat.safetensors", table.flatten()))

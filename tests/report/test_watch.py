@@ -60,8 +60,13 @@ def test_what_is_logged_so_far(run):
 def test_a_stage_shows_its_objective_first(run):
     row = {"kind": "train", "step": 6, "loss": 0.0, "reward": 0.25, "rewards/margins": -0.5}
     (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-    names = [line.split()[:2] for line in shown(look(run)).splitlines()[4:7]]
-    assert names == [["reward", "0.25"], ["reward", "margin"], ["loss", "0"]]
+    names = [line.split()[:2] for line in shown(look(run)).splitlines()]
+    header = names.index(["first", "last"])  # below the run's path, of one line or more
+    assert names[header + 1 : header + 4] == [
+        ["reward", "0.25"],
+        ["reward", "margin"],
+        ["loss", "0"],
+    ]
 
 
 def test_the_newest_measurement_is_drawn(run):

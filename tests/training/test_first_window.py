@@ -206,7 +206,7 @@ def test_a_window_without_a_gradient_keeps_the_weight_and_a_first_one_tries_the_
     assert found[2:6] == [found[2]] * 4 and found[6] != found[2]
     lines = [r.getMessage() for r in caplog.records if "dpp.share" in r.getMessage()]
     assert len(lines) == 2, lines
-    assert "step 1: " in lines[0] and "language loss has no gradient" in lines[0]
+    assert "step 1: " in lines[0] and "loss has no gradient where the term acts" in lines[0]
     assert "no effect until" in lines[0]
     assert "step 4: " in lines[1] and f"its weight stays {found[2]:.3g}" in lines[1]
     # The weight is the one that the window gives by itself.
