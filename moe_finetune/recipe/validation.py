@@ -11,6 +11,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from moe_finetune.errors import MoeFinetuneError, RecipeError, did_you_mean
+from moe_finetune.recipe.owned import OWNED
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.recipe.tree import Key, Tree, dotted
 
@@ -139,8 +140,6 @@ def _is_union_tag(part: str | int) -> bool:
 def _elsewhere(model: type[BaseModel], name: str, prefix: str = "", depth: int = 3) -> str | None:
     """The dotted key of this name in another section; None if none or several have it."""
     if not prefix and "trainer" in model.model_fields:
-        from moe_finetune.recipe.arguments import OWNED
-
         stage = STAGES["sft"]
         fields = {field.name for field in dataclasses.fields(stage.config_class())}
         if name in fields - {*OWNED, *stage.owned}:
