@@ -1,7 +1,7 @@
 """The strength of each loss term: its gradient norm relative to the language loss's.
 
 Definition: over one window (the micro-batches of an optimizer step), a term's *share* is the norm
-of its weighted gradient divided by the norm of the language loss's gradient, on the same
+of its weighted gradient divided by the norm of the gradient of the trainer's loss, on the same
 parameters: the trained ones of the routers or of the routed experts. The weight is the full one,
 before any schedule. A term that trains both parts has two shares; the larger one counts.
 """
@@ -42,7 +42,7 @@ class TermStrength:
     Attributes:
         trains: the parts its own layer's gradient reaches.
         weight: its full weight; 0 for a share whose weight is not found yet.
-        shares, cosines: by part, at weight 1; None if nothing trains or the language loss has no
+        shares, cosines: by part, at weight 1; None if nothing trains or the trainer's loss has no
             gradient.
     """
 
@@ -96,7 +96,7 @@ class StrengthMeter:
     Due are the first window, every ``every``-th one after it, and windows that a term's share asks
     for. A weight found there acts from the next step on, so a term with a share does not act in the
     measured step unless a weight was found before. If a window gives no weight, because the term or
-    the language loss has no gradient in it, the term keeps its weight; without one, the next window
+    the trainer's loss has no gradient in it, the term keeps its weight; without one, the next window
     is due, up to :data:`FIRST_WINDOWS` times.
 
     Args:
