@@ -96,8 +96,8 @@ class StrengthMeter:
     Due are the first window, every ``every``-th one after it, and windows that a term's share asks
     for. A weight found there acts from the next step on, so a term with a share does not act in the
     measured step unless a weight was found before. If a window gives no weight, because the term or
-    the trainer's loss has no gradient in it, the term keeps its weight; without one, the next window
-    is due, up to :data:`FIRST_WINDOWS` times.
+    the trainer's loss has no gradient in it, the term keeps its weight; without one, the next
+    window is due, up to :data:`FIRST_WINDOWS` times.
 
     Args:
         recorder: its objective is measured.
