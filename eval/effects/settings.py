@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, PositiveInt, field_validator
 
 from moe_finetune.errors import RecipeError, did_you_mean
 from moe_finetune.recipe.method import resolve_method
@@ -57,7 +57,7 @@ class FinetuneSection(Section):
         arms: name -> ``method:`` of a recipe.
         baselines: arm -> the arm that replaces ``aux_loss`` in its comparisons: a balance loss of
             the same kind and weight, without other losses.
-        once: arms that run only with the first seed.
+        first_seeds: arm -> the number of seeds it runs with, from the first; others: all.
         probes: number of evenly spaced measurements on held-out examples during training; the
             untrained model is measured once for all arms.
         embeddings: number of tokens for expert overlap.
@@ -71,7 +71,7 @@ class FinetuneSection(Section):
     recipe: dict[str, Any] = Field(default_factory=dict)
     arms: dict[str, dict[str, Any]] = Field(min_length=1)
     baselines: dict[str, str] = Field(default_factory=dict)
-    once: list[str] = Field(default_factory=list)
+    first_seeds: dict[str, PositiveInt] = Field(default_factory=dict)
     probes: int = Field(default=4, ge=1)
     embeddings: int = Field(default=1500, ge=20)
     tasks: int = Field(default=200, ge=1)
@@ -146,7 +146,7 @@ def load_miniature(path: str | Path, overrides: Sequence[str] = ()) -> Miniature
     if study.finetune is not None:
         baselines = study.finetune.baselines
         for key, names in (
-            ("once", study.finetune.once),
+            ("first_seeds", study.finetune.first_seeds),
             ("baselines", [*baselines, *baselines.values()]),
         ):
             if unknown := set(names) - set(study.finetune.arms):

@@ -44,14 +44,14 @@ class Shard:
 def shards_of(study: Miniature) -> list[Shard]:
     """All runs, seed by seed, so that an interrupted study has complete seeds."""
     shards = []
-    for seed in study.seeds:
+    for index, seed in enumerate(study.seeds):
         if study.recovery is not None:
             shards.append(Shard("recovery", "sweep", seed))
         if study.classification is not None:
             shards += [Shard("classification", arm, seed) for arm in study.classification.arms]
         if study.finetune is not None:
-            once = study.finetune.once if seed != study.seeds[0] else ()
-            arms = [arm for arm in study.finetune.arms if arm not in once]
+            count = study.finetune.first_seeds
+            arms = [arm for arm in study.finetune.arms if index < count.get(arm, len(study.seeds))]
             shards += [Shard("finetune", arm, seed) for arm in arms]
         if study.scratch is not None:
             shards += [Shard("scratch", arm, seed) for arm in study.scratch.arms]
@@ -90,7 +90,7 @@ def _clash(saved: dict[str, Any], settings: dict[str, Any], part: str) -> bool:
     old_part, now = saved.get(part), settings[part]
     if old_part is None:
         return False
-    without = ("arms", "once")
+    without = ("arms", "first_seeds")
     if {k: v for k, v in old_part.items() if k not in without} != {
         k: v for k, v in now.items() if k not in without
     }:

@@ -66,7 +66,7 @@ def test_the_shipped_study_covers_every_comparison():
 
 def test_the_study_over_shares_trains_as_the_demo_does_and_compares_arms_of_one_balance():
     study = load_miniature(DEMO_STRENGTH)
-    assert study.finetune is not None and len(study.seeds) == 10
+    assert study.finetune is not None and len(study.seeds) == 26
     arms = study.finetune.arms
     demo = load_recipe(ROOT / "recipes/demo/orthogonal_variance.yaml", ["model.path=m"])
     section = study.finetune.recipe
@@ -176,7 +176,7 @@ def test_a_damaged_result_is_named(recipe, tmp_path):
         ({"clasification": {}}, "clasification"),
         ({"finetune": {"arms": {"a": {"preset": "orthogonal_varianc"}}}}, "did you mean"),
         ({"finetune": {"arms": {"a/b": {"preset": "none"}}}}, "may contain only letters"),
-        ({"finetune": {"arms": {"a": {"preset": "none"}}, "once": ["b"]}}, "not among"),
+        ({"finetune": {"arms": {"a": {"preset": "none"}}, "first_seeds": {"b": 1}}}, "not among"),
         ({"finetune": {"arms": {"a": {}}, "baselines": {"a": "b"}}}, "baselines: .'b'. are not"),
         ({"classification": {"arms": ["dpp"], "setting": {"epoch": 3}}}, "'epochs'"),
         ({"scratch": {"arms": {"a": {}}, "mixture": {"prose": 3}}}, "'prose_rows'"),
@@ -188,6 +188,17 @@ def test_wrong_input_is_refused_before_anything_runs(recipe, tmp_path, changes, 
     with pytest.raises(RecipeError, match=message):
         run(recipe(**changes), output)
     assert not output.exists()
+
+
+def test_an_arm_runs_with_the_first_of_the_seeds(recipe):
+    arms = {"all": {"preset": "none"}, "two": {"preset": "none"}, "one": {"preset": "none"}}
+    finetune = {"arms": arms, "first_seeds": {"two": 2, "one": 1}}
+    path = recipe(seeds=[7, 3, 5], recovery=None, classification=None, finetune=finetune)
+    assert [(shard.arm, shard.seed) for shard in shards_of(load_miniature(path))] == [
+        *(("all", 7), ("one", 7), ("two", 7)),
+        *(("all", 3), ("two", 3)),
+        ("all", 5),
+    ]
 
 
 def test_without_matplotlib_nothing_runs(recipe, tmp_path, monkeypatch):
