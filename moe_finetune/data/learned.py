@@ -25,6 +25,7 @@ class LearnedText:
     Attributes:
         spans: the character ranges of each learned answer.
         others: the character ranges of answers that are not learned.
+        ends: where each learned answer ends.
         rewritten: whether the template renders an earlier answer differently.
         unread: fields that the template does not read.
     """
@@ -32,6 +33,7 @@ class LearnedText:
     text: str
     spans: list[Span]
     others: list[Span]
+    ends: list[int]
     rewritten: bool
     unread: tuple[str, ...]
 
@@ -92,7 +94,8 @@ class Learner:
             [span for pieces in answers_pieces for span in pieces]
             for answers_pieces in (spans, others)
         )
-        return LearnedText(text, learned_spans, other_spans, rewritten, unread)
+        ends = [pieces[-1][1] for pieces in spans if pieces]
+        return LearnedText(text, learned_spans, other_spans, ends, rewritten, unread)
 
     def _answer(
         self,

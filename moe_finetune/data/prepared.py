@@ -22,8 +22,8 @@ from moe_finetune.io.json_file import read_object
 if TYPE_CHECKING:
     from datasets import Dataset
 
-FORMAT = 4
-"""Increase this when the code gives different tokens or labels for the same input."""
+FORMAT = 5
+"""Increase this when the code gives different tokens, labels or counts for the same input."""
 
 _COUNTS = "counts.json"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import datetime
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +51,8 @@ class Tokens:
 
     ``rewritten``: the chat template renders some earlier answer differently once more turns
     follow, so that answer is not learned. ``straddled``: prompt and completion meet inside a token.
-    ``unread``: fields of turns that the template does not read.
+    ``unread``: fields of turns that the template does not read. ``endless``: the template ends some
+    learned answer without a special token.
     """
 
     input_ids: list[int]
@@ -59,6 +60,7 @@ class Tokens:
     rewritten: bool = False
     straddled: bool = False
     unread: tuple[str, ...] = ()
+    endless: bool = False
 
 
 def set_chat_template(tokenizer: Any, name: str | None) -> None:
@@ -155,11 +157,12 @@ def tokenize_rows(
         DataError: the chat template is missing, refuses the messages, omits a part of them or
             does not render a prompt as the beginning of the whole.
     """
+    added = frozenset(tokenizer.added_tokens_decoder)
     for row in rows:
         if row.get("messages") is not None:
             with _learner(row, tokenizer) as learner:
                 learned = learner.learned(row["messages"], _extra(row))
-            yield _chat(learned, tokenizer, completion_only)
+            yield _chat(learned, tokenizer, completion_only, added)
         elif row.get("text") is not None:
             yield _plain("", row["text"], tokenizer, False)
         else:
@@ -250,15 +253,20 @@ def _plain(prompt: str, completion: str, tokenizer: Any, completion_only: bool) 
     return Tokens(ids, _labels(ids, offsets, spans), straddled=straddled)
 
 
-def _chat(learned: LearnedText, tokenizer: Any, completion_only: bool) -> Tokens:
+def _chat(
+    learned: LearnedText, tokenizer: Any, completion_only: bool, added: Collection[int]
+) -> Tokens:
     encoded = tokenizer(learned.text, return_offsets_mapping=True, add_special_tokens=False)
     ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
+    specials = [o for token, o in zip(ids, offsets, strict=True) if token in added]
+    # An added token that swallows the whitespace after it (rstrip) ends later than the answer.
+    endless = not all(any(a < end <= b for a, b in specials) for end in learned.ends)
     if completion_only:
         labels = _labels(ids, offsets, learned.spans)
-        return Tokens(ids, labels, learned.rewritten, unread=learned.unread)
+        return Tokens(ids, labels, learned.rewritten, unread=learned.unread, endless=endless)
     others = _labels(ids, offsets, learned.others)
     labels = [t if other == IGNORED else IGNORED for t, other in zip(ids, others, strict=True)]
-    return Tokens(ids, labels, unread=learned.unread)
+    return Tokens(ids, labels, unread=learned.unread, endless=endless)
 
 
 def _labels(

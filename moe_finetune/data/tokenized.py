@@ -41,6 +41,7 @@ class Counts:
     sources: list[int]
     unread: list[str] = dataclasses.field(default_factory=list)
     date: str | None = None
+    endless: int = 0
 
     def lines(self, max_length: int) -> list[str]:
         """Sentences for the log: the first always, the others if something was lost."""
@@ -62,6 +63,13 @@ class Counts:
                 f"{self.rewritten} rows: the chat template renders earlier answers differently "
                 "once the conversation goes on; those answers are not learned (data.turns: each "
                 "makes an example of every answer)"
+            )
+        if self.endless:
+            lines.append(
+                f"{self.endless} rows: the chat template ends an answer without a special token, "
+                "so the model does not learn where to stop; data.chat_template: training adds the "
+                "token where TRL has a version of the template, as for GLM-4.5; otherwise give a "
+                "Jinja file"
             )
         if self.straddled:
             lines.append(
@@ -109,7 +117,7 @@ def write_tokenized(
         features=Features(
             {"input_ids": [index], "labels": [index], "source": index, "unread": text}
             | dict.fromkeys(("tokens", "learned", "cut"), Value("int64"))
-            | dict.fromkeys(("dropped", "unlearned", "rewritten", "straddled"), flag)
+            | dict.fromkeys(("dropped", "unlearned", "rewritten", "straddled", "endless"), flag)
         ),
         cache_file_name=str(folder / "tokens.arrow"),
         new_fingerprint="tokens",  # hashing the tokenizer takes longer than tokenizing small data
@@ -137,6 +145,7 @@ def write_tokenized(
         cut=int(columns["cut"].sum()),
         rewritten=int(columns["rewritten"].sum()),
         straddled=int(columns["straddled"].sum()),
+        endless=int(columns["endless"].sum()),
         sources=np.bincount(columns["source"][kept_rows], minlength=num_sources).tolist(),
         unread=sorted({name for names in set(columns["unread"]) for name in names.splitlines()}),
     )
@@ -195,6 +204,7 @@ def _within(tokens: Tokens, row: Row, data: DataSection) -> dict[str, Any]:
         "cut": 0 if dropped or unlearned else cut,
         "rewritten": tokens.rewritten,
         "straddled": tokens.straddled,
+        "endless": tokens.endless,
         "unread": "\n".join(tokens.unread),
         "source": row["source"],
     }

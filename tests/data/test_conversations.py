@@ -256,6 +256,36 @@ def test_a_template_that_rewrites_answers_learns_each_of_them_on_request(tmp_pat
     assert shown == set(examples)
 
 
+def test_answers_without_an_end_of_turn_token_are_reported(tmp_path, caplog):
+    # GLM-4.5 ends an answer with the tag of the turn that follows, which its template leaves out.
+    file = write(tmp_path, {"messages": [ASK, YES]}, {"messages": [ASK, {**YES, "train": False}]})
+    ends = {}
+    for name, template in (
+        ("glm4moe", None),
+        ("glm4moe", "training"),
+        ("qwen3", None),
+        ("deepseekv3", None),
+        ("gptoss", None),
+        ("gemma4", None),
+    ):
+        caplog.clear()
+        tokenizer = tokenizer_of(name)
+        tokenizer.add_tokens(["<turn|>"])
+        section = DataSection(train=file, chat_template=template)
+        rows, _ = load_dataset_for(section, tokenizer, 0)
+        text = marked(rows[0]["input_ids"], rows[0]["labels"], tokenizer, ("⟦", "⟧"))
+        warned = "1 rows: the chat template ends an answer without a special token" in caplog.text
+        ends[name, template] = (text.strip()[-9:], warned)
+    assert ends == {
+        ("glm4moe", None): ("k>\nYes.⟧", True),
+        ("glm4moe", "training"): ("|user|>⟧", False),
+        ("qwen3", None): ("m_end|>⟧", False),
+        ("deepseekv3", None): ("tence｜>⟧", False),
+        ("gptoss", None): ("eturn|>⟧", False),
+        ("gemma4", None): ("<turn|>⟧", False),
+    }
+
+
 def test_trls_variant_of_a_template_is_a_name():
     tokenizer = tokenizer_of("qwen3")
     set_chat_template(tokenizer, "training")
