@@ -275,14 +275,14 @@ def test_answers_without_an_end_of_turn_token_are_reported(tmp_path, caplog):
         rows, _ = load_dataset_for(section, tokenizer, 0)
         text = marked(rows[0]["input_ids"], rows[0]["labels"], tokenizer, ("⟦", "⟧"))
         warned = "1 rows: the chat template ends an answer without a special token" in caplog.text
-        ends[name, template] = (text.strip()[-9:], warned)
+        ends[name, template] = (text.strip().removesuffix("⟧")[-5:], warned)
     assert ends == {
-        ("glm4moe", None): ("k>\nYes.⟧", True),
-        ("glm4moe", "training"): ("|user|>⟧", False),
-        ("qwen3", None): ("m_end|>⟧", False),
-        ("deepseekv3", None): ("tence｜>⟧", False),
-        ("gptoss", None): ("eturn|>⟧", False),
-        ("gemma4", None): ("<turn|>⟧", False),
+        ("glm4moe", None): ("\nYes.", True),
+        ("glm4moe", "training"): ("ser|>", False),
+        ("qwen3", None): ("end|>", False),
+        ("deepseekv3", None): ("nce｜>", False),
+        ("gptoss", None): ("urn|>", False),
+        ("gemma4", None): ("urn|>", False),
     }
 
 
