@@ -109,13 +109,21 @@ def prepare(
         key = data_key(tokenizer, *decides, data.date)
 
     def make(folder: Path) -> dict[str, Any]:
-        unread: set[str] = set()
-        rows = _rows(chosen, data, name, seed, unread)
+        readers: list[SourceReader] = []
+        rows = _rows(chosen, data, name, seed, readers)
         date = (data.date or today()) if dated else None
         writer = on_day(tokenizer, date) if date is not None else tokenizer
         written = write_tokenized(rows, len(chosen), data, writer, name, folder)
-        fields = sorted({*unread, *written.unread})
-        counts = {**dataclasses.asdict(written), "unread": fields, "date": date}
+        fields = set(written.unread).union(*(reader.unread for reader in readers))
+        malformed = [(reader.malformed, reader.first_malformed) for reader in readers]
+        malformed.append((written.malformed, written.first_malformed))
+        counts = {
+            **dataclasses.asdict(written),
+            "unread": sorted(fields),
+            "malformed": sum(count for count, _ in malformed),
+            "first_malformed": next((first for _, first in malformed if first), ""),
+            "date": date,
+        }
         for source, identity in zip(chosen, identities, strict=True):
             if _identity(source, data) != identity:
                 raise DataError(
@@ -157,11 +165,11 @@ def _identity(source: DataSource, data: DataSection) -> list[Any]:
 
 
 def _rows(
-    sources: list[DataSource], data: DataSection, name: str, seed: int, unread: set[str]
+    sources: list[DataSource], data: DataSection, name: str, seed: int, readers: list[SourceReader]
 ) -> Iterator[Placed]:
-    """Yield the formed rows of all sources; ``unread`` receives the columns that nothing reads."""
+    """Yield the formed rows of all sources; ``readers`` receives their readers."""
     rows = itertools.chain.from_iterable(
-        _source_rows(source, data, seed, index, unread) for index, source in enumerate(sources)
+        _source_rows(source, data, seed, index, readers) for index, source in enumerate(sources)
     )
     if data.limit is None:
         return rows
@@ -178,13 +186,13 @@ def _at_most(rows: Iterator[Placed], limit: int, seed: int) -> Iterator[Placed]:
 
 
 def _source_rows(
-    source: DataSource, data: DataSection, seed: int, index: int, unread: set[str]
+    source: DataSource, data: DataSection, seed: int, index: int, readers: list[SourceReader]
 ) -> Iterator[Placed]:
     """Yield the rows of the source, with ``index`` in the field ``source``."""
     reader = SourceReader.of(source, data, seed + index)
+    readers.append(reader)
     for location, row in reader:
         yield location, {**row, "source": index}
-    unread.update(reader.unread)
     _check_form(reader.source.path, reader.former.form, data)
 
 

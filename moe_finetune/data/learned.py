@@ -84,7 +84,8 @@ class Learner:
                 self._check_own(turns, i, extra, pieces)
             elif pieces is not None:
                 others.append(pieces)
-        if rewritten and train[answers[-1]] and not spans[-1]:
+        ends_with_answer = turns[-1]["role"] == "assistant"
+        if rewritten and ends_with_answer and train[-1] and not spans[-1]:
             raise RenderingError(
                 "the chat template renders the turns before the last answer differently once "
                 "the answer follows, so the answer cannot be located; choose another with "

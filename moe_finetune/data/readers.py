@@ -13,6 +13,13 @@ from moe_finetune.errors import DataError, did_you_mean
 from moe_finetune.io.rows import Placed, Row
 from moe_finetune.recipe.data import DataSection, DataSource, Paths
 
+DROP_REMEDY = "; data.malformed: drop drops and counts such rows"
+
+
+def malformed_line(count: int, first: str) -> str:
+    """The log's sentence about dropped malformed rows."""
+    return f"{count} rows are malformed and were dropped; the first: {first}"
+
 
 def listed(sources: Paths, name: str) -> list[DataSource]:
     """The sources of ``data.NAME`` as a list; a path becomes a source.
@@ -30,6 +37,10 @@ def listed(sources: Paths, name: str) -> list[DataSource]:
 class SourceReader:
     """Reads one source of ``data``; iterate once. ``former.form`` is then the form of its rows.
 
+    Attributes:
+        drop_malformed: drop and count rows that cannot be used instead of raising.
+        malformed: number of dropped rows; ``first_malformed``: the error of the first one.
+
     Raises:
         DataError: a row cannot be used (names its place), or there are no rows.
     """
@@ -38,6 +49,9 @@ class SourceReader:
     former: Former
     split: str
     seed: int = 0
+    drop_malformed: bool = False
+    malformed: int = 0
+    first_malformed: str = ""
 
     @classmethod
     def of(cls, source: DataSource, data: DataSection, seed: int = 0) -> SourceReader:
@@ -52,7 +66,8 @@ class SourceReader:
             source.template if has_columns else data.template,
             data.ignore,
         )
-        return cls(source, former, source.split or data.split, seed)
+        drops = data.malformed == "drop"
+        return cls(source, former, source.split or data.split, seed, drops)
 
     @property
     def unread(self) -> set[str]:
@@ -64,12 +79,30 @@ class SourceReader:
         rows = self._matching()
         if source.limit is not None:
             rows = draw(rows, source.limit, self.seed, f"{source.path} (data limit)")
-        empty = True
+        formed = 0
         for location, row in rows:
-            empty = False
-            yield location, self.former(location, _worded(location, row, source.words))
-        if empty:
+            try:
+                usable = self.former(location, _worded(location, row, source.words))
+            except DataError as error:
+                if not self.drop_malformed:
+                    remedy = DROP_REMEDY if formed else ""
+                    raise DataError(f"{error}{remedy}") from error
+                self.note_malformed(error)
+                continue
+            formed += 1
+            yield location, usable
+        if not formed and self.malformed:
+            raise DataError(
+                f"{source.path}: all {self.malformed} rows are malformed; the first: "
+                f"{self.first_malformed}"
+            )
+        if not formed:
             raise DataError(f"{source.path} is empty; it needs at least one row")
+
+    def note_malformed(self, error: DataError) -> None:
+        """Count a dropped row."""
+        self.malformed += 1
+        self.first_malformed = self.first_malformed or str(error)
 
     def _matching(self) -> Iterator[Placed]:
         source, any_match = self.source, False
@@ -81,7 +114,7 @@ class SourceReader:
             raise DataError(
                 f"{source.path} has no row whose "
                 + " and ".join(
-                    f"{field} is one of {values}" for field, values in source.where.items()
+                    f"{name} is one of {values}" for name, values in source.where.items()
                 )
             )
 
@@ -109,23 +142,23 @@ def draw(rows: Iterator[Placed], limit: int, seed: int, requested_by: str) -> It
 
 
 def _wanted(location: str, row: Row, where: dict[str, list[str | int]]) -> bool:
-    return all(_field(location, row, field, "where") in values for field, values in where.items())
+    return all(_field(location, row, name, "where") in values for name, values in where.items())
 
 
 def _worded(location: str, row: Row, words: dict[str, list[str]]) -> Row:
     changed = dict(row)
-    for field, names in words.items():
-        label = _field(location, row, field, "words")
+    for name, names in words.items():
+        label = _field(location, row, name, "words")
         if not isinstance(label, int) or not 0 <= label < len(names):
             raise DataError(
-                f"{location}: '{field}': must be a number from 0 to {len(names) - 1} (data "
+                f"{location}: '{name}': must be a number from 0 to {len(names) - 1} (data "
                 f"words), not {label!r}"
             )
-        changed[field] = names[label]
+        changed[name] = names[label]
     return changed
 
 
-def _field(location: str, row: Row, field: str, key: str) -> object:
-    if field not in row:
-        raise DataError(f"{location}: no field '{field}' (data {key}){did_you_mean(field, row)}")
-    return row[field]
+def _field(location: str, row: Row, name: str, key: str) -> object:
+    if name not in row:
+        raise DataError(f"{location}: no field '{name}' (data {key}){did_you_mean(name, row)}")
+    return row[name]

@@ -115,14 +115,7 @@ class Former:
                     {"role": "user", "content": row["prompt"]},
                     {"role": "assistant", "content": row["completion"]},
                 ]
-        formed = conversation(location, turns, row, self.ignore)
-        last = formed["messages"][-1]["role"]
-        if last != "assistant":
-            raise DataError(
-                f"{location}: the last message is from '{last}', but it must be the assistant's "
-                "answer, which is learned"
-            )
-        return formed
+        return conversation(location, turns, row, self.ignore)
 
     def _mapped(self, location: str, row: Row) -> Row:
         template = self.template

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from moe_finetune.data.examples import Examples, load_examples
-from moe_finetune.data.readers import SourceReader, draw, listed
+from moe_finetune.data.readers import DROP_REMEDY, SourceReader, draw, listed, malformed_line
+from moe_finetune.data.rendering import RenderingError
 from moe_finetune.data.stage_form import FIELDS, StageFormer
 from moe_finetune.data.tokenize import (
     Tokens,
@@ -112,6 +113,8 @@ def _read(
 
     fitting: list[Row] = []
     parts, overlong, unread = [], 0, set[str]()
+    malformed: list[str] = []  # first message of each source that has such rows
+    num_malformed = 0
     for index, source in enumerate(listed(sources, name)):
         first = len(fitting)
         reader = _source(stage, source, data, seed + index, rewards)
@@ -119,20 +122,33 @@ def _read(
         if data.limit is not None:
             rows = draw(rows, data.limit, seed, f"data.limit of data.{name}")
         for location, row in rows:
-            adapted, length = _adapted(location, row, tokenizer)
+            try:
+                adapted, length = _adapted(location, row, tokenizer)
+            except RenderingError as error:
+                if data.malformed != "drop":
+                    remedy = DROP_REMEDY if fitting else ""
+                    raise DataError(f"{error}{remedy}") from error
+                reader.note_malformed(error)
+                continue
             # A truncated answer could change the preference, so none is truncated.
             if _fits(location, length + room, data):
                 fitting.append(adapted)
             else:
                 overlong += 1
+        num_malformed += reader.malformed
+        malformed += [reader.first_malformed] if reader.malformed else []
         if stage.form != "prompts":
             unread |= reader.unread
         parts.append((source.path, fitting[first : first + MEASURED]))
+    if not fitting and malformed and not overlong:
+        raise DataError(f"data.{name}: all rows are malformed; the first: {malformed[0]}")
     if not fitting:
         raise DataError(
             f"data.{name}: all rows are longer than data.max_length {data.max_length}; raise it"
         )
     log.info("%s data: %d rows of %s", name, len(fitting), ", ".join(FIELDS[stage.form]))
+    if malformed:
+        log.warning("%s data: %s", name, malformed_line(num_malformed, malformed[0]))
     if overlong:
         log.warning(
             "%s data: %d rows are longer than data.max_length %d and were dropped",
@@ -162,7 +178,8 @@ def _source(
             f"data.template: stage {stage.name} uses fields unchanged; use data.columns"
         )
     former: Any = StageFormer(stage, source.columns or data.columns, rewards, data.ignore)
-    return SourceReader(source, former, source.split or data.split, seed)
+    drops = data.malformed == "drop"
+    return SourceReader(source, former, source.split or data.split, seed, drops)
 
 
 def _features(rows: list[Row]) -> Any:
@@ -210,7 +227,7 @@ def _adapted(location: str, row: Row, tokenizer: Any) -> tuple[Row, int]:
         if extras:
             row["prompt"][0]["carried"] = extras
     except DataError as error:
-        raise DataError(f"{location}: {error}") from error
+        raise type(error)(f"{location}: {error}") from error
     lengths = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
     return row, max(lengths)
 

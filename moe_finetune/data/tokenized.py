@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from moe_finetune.data.readers import DROP_REMEDY, malformed_line
+from moe_finetune.data.rendering import RenderingError
 from moe_finetune.data.tokenize import IGNORED, Tokens, tokenize_rows
-from moe_finetune.data.turns import as_text, each_answer
+from moe_finetune.data.turns import as_text, each_answer, until_last_answer
 from moe_finetune.errors import DataError
 from moe_finetune.io.rows import Placed, Row
 from moe_finetune.recipe.data import DataSection
@@ -26,7 +28,9 @@ _BATCH = 64
 class Counts:
     """Counts of one dataset's rows. ``tokens`` and ``learned`` are of kept rows, ``sources`` the
     number of kept rows of each source, in order. ``unread`` are columns and fields of turns that
-    nothing reads; ``date`` is the day that chat templates write, None where they write none.
+    nothing reads; ``date`` is the day that chat templates write, None where they write none;
+    ``unanswered`` are rows whose turns after the last answer were dropped; ``malformed`` rows were
+    dropped because they cannot be used, and ``rows`` does not count them.
     """
 
     rows: int
@@ -42,6 +46,9 @@ class Counts:
     unread: list[str] = dataclasses.field(default_factory=list)
     date: str | None = None
     endless: int = 0
+    unanswered: int = 0
+    malformed: int = 0
+    first_malformed: str = ""
 
     def lines(self, max_length: int) -> list[str]:
         """Sentences for the log: the first always, the others if something was lost."""
@@ -58,6 +65,13 @@ class Counts:
             )
         if self.unlearned:
             lines.append(f"{self.unlearned} rows have no answer to learn and were dropped")
+        if self.malformed:
+            lines.append(malformed_line(self.malformed, self.first_malformed))
+        if self.unanswered:
+            lines.append(
+                f"{self.unanswered} rows end with turns that no answer follows; those turns were "
+                "dropped"
+            )
         if self.rewritten:
             lines.append(
                 f"{self.rewritten} rows: the chat template renders earlier answers differently "
@@ -100,7 +114,10 @@ def write_tokenized(
     read = {"place": text, "source": index, "prompt": text, "completion": text, "text": text,
             "chat": text}  # fmt: skip
     with ArrowWriter(path=str(folder / "read.arrow"), features=Features(read)) as writer:
-        for location, row in rows:
+        unanswered = 0
+        for location, complete in rows:
+            row = _answered(complete, data)
+            unanswered += row is not complete
             for example in _examples(row, data):
                 values = {field: example.get(field) for field in _READ}
                 if "messages" in example:
@@ -115,7 +132,8 @@ def write_tokenized(
         num_proc=data.num_proc,
         remove_columns=["place", *_READ],
         features=Features(
-            {"input_ids": [index], "labels": [index], "source": index, "unread": text}
+            {"input_ids": [index], "labels": [index], "source": index}
+            | dict.fromkeys(("unread", "malformed"), text)
             | dict.fromkeys(("tokens", "learned", "cut"), Value("int64"))
             | dict.fromkeys(("dropped", "unlearned", "rewritten", "straddled", "endless"), flag)
         ),
@@ -125,18 +143,30 @@ def write_tokenized(
         desc=f"Tokenizing {name}",
     )
     columns = tokenized.remove_columns(list(COLUMNS)).with_format("numpy")[:]
-    kept_rows = ~(columns["dropped"] | columns["unlearned"])
+    malformed = columns["malformed"] != ""
+    kept_rows = ~(columns["dropped"] | columns["unlearned"] | malformed)
+    usable = int((~malformed).sum())
+    if not usable:
+        raise DataError(
+            f"data.{name}: all {len(malformed)} rows are malformed; the first: "
+            f"{columns['malformed'][0]}"
+        )
+    if columns["unlearned"].sum() == usable:
+        raise DataError(
+            f"data.{name}: none of the {usable} rows has an answer to learn; check the turns' "
+            "roles and their train or weight fields"
+        )
     if not kept_rows.any():
         raise DataError(
-            f"data.{name}: none of the {len(kept_rows)} rows has a learned token within "
-            f"data.max_length {data.max_length}; raise it"
+            f"data.{name}: none of the {usable} rows has a learned token within data.max_length "
+            f"{data.max_length}; raise it"
         )
     chosen = tokenized if kept_rows.all() else tokenized.select(kept_rows.nonzero()[0])
     chosen.select_columns(list(COLUMNS)).save_to_disk(str(folder / "rows"))
     for file in folder.glob("*.arrow"):
         file.unlink()
     return Counts(
-        rows=len(kept_rows),
+        rows=usable,
         tokens=int(columns["tokens"][kept_rows].sum()),
         learned=int(columns["learned"][kept_rows].sum()),
         dropped=int(columns["dropped"].sum()),
@@ -146,9 +176,19 @@ def write_tokenized(
         rewritten=int(columns["rewritten"].sum()),
         straddled=int(columns["straddled"].sum()),
         endless=int(columns["endless"].sum()),
+        unanswered=unanswered,
+        malformed=int(malformed.sum()),
+        first_malformed=next(iter(columns["malformed"][malformed]), ""),
         sources=np.bincount(columns["source"][kept_rows], minlength=num_sources).tolist(),
         unread=sorted({name for names in set(columns["unread"]) for name in names.splitlines()}),
     )
+
+
+def _answered(row: Row, data: DataSection) -> Row:
+    """The row without turns that nothing is learned from."""
+    if "messages" not in row or data.completion_only_loss is False:
+        return row
+    return until_last_answer(row)
 
 
 def _examples(row: Row, data: DataSection) -> list[Row]:
@@ -169,15 +209,21 @@ def _tokenize(
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
     formed = [{**row, **json.loads(row["chat"])} if row["chat"] else row for row in rows]
     tokenized: list[dict[str, Any]] = []
-    try:
-        for tokens in tokenize_rows(formed, tokenizer, data.completion_only_loss is not False):
-            tokenized.append(_within(tokens, rows[len(tokenized)], data))
-    except DataError as error:
-        location = rows[len(tokenized)]["place"]
-        message = str(error)
-        raise DataError(
-            message if message.startswith(location) else f"{location}: {message}"
-        ) from error
+    while len(tokenized) < len(rows):
+        rest = formed[len(tokenized) :]
+        try:
+            for tokens in tokenize_rows(rest, tokenizer, data.completion_only_loss is not False):
+                tokenized.append(_within(tokens, rows[len(tokenized)], data))
+        except DataError as error:
+            row, message = rows[len(tokenized)], str(error)
+            if not message.startswith(row["place"]):
+                message = f"{row['place']}: {message}"
+            refused = isinstance(error, RenderingError)
+            if data.malformed != "drop" or not refused:
+                remedy = DROP_REMEDY if refused and tokenized else ""
+                raise DataError(message + remedy) from error
+            nothing = _within(Tokens([], []), row, data)
+            tokenized.append(nothing | {"malformed": message, "unlearned": False})
     return {name: [row[name] for row in tokenized] for name in tokenized[0]}
 
 
@@ -206,5 +252,6 @@ def _within(tokens: Tokens, row: Row, data: DataSection) -> dict[str, Any]:
         "straddled": tokens.straddled,
         "endless": tokens.endless,
         "unread": "\n".join(tokens.unread),
+        "malformed": "",
         "source": row["source"],
     }

@@ -110,6 +110,13 @@ def each_answer(formed: Row) -> list[Row]:
     return examples
 
 
+def until_last_answer(formed: Row) -> Row:
+    """The row without the turns after its last answer; unchanged if it has no answer."""
+    turns = formed["messages"]
+    last = max((i for i, turn in enumerate(turns) if turn["role"] == "assistant"), default=-1)
+    return formed if last in (-1, len(turns) - 1) else {**formed, "messages": turns[: last + 1]}
+
+
 def unlearned(turns: Sequence[Row]) -> list[Row]:
     """``turns`` whose answers are not learned."""
     return [{**t, "train": False} if t.get("role") == "assistant" else t for t in turns]

@@ -92,6 +92,10 @@ class DataSection(Section):
     overlong: Literal["truncate", "drop", "error"] = Field(
         default="truncate", description="what happens to rows longer than `max_length`"
     )
+    malformed: Literal["error", "drop"] = Field(
+        default="error",
+        description="what happens to rows without the fields or turns that training needs",
+    )
     packing: bool = Field(default=False, description="pack several rows into one of `max_length`")
     packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = Field(
         default="bfd",

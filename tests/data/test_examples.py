@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import re
 
 import pytest
 
@@ -25,6 +26,13 @@ CHAT = [
 REWRITING = (  # keeps the thought of the last answer only, as reasoning models' templates do
     "{% for m in messages %}<|im_start|>{{ m['role'] }}: "
     "{% if m['role'] == 'assistant' and loop.last %}<think></think>{% endif %}"
+    "{{ m['content'] }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}"
+)
+
+ALTERNATING = (
+    "{% for m in messages %}{% if loop.index0 and m['role'] == messages[loop.index0 - 1]['role'] %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}<|im_start|>{{ m['role'] }}: "
     "{{ m['content'] }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}"
 )
@@ -186,7 +194,7 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path, write):
         (['{"messages": ["hi"]}'], r"messages\[0\]: expected {role, content}, got 'hi'"),
         (['{"messages": [{"role": "usr", "content": "x"}]}'], r"did you mean 'user'"),
         (['{"messages": [{"role": "user", "content": null}]}'], r"content: must be text, not None"),
-        (['{"messages": [{"role": "user", "content": "x"}]}'], r"the last message is from 'user'"),
+        (['{"messages": [{"role": "user", "content": "x"}]}'], r"none of the 1 rows has an answer"),
         (['{"messages": [{"role": "assistant", "content": ""}]}'], r"assistant's content is empty"),
         ([], r"x\.jsonl is empty"),
     ],
@@ -374,6 +382,60 @@ def test_cut_and_left_out_rows_are_counted_and_said(write, tokenizer, caplog):
     only_long = write("only.jsonl", rows[2:])
     with pytest.raises(DataError, match="none of the 1 rows has a learned token"):
         load_dataset_for(DataSection(train=only_long, max_length=8), tokenizer, 0)
+
+
+def test_turns_that_no_answer_follows_are_dropped_and_reported(write, tokenizer, caplog):
+    """Published conversations end where the user stopped."""
+    question = {"role": "user", "content": "And then?"}
+    rows = [{"messages": [*CHAT, question]}, {"messages": [question]}, {"messages": CHAT}]
+    source = write("c.jsonl", rows)
+    for turns, copies in (("all", 1), ("each", sum(t["role"] == "assistant" for t in CHAT))):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "moe_finetune"):
+            section = DataSection(train=source, turns=turns)
+            kept = prepare(source, section, tokenizer, "train").to_list()
+        assert len(kept) == 2 * copies and kept[:copies] == kept[copies:]
+        assert "1 rows end with turns that no answer follows; those turns were" in caplog.text
+        assert "1 rows have no answer to learn and were dropped" in caplog.text
+    everything = DataSection(train=source, completion_only_loss=False)
+    texts = [
+        tokenizer.decode(ids)
+        for ids in prepare(source, everything, tokenizer, "train")["input_ids"]
+    ]
+    assert [text.count("And then?") for text in texts] == [1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("bad", "template"),
+    [
+        ({"messages": [CHAT[1], {"role": "assistant", "content": ""}]}, None),
+        ({"messages": "hello"}, None),
+        ({"messages": [CHAT[1], CHAT[1], CHAT[2]]}, ALTERNATING),
+    ],
+    ids=["an empty answer", "no turns", "a template that wants alternating roles"],
+)
+def test_malformed_rows_are_dropped_where_the_recipe_says_so(
+    write, tokenizer, tmp_path, caplog, bad, template
+):
+    good = [{"messages": CHAT}, {"messages": [CHAT[1], {**CHAT[2], "content": "Other."}]}]
+    source = write("c.jsonl", [good[0], bad, good[1], bad])
+    if template:
+        (tmp_path / "strict.jinja").write_text(template)
+    options = {"chat_template": str(tmp_path / "strict.jinja")} if template else {}
+    with pytest.raises(DataError, match=r"c\.jsonl:2: .*; data\.malformed: drop drops and counts"):
+        load_dataset_for(DataSection(train=source, **options), tokenizer, 0)
+    section = DataSection(train=source, malformed="drop", validation=source, **options)
+    with caplog.at_level(logging.INFO, "moe_finetune"):
+        train, validation = load_dataset_for(section, tokenizer, 0)
+    clean = DataSection(train=write("g.jsonl", good), **options)
+    expected, _ = load_dataset_for(clean, tokenizer, 0)
+    assert train.to_list() == expected.to_list() and len(validation) == 2
+    assert "train data: 2 rows, " in caplog.text
+    first = r"train data: 2 rows are malformed and were dropped; the first: \S*c\.jsonl:2: "
+    assert re.search(first, caplog.text)
+    only = DataSection(train=write("b.jsonl", [bad, bad]), malformed="drop", **options)
+    with pytest.raises(DataError, match=r"all 2 rows are malformed; the first: .*b\.jsonl:1: "):
+        load_dataset_for(only, tokenizer, 0)
 
 
 def test_splitting_strategies_keep_long_texts_and_refuse_chats(write, tokenizer):

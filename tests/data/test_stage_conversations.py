@@ -158,3 +158,19 @@ def test_what_would_be_lost_is_refused(tokenizer, tmp_path, stage, row, said):
 def test_columns_that_nothing_reads_are_named(tokenizer, tmp_path, caplog):
     load("dpo", {**PREFERENCES["trl"], "score": 3}, tokenizer, tmp_path)
     assert "train data: not used: score" in caplog.text
+
+
+def test_malformed_preferences_are_dropped_where_the_recipe_says_so(tokenizer, tmp_path, caplog):
+    good = {"prompt": [ASK], "chosen": [YES], "rejected": [NO]}
+    unread = {**good, "chosen": [{**YES, "reasoning_content": "It rains."}]}  # by the template
+    lines = [json.dumps(row) for row in (good, {**good, "rejected": []}, unread, good)]
+    (tmp_path / "mixed.jsonl").write_text("\n".join(lines))
+    section = DataSection(train=str(tmp_path / "mixed.jsonl"))
+    with pytest.raises(DataError, match=r"mixed\.jsonl:2: .*; data\.malformed: drop"):
+        load_stage_rows(STAGES["dpo"], section, tokenizer, seed=0)
+    dropping = section.model_copy(update={"malformed": "drop"})
+    with caplog.at_level("WARNING", "moe_finetune"):
+        train = load_stage_rows(STAGES["dpo"], dropping, tokenizer, seed=0).train
+    assert train.to_list() == load("dpo", good, tokenizer, tmp_path).train.to_list()
+    assert "2 rows are malformed and were dropped; the first: " in caplog.text
+    assert "mixed.jsonl:2: " in caplog.text
