@@ -7,8 +7,6 @@ loops of ``tests/losses/reference.py``, and gradients are autograd's.
 T tokens, E experts, K selected, H hidden, D expert width.
 """
 
-from __future__ import annotations
-
 import copy
 from itertools import pairwise
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """``make gpu-check`` as far as a CPU goes: every check runs or says why not."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

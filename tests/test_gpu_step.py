@@ -1,7 +1,5 @@
 """``eval/bench/gpu_step.py`` as far as a CPU goes: its figures, their form, and its arithmetic."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

@@ -3,8 +3,6 @@
 import-linter looks for circles among a package's children and leaves out its ``__init__``.
 """
 
-from __future__ import annotations
-
 import re
 
 import grimp

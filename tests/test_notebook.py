@@ -1,7 +1,5 @@
 """The notebook of the quickstart: its cells run, and show what their text announces."""
 
-from __future__ import annotations
-
 import ast
 
 import pytest

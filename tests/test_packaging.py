@@ -1,7 +1,5 @@
 """What pip installs: versions that agree, entry points that exist, files outside the package."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

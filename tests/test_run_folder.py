@@ -1,7 +1,5 @@
 """Every verb takes what the verb before it leaves, and none overwrites what it finds."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The shapes at which a step is timed: two small ones, and four checkpoints at full width."""
 
-from __future__ import annotations
-
 from transformers import DeepseekV2Config, DeepseekV3Config, GptOssConfig, Qwen3MoeConfig
 
 _MLA = {

@@ -4,8 +4,6 @@ A loss is a scalar in float32 (float64 for float64 tensors), averaged over the t
 its formula sums over tokens. Gradients have the dtype of their tensor.
 """
 
-from __future__ import annotations
-
 from moe_finetune.losses.coupling import coupling_loss, transition_table
 from moe_finetune.losses.dpp import dpp_from_gram, dpp_loss
 from moe_finetune.losses.erc import erc_from_table, erc_loss, erc_table

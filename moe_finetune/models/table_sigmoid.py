@@ -1,7 +1,5 @@
 """Families with DeepSeek-V3's sigmoid router; facts from each class in transformers 5.19."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from moe_finetune.models.base import MLA, QKVO, UNREAD_POSITIONS, DiskLayout, Rows, under

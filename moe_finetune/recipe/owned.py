@@ -1,7 +1,5 @@
 """Keys of TRL that a recipe sets elsewhere."""
 
-from __future__ import annotations
-
 OWNED = {
     "output_dir": "it is --output on the command line",
     "resume_from_checkpoint": "it is --resume on the command line",

@@ -1,7 +1,5 @@
 """Every defect of a checkpoint or adapter: one message with the place, and nothing written."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import struct

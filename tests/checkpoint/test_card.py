@@ -1,7 +1,5 @@
 """The model card names what matters and no path of the machine it was written on."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,7 +1,5 @@
 """A merged folder's tokenizer gives the ids that training saw, in every loader."""
 
-from __future__ import annotations
-
 import json
 
 from transformers import AutoTokenizer

@@ -1,7 +1,5 @@
 """A merge that is killed, raises or meets another one leaves nothing or the whole."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import random

@@ -1,7 +1,5 @@
 """Merged checkpoint = base + adapter, in transformers and stock PEFT."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -3,8 +3,6 @@
 transformers loads each of them; the merge is compared with base + adapter there.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Reordered experts: the same function, other numbers, and a way back to the same bytes."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

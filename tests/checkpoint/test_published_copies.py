@@ -1,7 +1,5 @@
 """Small copies of the models most used, tensors called as published: trained, merged, verified."""
 
-from __future__ import annotations
-
 import json
 import logging
 

@@ -1,7 +1,5 @@
 """MTP heads as they are published: accepted, counted, carried byte for byte; strangers are not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file

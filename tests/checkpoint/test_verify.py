@@ -1,7 +1,5 @@
 """Verification accepts what was merged and sees every kind of damage."""
 
-from __future__ import annotations
-
 import math
 import shutil
 

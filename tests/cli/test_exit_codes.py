@@ -1,7 +1,5 @@
 """1 where the machine failed, 2 where the input is wrong, through any number of layers."""
 
-from __future__ import annotations
-
 import errno
 import os
 

@@ -1,7 +1,5 @@
 """What :mod:`moe_finetune.data.examples` returns, as most tests look at it."""
 
-from __future__ import annotations
-
 from moe_finetune.data import examples
 
 

@@ -1,7 +1,5 @@
 """``python -m tests.data.prepare_one FILE``: prepares it, prints the rows, logs what was done."""
 
-from __future__ import annotations
-
 import logging
 import sys
 

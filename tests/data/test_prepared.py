@@ -1,7 +1,5 @@
 """Prepared data: made once, known by their content, mapped from disk, whole or not there."""
 
-from __future__ import annotations
-
 import json
 import logging
 import subprocess

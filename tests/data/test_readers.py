@@ -1,7 +1,5 @@
 """Sources with columns of their own: filters, labels as words, limits, and what is refused."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

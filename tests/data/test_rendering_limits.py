@@ -1,7 +1,5 @@
 """A chat template that runs for ever, or takes all memory, ends; the next rendering goes on."""
 
-from __future__ import annotations
-
 import json
 import resource
 import signal

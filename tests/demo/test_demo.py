@@ -1,7 +1,5 @@
 """The demo on a tiny scale: everything is there at its end, and a second one keeps it."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """What a second demo keeps: parts by what they follow from."""
 
-from __future__ import annotations
-
 import pytest
 
 from moe_finetune.demo import parts as module

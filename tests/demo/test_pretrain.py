@@ -1,7 +1,5 @@
 """Pretraining on a tiny scale: it learns, repeats, is cached, and leaves nothing half made."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -1,7 +1,5 @@
 """The demo's recipes are complete but for what is made on the spot."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

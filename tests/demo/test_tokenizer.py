@@ -1,7 +1,5 @@
 """The demo's tokenizer: lossless, a token a digit, chats with marked replies."""
 
-from __future__ import annotations
-
 import pytest
 
 from moe_finetune.demo.tokenizer import SPECIALS, train_tokenizer

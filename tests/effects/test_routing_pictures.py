@@ -1,7 +1,5 @@
 """P0's Figure 1 and overlap against MaxVio, drawn from results."""
 
-from __future__ import annotations
-
 import pytest
 
 from eval.effects.routing_pictures import draw_routing

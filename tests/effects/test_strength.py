@@ -1,7 +1,5 @@
 """The strength study: its arms, its table and pictures, and one run through the real trainer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from xml.etree import ElementTree

@@ -1,7 +1,5 @@
 """A miniature from its recipe to its tables: resumed, refused, and listed when it fails."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

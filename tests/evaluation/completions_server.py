@@ -1,7 +1,5 @@
 """A stdlib server that speaks the completions protocol over a transformers model."""
 
-from __future__ import annotations
-
 import json
 from http.server import BaseHTTPRequestHandler
 

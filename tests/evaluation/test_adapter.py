@@ -1,7 +1,5 @@
 """``eval --adapter`` is the model that ``merge`` writes: whole vocabulary, routing bias and all."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import save_file

@@ -1,7 +1,5 @@
 """`moe-finetune eval` from the command line to the files, on a tiny checkpoint."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil

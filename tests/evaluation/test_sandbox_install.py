@@ -1,7 +1,5 @@
 """With and without a sandbox: what doctor, the check and the installation say and do."""
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -3,8 +3,6 @@
 A real one is in ``tests/vllm/test_serve.py``.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from moe_finetune.errors import EvaluationError

@@ -1,7 +1,5 @@
 """The verb: its plan, and one message with exit code 2 for every wrong input."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

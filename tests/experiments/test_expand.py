@@ -1,7 +1,5 @@
 """A study recipe -> its runs: names, order, layers, and everything that is refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from moe_finetune.errors import RecipeError, StudyError

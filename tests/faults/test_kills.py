@@ -3,8 +3,6 @@
 The same with more repetitions: ``eval/bench/faults.py``.
 """
 
-from __future__ import annotations
-
 import random
 import shutil
 import signal

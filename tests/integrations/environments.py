@@ -1,7 +1,5 @@
 """Other trainers' packages, which ``make test-integrations`` installs in build/integrations."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Files appear whole or not at all, on a full disk too; what a killed writer left is removed."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

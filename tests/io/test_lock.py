@@ -1,7 +1,5 @@
 """One writer for an output: two at once, killed holders, forks, helpers, folders made for it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

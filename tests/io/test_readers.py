@@ -1,7 +1,5 @@
 """The strict readers of JSON, YAML and lines: what is refused, by line, and what is not."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

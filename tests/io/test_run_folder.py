@@ -1,7 +1,5 @@
 """The files of a run by name, its log while it is written, and the note that something is done."""
 
-from __future__ import annotations
-
 import json
 import math
 

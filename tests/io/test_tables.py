@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from moe_finetune.io.tables import aligned, csv_text, markdown
 
 

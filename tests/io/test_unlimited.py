@@ -1,7 +1,5 @@
 """The one value of a config.json that may be infinite."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Each verb that writes takes the lock of its output before it looks at anything else."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

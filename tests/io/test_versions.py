@@ -1,7 +1,5 @@
 """Recipes are refused on versions that only the callback runs on."""
 
-from __future__ import annotations
-
 import importlib.metadata as metadata
 
 import pytest

@@ -1,7 +1,5 @@
 """A process beside this one: answers in order, errors as they were raised, and its end."""
 
-from __future__ import annotations
-
 import fractions
 import logging
 import operator

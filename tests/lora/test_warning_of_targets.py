@@ -1,7 +1,5 @@
 """A target that a model lacks is worth a warning where the user named it."""
 
-from __future__ import annotations
-
 import pytest
 
 from moe_finetune.lora.targets import lora_config

@@ -4,8 +4,6 @@ Nothing here uses a Gram matrix, a gather or a trick; sums over tokens, experts 
 loops. Masked tokens are never read.
 """
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """What holds for every loss: the formula, gradients, masks, odd sizes, symmetries, types."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

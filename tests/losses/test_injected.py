@@ -1,7 +1,5 @@
 """All terms together in a training step: checkpointed layers and interleaved forwards."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

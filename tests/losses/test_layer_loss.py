@@ -1,7 +1,5 @@
 """A loss of a record that was filled by hand equals ours, without importing transformers."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

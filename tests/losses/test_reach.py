@@ -1,7 +1,5 @@
 """What each term's gradient reaches in a real model: its router, its experts, what lies below."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import save_file

@@ -1,7 +1,5 @@
 """P0's losses as its authors' code computes them: forms, grouping, and weights found once."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What an entry point may give as a metric."""
 
-from __future__ import annotations
-
 import pytest
 
 from moe_finetune.metrics.layer_metric import LayerMetric, Word, problem_of

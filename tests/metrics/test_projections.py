@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import numpy as np
 
 from moe_finetune.metrics.projections import gate_experts, gate_row_points, principal_points

@@ -1,7 +1,5 @@
 """Intervals and tests of differences, against enumeration, loops, other libraries and a null."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

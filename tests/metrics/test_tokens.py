@@ -1,7 +1,5 @@
 """Routing against the token, and how far groups of points lie apart."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Logged values are called what they are."""
 
-from __future__ import annotations
-
 from moe_finetune.metrics.words import word
 
 

@@ -1,7 +1,5 @@
 """A family's tiny model with an adapter, and one forward and backward of it."""
 
-from __future__ import annotations
-
 import torch
 
 from moe_finetune.models import FAMILIES, table

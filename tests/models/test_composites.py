@@ -1,7 +1,5 @@
 """Composites: LoRA stays in the language part, published layouts, images, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 

@@ -1,7 +1,5 @@
 """A model type that the package lacks: declared in a recipe or by a plugin, else refused."""
 
-from __future__ import annotations
-
 import json
 from importlib.metadata import EntryPoint
 

@@ -1,7 +1,5 @@
 """Every family of the table: recorded = stock, merged = base + adapter, names on disk, reach."""
 
-from __future__ import annotations
-
 import re
 from contextlib import nullcontext
 

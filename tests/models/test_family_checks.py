@@ -1,7 +1,5 @@
 """Options that transformers ignores and vLLM does not are refused, never run differently."""
 
-from __future__ import annotations
-
 import pytest
 
 from moe_finetune.errors import UnsupportedModelError

@@ -1,7 +1,5 @@
 """Families in other shapes than their tiny model's: one expert a token, ties, layers again."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM

@@ -1,7 +1,5 @@
 """Loading a checkpoint: the same model back, and one clear message for each way to break it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -5,8 +5,6 @@ any loss of ours is up to 0.2 off in the gradients of the adapters (all of them 
 relative to its norm), since a token near the edge selects another expert.
 """
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 

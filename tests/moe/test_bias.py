@@ -1,7 +1,5 @@
 """Loss-free bias: no change at 0, the rule's steps, selection without weights, DPO's reference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Checkpoint wrappers that a recording cannot stand are refused, and by what is to be done."""
 
-from __future__ import annotations
-
 import pytest
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,

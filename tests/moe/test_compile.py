@@ -2,8 +2,6 @@
 compilation for other groups of tokens.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend

@@ -1,7 +1,5 @@
 """Experts that another package runs are refused; wrappers of the usual libraries are not."""
 
-from __future__ import annotations
-
 import functools
 from types import FunctionType, MethodType
 

@@ -1,7 +1,5 @@
 """The recorded model computes what the stock one does, and injection equals explicit addition."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Training noise: its distribution, its absence outside training, and its gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

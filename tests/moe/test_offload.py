@@ -1,7 +1,5 @@
 """Expert offload: its logic with copies within the host's memory; on a GPU with streams."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

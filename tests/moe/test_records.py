@@ -1,7 +1,5 @@
 """Scores of a record, and their logarithms, which must not end at the smallest float."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

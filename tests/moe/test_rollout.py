@@ -1,7 +1,5 @@
 """A rollout's experts in training: against whole rows without a cache, and a slow router."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Sequences in one row do not see each other, nor padding: every family, with and without hooks."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

@@ -3,8 +3,6 @@
 What they compute is in ``tests/training/test_sharded.py``.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore

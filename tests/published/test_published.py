@@ -1,7 +1,5 @@
 """Published checkpoints open: what every verb reads from their headers, nothing loaded."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.published import fixture, verbs

@@ -1,7 +1,5 @@
 """Loading a checkpoint quantized: every family, tensor by tensor, exactly what it holds."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """``merge --format base``: the merged weights in the format that the base is stored in."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Checkpoints that come quantized are read as the floats that the libraries read them as."""
 
-from __future__ import annotations
-
 import json
 import logging
 

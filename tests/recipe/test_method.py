@@ -1,7 +1,5 @@
 """A method: a preset, its changes, and one share for all of its losses."""
 
-from __future__ import annotations
-
 import pytest
 
 from moe_finetune.errors import RecipeError

@@ -1,7 +1,5 @@
 """Recipes of published models: what they target exists, and their memory plans are current."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Which recipes a run may be resumed with."""
 
-from __future__ import annotations
-
 import pytest
 
 from moe_finetune.errors import RecipeError

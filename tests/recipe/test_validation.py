@@ -1,7 +1,5 @@
 """What pydantic says, in a recipe's words."""
 
-from __future__ import annotations
-
 import pytest
 
 from moe_finetune.errors import RecipeError

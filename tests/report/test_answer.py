@@ -1,7 +1,5 @@
 """The page's opening: what the losses changed in the experts, and what that did to the scores."""
 
-from __future__ import annotations
-
 import html
 import json
 import math

@@ -1,7 +1,5 @@
 """Scales, lines, heat maps and scatters."""
 
-from __future__ import annotations
-
 import base64
 import html
 import json

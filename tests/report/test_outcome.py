@@ -1,7 +1,5 @@
 """The end of a run on the terminal."""
 
-from __future__ import annotations
-
 import json
 
 from moe_finetune.io.terminal import Terminal, use_terminal

@@ -1,7 +1,5 @@
 """Pictures of single layers: groups that an eye can see are shown, chance is folded."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Routing heard from vLLM: the experts that transformers chooses on the same tokens."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

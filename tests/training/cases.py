@@ -1,7 +1,5 @@
 """A tiny model with an adapter, rows of unequal length and what a Trainer needs for them."""
 
-from __future__ import annotations
-
 import torch
 from datasets import Dataset
 from transformers import TrainingArguments

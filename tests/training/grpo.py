@@ -1,7 +1,5 @@
 """A GRPO trainer of a tiny model that keeps what it trained on."""
 
-from __future__ import annotations
-
 import torch
 from datasets import Dataset
 

@@ -1,7 +1,5 @@
 """The training whose output folder is compared: on one rank, on two, and after a resume."""
 
-from __future__ import annotations
-
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM

@@ -1,7 +1,5 @@
 """What tests of trainers share: a model, its policy's forwards, gradients of the objective."""
 
-from __future__ import annotations
-
 import torch
 
 from moe_finetune.lora.targets import add_lora

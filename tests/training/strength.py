@@ -1,7 +1,5 @@
 """Strength by hand, and a plain Trainer's run in which it is measured."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

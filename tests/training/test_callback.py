@@ -1,7 +1,5 @@
 """The callback under TRL's trainer: gradients equal the sum written by hand."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

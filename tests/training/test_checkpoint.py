@@ -1,7 +1,5 @@
 """The checkpoint folder: appears whole, says when it is damaged, and is never the last to go."""
 
-from __future__ import annotations
-
 import errno
 import json
 

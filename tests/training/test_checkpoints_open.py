@@ -1,7 +1,5 @@
 """Every checkpoint that training leaves opens as what it is: a model, or an adapter of its base."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file

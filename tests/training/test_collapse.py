@@ -1,7 +1,5 @@
 """A collapse is named: a router's once, with what to change; a model's, which ends the run."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

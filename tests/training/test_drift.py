@@ -1,7 +1,5 @@
 """Routing of the policy against the reference's: by a slow loop on two separate models."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

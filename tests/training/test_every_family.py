@@ -1,7 +1,5 @@
 """Every family through train, evaluate, save and forward, with presets that it can have."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file

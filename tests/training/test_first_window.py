@@ -1,7 +1,5 @@
 """A run's first window: its strength is measured there, and a share finds its weight."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from datasets import Dataset

@@ -1,7 +1,5 @@
 """The launch configurations are ones that accelerate launches, and do what their names say."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.conftest import ROOT

@@ -1,7 +1,5 @@
 """The folder that the callback leaves of somebody else's trainer is a run to every verb."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

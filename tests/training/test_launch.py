@@ -3,8 +3,6 @@
 In the second way of two, each holds half of the experts.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

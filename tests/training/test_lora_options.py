@@ -1,7 +1,5 @@
 """A whole run with the options that people tune LoRA with, stopped and resumed."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

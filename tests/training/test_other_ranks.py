@@ -1,7 +1,5 @@
 """What four FSDP2 ranks wrote in shards goes on with four, two and one."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

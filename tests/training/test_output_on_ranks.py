@@ -1,7 +1,5 @@
 """A run that the callback writes from two ranks, and one that was killed and resumed."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Packed rows from a recipe, in one's own trainer, and of families that the package lacks."""
 
-from __future__ import annotations
-
 import json
 import logging
 from dataclasses import replace

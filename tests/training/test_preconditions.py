@@ -1,7 +1,5 @@
 """What a trainer may not do beside injected losses is refused before the first step, by name."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from datasets import Dataset

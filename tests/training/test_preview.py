@@ -1,7 +1,5 @@
 """What rows become: layouts that are known by their fields, folders of texts, the preview."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """``inspect --prove``: right facts pass, and each kind of wrong one is named."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

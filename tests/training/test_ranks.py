@@ -1,7 +1,5 @@
 """One process with batch 4 equals two processes with batch 2 (gloo, CPU)."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """A preference trainer's reference never sees the policy's loss-free bias, whatever is adapted."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Gradients of all trainable parameters against plain loops: families, wrappers, and a control."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

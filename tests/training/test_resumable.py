@@ -1,7 +1,5 @@
 """A plain transformers Trainer with the mixin: exact resume in its corners, without pickle."""
 
-from __future__ import annotations
-
 import errno
 import json
 import pickle

@@ -1,7 +1,5 @@
 """GRPO against its rollouts: every logged number by rows without padding, cache or trainer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import TrainerCallback

@@ -1,7 +1,5 @@
 """A whole model that training leaves: with the bias that was learned, or refused beforehand."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

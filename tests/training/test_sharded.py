@@ -2,8 +2,6 @@
 gradients of the plain model.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What a signal does before, during and after the steps."""
 
-from __future__ import annotations
-
 import os
 import signal
 from types import SimpleNamespace

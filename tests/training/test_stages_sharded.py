@@ -2,8 +2,6 @@
 ranks through the launcher's way, and one process.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

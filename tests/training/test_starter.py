@@ -1,7 +1,5 @@
 """A recipe to start from: it loads, it fits the checkpoint, and nothing bad is written."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

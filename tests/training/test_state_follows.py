@@ -1,7 +1,5 @@
 """Tables and a learned bias follow the weights: best model, resume, second training, every save."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

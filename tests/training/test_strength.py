@@ -1,7 +1,5 @@
 """Measured strength equals a separate backward of each loss by hand."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

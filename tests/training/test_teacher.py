@@ -1,7 +1,5 @@
 """A teacher's routing in distillation: values and gradients by models of their own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from datasets import Dataset

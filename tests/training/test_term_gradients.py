@@ -1,7 +1,5 @@
 """Each loss's gradient is taken on the trainer's own graph, which is left as it was."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

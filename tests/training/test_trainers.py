@@ -1,7 +1,5 @@
 """The same method under DPO, GRPO and a plain loop: policy forwards alone are trained on."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from datasets import Dataset

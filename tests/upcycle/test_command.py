@@ -1,7 +1,5 @@
 """The verb from end to end on tiny models, through the command line."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The arms' measurements as a study's table, by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

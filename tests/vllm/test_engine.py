@@ -1,7 +1,5 @@
 """Everything that needs a vLLM engine, over one engine."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import subprocess
 import venv
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The memory plan: its parts by hand, its moments, its remedies, and the truth."""
 
-from __future__ import annotations
-
 import gc
 import json
 

@@ -4,8 +4,6 @@ They are counted operation by operation, so the figures are the same on every ma
 process takes beyond is the benchmark's to say.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest
