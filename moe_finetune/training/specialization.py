@@ -280,11 +280,11 @@ class Specialization:
         biases = self.balancer.state_dict() if self.balancer is not None else {}
         missing = [p for p in prefixes if not any(key.startswith(p) for key in state)]
         missing += [name for name in (*weights, *biases) if name not in state]
-        strange = [
+        strange = sorted(
             key
             for key in state
             if key not in weights and key not in biases and not key.startswith((*prefixes,))
-        ]
+        )
         if missing:
             raise ObjectiveError(
                 f"the saved state lacks '{missing[0].rstrip('.')}', which this method needs; "
