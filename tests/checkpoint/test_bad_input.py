@@ -125,12 +125,6 @@ def twice(base):
     shutil.copy(shard(base), base / "extra.safetensors")
 
 
-def pickled(base):
-    for file in base.glob("*.safetensors*"):
-        file.unlink()
-    (base / "pytorch_model.bin").write_bytes(b"x")
-
-
 def experts(count):
     return lambda base: configure(base / "config.json", num_local_experts=count)
 
@@ -186,7 +180,6 @@ CHECKPOINTS = {
         lambda base: (base / INDEX).write_text("[]"), "contains list instead of an object",
     ),
     "config": (lambda base: (base / "config.json").write_text("{"), "config.json"),
-    "only pickles": (pickled, "pytorch_model.bin", "convert it"),
     "twice": (twice, "extra.safetensors", SHARD),
     "float8": (float8, "layers.1.mlp.experts.3.up_proj", "F8_E4M3", "has no quantization"),
 }  # fmt: skip
@@ -282,17 +275,9 @@ ADAPTERS = {
         config(target_parameters=["mlp.experts.down_proj", "gate.weight"]),
         "mlp.experts", "target_parameters",
     ),
-    "kind": (config(peft_type="LOHA"), ADAPTER, "LOHA"),
-    "dora": (config(use_dora=True), ADAPTER, "use_dora"),
-    "rank 0": (config(r=0), ADAPTER, "'r'"),
-    "alpha": (config(lora_alpha=None), ADAPTER, "'lora_alpha'"),
     "cut": (
         lambda adapter: (adapter / WEIGHTS).write_bytes((adapter / WEIGHTS).read_bytes()[:-8]),
         WEIGHTS, "truncated",
-    ),
-    "pickle": (
-        lambda adapter: (adapter / WEIGHTS).rename(adapter / "adapter_model.bin"),
-        WEIGHTS, "as safetensors",
     ),
 }  # fmt: skip
 

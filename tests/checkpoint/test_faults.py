@@ -1,7 +1,5 @@
 """A merge that is killed, raises or meets another one leaves nothing or the whole."""
 
-import fcntl
-import os
 import random
 import signal
 import subprocess
@@ -11,7 +9,7 @@ import pytest
 
 from moe_finetune.checkpoint import merge_adapter
 from moe_finetune.errors import OutputExistsError
-from moe_finetune.io import clear_beside, output_folder
+from moe_finetune.io import output_folder
 
 
 def contents(folder):
@@ -62,26 +60,6 @@ def test_error_in_the_middle(bases, adapters, tmp_path):
         )
     assert contents(tmp_path / "m") == {"old": b"old"}
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
-
-
-def test_stale_folders_only(tmp_path):
-    """A folder whose writer lives stays, one without a lock goes, others are not touched."""
-    live, dead, other = (
-        tmp_path / name
-        for name in (".m.partial-0000000a", ".m.partial-0000000b", ".x.partial-0000000a")
-    )
-    for folder in (live, dead, other):
-        folder.mkdir()
-        (folder / "part").write_text("x")
-    lock = os.open(live, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        clear_beside(tmp_path / "m")
-        assert {p.name for p in tmp_path.iterdir()} == {live.name, other.name}
-    finally:
-        os.close(lock)
-    clear_beside(tmp_path / "m")
-    assert {p.name for p in tmp_path.iterdir()} == {other.name}
 
 
 def test_target_appears_meanwhile(tmp_path):

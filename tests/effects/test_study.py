@@ -1,7 +1,6 @@
 """A miniature from its recipe to its tables: resumed, refused, and listed when it fails."""
 
 import json
-import os
 import sys
 
 import pytest
@@ -12,7 +11,7 @@ from eval.effects.settings import load_miniature, with_table
 from eval.effects.shards import shards_of
 from eval.effects.strength import run as run_strength
 from eval.effects.study import effects_of, plan, run
-from moe_finetune.errors import DependencyError, OutputExistsError, RecipeError
+from moe_finetune.errors import DependencyError, RecipeError
 from moe_finetune.experiments.reproductions import REPRODUCTIONS, reproduction_of
 from moe_finetune.recipe.method import resolve_method
 from moe_finetune.recipe.schema import load_recipe
@@ -121,21 +120,6 @@ def test_two_processes_share_a_study(recipe, tmp_path):
         run(path, output, resume=True, part=(3, 2))
 
 
-def test_a_failed_run_is_listed_and_tried_again(recipe, tmp_path, capsys):
-    # Five features in four dimensions do not exist; the classification runs all the same.
-    path, output = recipe(recovery={**RECOVERY, "width": 4}), tmp_path / "out"
-    assert run(path, output) == 2
-    output_text = capsys.readouterr().out
-    assert (
-        "failed: recovery/sweep/seed_1: " in output_text
-        and "width is 4; it must be at least" in output_text
-    )
-    reason = output / "logs" / "recovery" / "sweep" / "seed_1.failed.json"
-    assert "width is 4; it must be at least count=7" in reason.read_text()
-    assert len(list(output.glob("shards/classification/**/*.json"))) == 4
-    assert run(path, output, resume=True) == 2
-
-
 def test_another_seed_joins_a_study_but_other_settings_do_not(recipe, tmp_path):
     output = tmp_path / "out"
     run(recipe(classification=None), output)
@@ -143,19 +127,6 @@ def test_another_seed_joins_a_study_but_other_settings_do_not(recipe, tmp_path):
     assert len(list(output.glob("shards/**/*.json"))) == 3
     with pytest.raises(RecipeError, match="other settings under recovery"):
         run(recipe(recovery={**RECOVERY, "trials": 4}), output, resume=True)
-
-
-def test_what_is_there_is_not_overwritten(recipe, tmp_path):
-    output = tmp_path / "out"
-    run(recipe(classification=None), output)
-    with pytest.raises(OutputExistsError, match="--resume"):
-        run(recipe(classification=None), output)
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "mine.txt").write_text("mine")
-    with pytest.raises(OutputExistsError, match="other files"):
-        run(recipe(), other)
-    assert os.listdir(other) == ["mine.txt"]
 
 
 def test_a_damaged_result_is_named(recipe, tmp_path):

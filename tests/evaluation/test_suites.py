@@ -204,14 +204,6 @@ def test_a_metric_that_a_group_does_not_report(tmp_path):
     assert not mean.runnable and "reports no metric 'mean_acc'" in mean.problem  # CoLA's is mcc
 
 
-@pytest.mark.slow
-def test_an_unknown_task_is_named_with_the_nearest(backend, tmp_path):
-    suite = Suite(name="s", tasks=[{"task": "mmlu_anatomyy", "metric": "acc"}])
-    with pytest.raises(EvaluationError, match="unknown task 'mmlu_anatomyy'; did you mean"):
-        evaluate("unused", suite, "hf", tmp_path / "out", opened=backend, progress=False)
-    assert not (tmp_path / "out").exists()
-
-
 # -- every task of every suite gives 1 to right answers and 0 to wrong ones, from rows to score ---
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,6 @@ from moe_finetune.cli import main
 pytestmark = pytest.mark.faults
 
 SHARD = "model.safetensors"
-ADAPTER = "adapter_model.safetensors"
-
-
 # -- ways to damage ---------------------------------------------------------------------------
 
 
@@ -34,15 +30,6 @@ def text(name, content):
 
 def gone(name):
     return lambda folder: (folder / name).unlink()
-
-
-def flip(name, place):
-    def damage(folder):
-        content = bytearray((folder / name).read_bytes())
-        content[place] ^= 0xFF
-        (folder / name).write_bytes(content)
-
-    return damage
 
 
 def keys(name, **changes):
@@ -68,7 +55,6 @@ def row(content):
 TRAIN = ["train", "recipe.yaml", "--output", "out"]
 RESUME = [*TRAIN, "--resume"]
 MERGE = ["merge", "adapter", "--base", "base", "--output", "out"]
-INSPECT = ["inspect", "base"]
 PLACE = ["place", "trace", "--ranks", "4", "--output", "out"]
 SELECT = ["select", "trace", "--output", "out"]
 PERMUTE = ["permute", "base", "-p", "plan.json", "--output", "out"]
@@ -77,32 +63,18 @@ NOTHING = lambda folder: None  # noqa: E731
 CASES = [
     # recipes
     ("recipe cut", cut("recipe.yaml"), TRAIN, "recipe.yaml"),
-    ("recipe a folder", NOTHING, ["train", "base", "--output", "out"], "base"),
-    ("recipe unknown key", keys("recipe.yaml", modle={}), TRAIN, "did you mean 'model'"),
     ("recipe output not empty", NOTHING, ["train", "recipe.yaml", "--output", "base"], "base"),
     ("resume of nothing", NOTHING, RESUME, "--resume"),
     # datasets
-    ("data missing", gone("train.jsonl"), TRAIN, "train.jsonl"),
     ("data a broken line", row('{"prompt": "p", "compl'), TRAIN, "train.jsonl"),
-    ("data no completion", row('{"prompt": "p"}'), TRAIN, "train.jsonl"),
-    ("data wrong type", row('{"prompt": "p", "completion": 3}'), TRAIN, "train.jsonl"),
     ("data wrong column", NOTHING, [*TRAIN, "data.columns={prompt: question}"], "question"),
     # checkpoints
-    ("checkpoint missing", lambda f: shutil.rmtree(f / "base"), INSPECT, "base"),
-    ("checkpoint config cut", cut("base/config.json"), INSPECT, "config.json"),
-    ("checkpoint unknown type", keys("base/config.json", model_type="lama"), INSPECT, "lama"),
     ("checkpoint fewer experts", keys("base/config.json", num_local_experts=8), TRAIN, "experts"),
-    ("checkpoint no shard", gone(f"base/{SHARD}"), MERGE, "base"),
     ("checkpoint shard cut", cut(f"base/{SHARD}"), MERGE, SHARD),
-    ("checkpoint header broken", flip(f"base/{SHARD}", 9), MERGE, SHARD),
     ("tokenizer missing", gone("base/tokenizer.json"), TRAIN, "tokenizer"),
     # adapters
-    ("adapter missing", lambda f: shutil.rmtree(f / "adapter"), MERGE, "adapter"),
-    ("adapter no weights", gone(f"adapter/{ADAPTER}"), MERGE, "adapter"),
     ("adapter another method", keys("adapter/adapter_config.json", peft_type="IA3"), MERGE, "IA3"),
-    ("adapter another rank", keys("adapter/adapter_config.json", r=5), MERGE, "rank"),
     # traces
-    ("trace missing", lambda f: shutil.rmtree(f / "trace"), PLACE, "trace"),
     ("trace manifest cut", cut("trace/trace.json"), SELECT, "trace.json"),
     ("trace chunk cut", lambda f: cut(chunk(f))(f), PLACE, "trace"),
     ("trace ranks do not divide", NOTHING, [*PLACE[:3], "5", *PLACE[4:]], "5"),
@@ -132,7 +104,6 @@ def test_the_inputs_are_good_before_they_are_damaged(here, tmp_path_factory, cap
     made = tmp_path_factory.mktemp("made")
     for argv in (MERGE, PLACE, SELECT, PERMUTE):
         assert main([*argv[:-1], str(made / argv[0])]) == 0, capsys.readouterr()[1]
-    assert main(INSPECT) == 0
 
 
 @pytest.mark.parametrize("argv", [TRAIN, ["analyze", "base", "-d", "train.jsonl", "-o", "out"]])

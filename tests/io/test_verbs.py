@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_finetune import cli, run
+from moe_finetune import cli
 from moe_finetune.checkpoint import merge_adapter
 from moe_finetune.checkpoint.convert import convert_checkpoint
 from moe_finetune.checkpoint.permute import permute_experts
@@ -94,36 +94,3 @@ def test_an_empty_folder_is_resumed_from_the_beginning(tmp_path, caplog):
     (tmp_path / ".recipe.yaml.partial-0123abcd").write_text("half")
     check_run_folder(_recipe(), RunFolder(tmp_path), resume=True)
     check_run_folder(_recipe(), RunFolder(tmp_path), resume=False)
-
-
-def test_a_merge_whose_note_was_lost_is_done_again(tmp_path, monkeypatch):
-    """A kill between ``merged/`` and ``summary.json``: the note is there in the end, once."""
-    done = []
-
-    class Result:
-        expert_norms, seconds, changed, copied, bytes_written = {0: [1.5]}, 2.0, 3, 4, 5
-
-        class plan:
-            kinds, notes = staticmethod(list), ()
-
-    def merging(base, adapter, output, **options):
-        assert options["overwrite"]
-        done.append(output)
-        output.mkdir(exist_ok=True)
-        return Result()
-
-    monkeypatch.setattr("moe_finetune.checkpoint.merge_adapter", merging)
-    monkeypatch.setattr(run, "exported_bias", lambda recipe, output: None)
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "merged").mkdir()
-    for _ in range(2):
-        run.merge(_recipe(), RunFolder(tmp_path), tmp_path)
-    assert done == [tmp_path / "merged"]
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["merge"] == {"expert_delta_norms": {"0": [1.5]}, "seconds": 2.0}
-    (tmp_path / "adapter").rmdir()
-    (tmp_path / "summary.json").unlink()
-    run.merge(
-        _recipe(), RunFolder(tmp_path), tmp_path
-    )  # the whole model was trained: nothing to merge
-    assert len(done) == 1

@@ -7,11 +7,6 @@ from moe_finetune.models import FAMILIES, family_of
 from tests import tiny
 
 
-@pytest.mark.parametrize("family", tiny.FAMILY_NAMES)
-def test_the_published_options_are_supported(family):
-    assert family_of(tiny.config(family)).name == family
-
-
 @pytest.mark.parametrize(
     ("family", "key", "value"),
     [

@@ -1,15 +1,13 @@
-"""Loss-free bias: no change at 0, the rule's steps, selection without weights, DPO's reference."""
+"""Loss-free bias: no change at 0, the rule's steps, selection without weights."""
 
 import pytest
 import torch
 
-from moe_finetune.lora.targets import add_lora
 from moe_finetune.metrics import max_violation
 from moe_finetune.moe.bias import BiasBalancer
 from moe_finetune.moe.biased_choice import Rule, select_with_bias
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts, moe_layers
-from moe_finetune.recipe.sections import LoraSection
 from tests import tiny
 
 FAMILIES = tiny.FAMILY_NAMES
@@ -109,18 +107,6 @@ def test_steps_even_the_load():
         balancer.step()
     assert violation[0] > 0.5
     assert max(violation[-10:]) < 0.3 * violation[0]
-
-
-def test_the_reference_with_the_adapter_off_does_not_see_the_bias():
-    model = add_lora(tiny.model("deepseek_v2"), LoraSection(rank=4, alpha=8.0), "full").eval()
-    balancer = balancer_of(model)
-    with model.disable_adapter():
-        reference = routed(model)[0]
-    for layer in balancer.bias:
-        balancer.bias[layer] = torch.linspace(-1, 1, 12)
-    with model.disable_adapter():
-        assert torch.equal(routed(model, balancer)[0], reference)
-    assert not torch.equal(routed(model, balancer)[0], reference)
 
 
 def test_state_and_export():

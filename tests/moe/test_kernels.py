@@ -10,7 +10,6 @@ from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moe_finetune import SpecializationCallback
 from moe_finetune.errors import CaptureError
 from moe_finetune.lora.select import ExpertSelection
 from moe_finetune.lora.targets import add_lora
@@ -18,7 +17,6 @@ from moe_finetune.losses.objective import Objective
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
-from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.specialization import Specialization
 from tests import tiny
@@ -326,9 +324,3 @@ def test_what_the_grouped_kernel_cannot_take_is_refused():
             model(**tiny.batch())
     with pytest.raises(CaptureError, match="kernel is 'fast', expected one of auto, grouped, loop"):
         Recorder(tiny.model("olmoe"), kernel="fast").install()
-
-
-def test_a_recipe_chooses_the_kernel():
-    recipe = Recipe.from_preset("erc", "some/checkpoint", "my.jsonl")
-    assert recipe.model.experts_kernel == "auto"
-    assert SpecializationCallback("erc", kernel="grouped").kernel == "grouped"

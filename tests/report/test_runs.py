@@ -19,23 +19,6 @@ def _metrics(folder: Path, *lines: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        ('{"kind": "train", "step": 3, "loss"', "not JSON"),
-        ("[1, 2]", "must be an object, not list"),
-        ('{"kind": "train", "loss": 1.0}', "'step' is None"),
-        ('{"kind": "train", "step": NaN, "loss": 1.0}', "'step' is nan"),
-    ],
-)
-def test_damaged_metrics_line_is_named(tmp_path: Path, line: str, problem: str):
-    good = '{"kind": "train", "step": 1, "loss": 2.0}'
-    folder = _metrics(tmp_path / "run", good, "", line, good)
-    with pytest.raises(DataError) as caught:
-        read_run(folder, "run")
-    assert f"{folder / 'metrics.jsonl'}:3: {problem}" in str(caught.value)
-
-
 def test_curves_are_sorted_and_a_step_logged_again_replaces_the_first(tmp_path: Path):
     rows = [(10, 3.0), (20, 2.0), (30, 9.0), (30, 1.0), (5, 4.0)]
     lines = [json.dumps({"kind": "train", "step": s, "loss": v}) for s, v in rows]

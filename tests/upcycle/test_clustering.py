@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import pytest
 
-from moe_finetune.errors import RecipeError
 from moe_finetune.upcycle.clustering import (
     Sizes,
     assign,
@@ -118,18 +117,3 @@ def test_a_table_of_a_paper_is_taken_as_it_is():
     pinned = dict(enumerate([1, 1, 1, 1, 0, 2, 2]))
     counts_CV, _ = planted(kinds=7, each=1)
     assert cluster_categories(counts_CV, 3, pinned).tolist() == list(pinned.values())
-
-
-@pytest.mark.parametrize(
-    ("categories", "clusters", "pinned", "said"),
-    [
-        (4, 5, {}, "4 categories are fewer than the 5 clusters"),
-        (6, 3, {0: 1, 1: 1, 2: 1}, "cluster 1 gets 3 categories, but clusters take 2 to 2"),
-        (7, 3, {0: 1, 1: 1, 2: 1, 3: 0, 4: 0, 5: 0}, "cannot be put into 3 clusters of 2 to 3"),
-        (3, 3, {0: 2, 1: 2}, "cluster 2 gets 2 categories"),
-    ],
-)
-def test_impossible_clusters_are_refused(categories, clusters, pinned, said):
-    counts_CV = np.random.default_rng(0).integers(1, 9, (categories, 11))
-    with pytest.raises(RecipeError, match=said):
-        cluster_categories(counts_CV, clusters, pinned)

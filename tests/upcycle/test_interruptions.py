@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
@@ -65,42 +64,6 @@ def test_a_removed_or_half_written_folder_is_made_again(copied, capsys):
     after = weights(output / "seed-0/merged")
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert (output / "seed-0/measured/btx/measured.json").is_file()
-
-
-@pytest.mark.slow
-def test_a_killed_training_goes_on_and_ends_the_same(warm, finished, tmp_path, capsys):
-    recipe, _ = finished
-    output = tmp_path / "run"
-    saved = {**TRAINER, "save_steps": 1}
-    recipe = write_recipe(tmp_path, dense={"path": str(dense_of(recipe)), "dtype": "float32"},
-                          experts={"trainer": {**saved, "max_steps": 20}})  # fmt: skip
-    command = [sys.executable, "-m", "moe_finetune.cli", "upcycle", str(recipe)]
-    command += ["--output", str(output), "--stage", "experts"]
-    for stage in ("dense", "cluster"):
-        begun = ["--resume"] if output.exists() else []
-        assert run(capsys, "upcycle", recipe, "--output", output, "--stage", stage, *begun)[0] == 0
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([*command, "--resume", "--expert", "1"], cwd=ROOT, env=environment)
-    checkpoints = output / "work/seed-0/experts/1/checkpoints"
-    while process.poll() is None and not list(checkpoints.glob("checkpoint-[2-9]")):
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    log = output / "work/seed-0/experts/1/metrics.jsonl"
-    before = max(int(p.name.partition("-")[2]) for p in checkpoints.glob("checkpoint-*"))
-    assert 0 < before < 20 and not (output / "seed-0/experts/1").exists()
-    done = subprocess.run([*command, "--resume", "--expert", "1"], cwd=ROOT, env=environment,
-                          capture_output=True, text=True)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert not log.exists(), "what a training needs goes when it is done"
-    straight = tmp_path / "straight"
-    shutil.copytree(output, straight, ignore=shutil.ignore_patterns("experts", "work"))
-    (straight / "steps/seed-0.experts.1.json").unlink()
-    # In this process, whose hash seed is another than that of the programs that are forked.
-    again = ["--output", straight, "--stage", "experts", "--resume", "--expert", "1"]
-    assert run(capsys, "upcycle", recipe, *again)[0] == 0
-    ours, theirs = (weights(folder / "seed-0/experts/1") for folder in (output, straight))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.slow
