@@ -57,6 +57,16 @@ def test_masked_value_and_gradient_equal_the_slow_loop(case, size):
     compare_with_the_slow_loop(case, values, mask_T=mask(len(values["probs_TE"])))
 
 
+@pytest.mark.parametrize("case", CASES, ids=ids(CASES))
+def test_zero_vectors_have_the_slow_loops_value_and_gradient(case):
+    """A token with one zero vector, a token with only such, a row of the router."""
+    values = make()
+    for name in ("outputs_TKH", "activations_TKD"):
+        values[name][0, 1] = values[name][2] = 0
+    values["router_weight_EH"][3] = 0
+    compare_with_the_slow_loop(case, values)
+
+
 @pytest.mark.parametrize("case", SMOOTH, ids=ids(SMOOTH))
 def test_gradcheck(case):
     values = make((5, 4, 3, 6, 7, 8), seed=5)

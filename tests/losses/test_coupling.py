@@ -46,12 +46,6 @@ def test_transition_pairing_worked_by_hand():
     assert loss.item() == pytest.approx(-(0.5 * 0.7 + 0.3 * 0.4))
 
 
-def test_all_experts_give_minus_one():
-    values = make("all_experts")
-    loss = coupling_loss(values["probs_TE"], values["index_TK"], values["next_probs_TE"], 4)
-    assert loss.item() == pytest.approx(-1.0)
-
-
 def test_ties_may_be_broken_either_way():
     probs = torch.full((2, 4), 0.25)
     loss = coupling_loss(probs, torch.tensor([[0, 1], [2, 3]]), probs, 2)

@@ -30,61 +30,11 @@ def test_worked_by_hand():
     assert topk == pytest.approx(3 * (31 / 48 + (1 / 2) * (1 / 6) + (1 / 2) * (3 / 16)))
 
 
-@pytest.mark.parametrize(("variant", "balanced"), [("switch", 2), ("deepseek", 1), ("gshard", 1)])
-@pytest.mark.parametrize("probabilities", ["all", "topk"])
-def test_perfect_balance(variant, balanced, probabilities):
-    experts = 5
-    index = torch.stack([torch.arange(experts), (torch.arange(experts) + 1) % experts], 1)
-    probs = torch.full((experts, experts), 0.1).scatter(1, index, 0.35)
-    probs[torch.arange(experts), index[:, 0]] += 1e-3
-    value = load_balancing_loss(probs, index, variant=variant, probabilities=probabilities)
-    assert value.item() == pytest.approx(balanced * (1 if probabilities == "topk" else 1.001))
-
-
 def test_first_choice_is_the_most_probable_and_the_lowest_number_among_equals():
     probs = torch.tensor([[0.1, 0.45, 0.45], [0.2, 0.5, 0.3]], dtype=torch.float64)
     for index in ([[1, 2], [2, 1]], [[2, 1], [1, 2]]):
         value = load_balancing_loss(probs, torch.tensor(index), variant="gshard")
         assert value.item() == pytest.approx(3 * (0.45 + 0.5) / 2)
-
-
-def test_order_of_tokens_in_a_sequence_and_of_sequences_means_nothing():
-    values = make()
-    lengths = torch.tensor([5, 0, 9, 3])
-    value = load_balancing_loss(values["probs_TE"], values["index_TK"], None, "switch", lengths)
-    parts = [torch.arange(0, 5), torch.arange(0), torch.arange(5, 14), torch.arange(14, 17)]
-    shuffled = [part[torch.randperm(len(part))] for part in parts]
-    order = torch.cat([shuffled[i] for i in (3, 2, 0, 1)])
-    moved = load_balancing_loss(
-        values["probs_TE"][order], values["index_TK"][order], None, "switch", lengths[[3, 2, 0, 1]]
-    )
-    torch.testing.assert_close(moved, value)
-
-
-def test_one_sequence_is_the_pool_and_sequences_without_tokens_are_left_out():
-    values = make()
-    probs, index = values["probs_TE"], values["index_TK"]
-    pooled = load_balancing_loss(probs, index)
-    torch.testing.assert_close(
-        load_balancing_loss(probs, index, sequence_lengths=torch.tensor([0, 17, 0])), pooled
-    )
-    first = torch.arange(17) < 6
-    torch.testing.assert_close(
-        load_balancing_loss(probs, index, first, sequence_lengths=torch.tensor([6, 11])),
-        load_balancing_loss(probs[:6], index[:6]),
-    )
-
-
-def test_padded_rows_equal_packed_ones():
-    values = make()
-    probs, index = values["probs_TE"], values["index_TK"]
-    packed = load_balancing_loss(probs, index, sequence_lengths=torch.tensor([10, 7]))
-    rows = torch.cat([torch.arange(10), torch.arange(10, 17), torch.zeros(3, dtype=torch.long)])
-    counts = torch.arange(20) < 17
-    padded = load_balancing_loss(
-        probs[rows], index[rows], counts, sequence_lengths=torch.tensor([10, 10])
-    )
-    torch.testing.assert_close(padded, packed)
 
 
 def test_totals_of_one_rank_give_the_pooled_loss_and_gradient():

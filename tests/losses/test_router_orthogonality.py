@@ -15,20 +15,7 @@ def test_worked_by_hand():
     # cos² 1/2, 0 and 1/2 over three pairs: mean 1/3.
     router = torch.tensor([[1.0, 0.0], [3.0, 3.0], [0.0, 2.0]], dtype=torch.float64)
     assert router_orthogonality_loss(router).item() == pytest.approx(1 / 3)
-
-
-def test_bounds_and_a_single_expert():
-    assert router_orthogonality_loss(torch.eye(4, 6)).item() == 0
-    assert router_orthogonality_loss(torch.ones(4, 6)).item() == pytest.approx(1.0)
-    assert router_orthogonality_loss(torch.ones(1, 6)).item() == 0
-
-
-def test_a_zero_row_has_no_cosine_and_a_zero_gradient():
-    router = torch.tensor([[0.0, 0.0], [1.0, 1.0], [1.0, 0.0]], requires_grad=True)
-    loss = router_orthogonality_loss(router)
-    assert loss.item() == pytest.approx(1 / 6)
-    grad = torch.autograd.grad(loss, router)[0]
-    assert grad.isfinite().all() and (grad[0] == 0).all() and grad[1].norm() > 0
+    assert router_orthogonality_loss(router[:1]).item() == 0
 
 
 def test_term_reads_the_router():

@@ -34,15 +34,6 @@ def test_worked_by_hand():
     assert loss.item() == pytest.approx(expected)
 
 
-def test_least_where_the_router_equals_the_frequencies():
-    values = make()
-    wanted = values["token_frequencies_VE"][values["token_ids_T"]]
-    logits = wanted.log().requires_grad_()
-    loss = supervised_routing_loss(logits, values["token_ids_T"], values["token_frequencies_VE"])
-    assert loss.item() == pytest.approx(-(wanted * wanted.log()).sum(-1).mean().item())
-    assert torch.autograd.grad(loss, logits)[0].abs().max() < 1e-12
-
-
 def test_term_reads_the_table(tmp_path):
     values, keep = make(), mask(17)
     term = build(write(tmp_path / "t.safetensors", values["token_frequencies_VE"]))
