@@ -43,12 +43,6 @@ def test_overlap_against_loop(k):
     assert expert_overlap(*tensors, k=k) == pytest.approx(wanted, abs=1e-12)
 
 
-def test_overlap_by_hand_on_a_line():
-    # Neighbours (k = 2): 0: {1, 2}, 1: {0, 2}, 2: {1, 0}, 10: {2, 1}
-    found = expert_overlap([[0.0], [1.0], [2.0], [10.0]], [5, 5, 9, 9], k=2)
-    assert found == pytest.approx((1 + 1 + 2 + 1) / 8)
-
-
 def test_overlap_of_separate_and_equal_embeddings():
     far = np.repeat([[0.0, 0.0], [50.0, 0.0]], 6, axis=0)
     assert expert_overlap(far, np.repeat([0, 1], 6), k=5) == 0.0

@@ -150,16 +150,6 @@ def test_summary_of_the_real_router(data_file):
         assert found["mean"]["max_violation"] == pytest.approx(wanted, abs=0.005)
 
 
-def test_a_trace_against_itself(tmp_path):
-    a, b = record(tmp_path / "a"), record(tmp_path / "b", chunk=2_000)
-    found = compare_traces(a, b, bootstrap=50)
-    assert found["paired"]
-    assert found["path_stability"]["value"] == 1.0
-    assert found["path_stability"]["low"] == found["path_stability"]["high"] == 1.0
-    for entry in found["metrics"].values():
-        assert entry["difference"] == entry["low"] == entry["high"] == 0.0
-
-
 def test_differences_and_stability_of_a_moved_router(tmp_path):
     a = record(tmp_path / "a")
     b = record(tmp_path / "b", logits_shift=2.0, chunk=2_000)
