@@ -5,8 +5,6 @@ if the machine is the cause (:func:`is_machine_failure`). A message names the pl
 the remedy.
 """
 
-from __future__ import annotations
-
 import difflib
 import errno
 from collections.abc import Iterable, Iterator

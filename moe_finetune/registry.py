@@ -1,7 +1,5 @@
 """A mapping type for everything that is looked up by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points

@@ -3,8 +3,6 @@
 The package itself needs no browser, so set-up leaves it out and `make test` asks for it, once.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

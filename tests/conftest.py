@@ -1,7 +1,5 @@
 """Fixtures shared by the whole suite. Nothing here reaches the network."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -1,7 +1,5 @@
 """One conversation with a call in every published layout, and templates of published models."""
 
-from __future__ import annotations
-
 import importlib.resources
 import json
 import re

@@ -1,7 +1,5 @@
 """The Markdown files of the repository: their fenced blocks, commands, headings and links."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

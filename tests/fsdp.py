@@ -5,8 +5,6 @@ its state gets the plugin that it made from the launcher's environment; everythi
 Trainer's wrapping and ``fsdp2_prepare_model``, is accelerate's own.
 """
 
-from __future__ import annotations
-
 import os
 from functools import wraps
 

@@ -4,8 +4,6 @@
 ``python -m tests.model_recipes NAME...`` those of some. A test makes some of them anew.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Runs the cells of `docs/quickstart.ipynb`; `python -m tests.notebook` stores their outputs."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import io

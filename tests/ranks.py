@@ -1,7 +1,5 @@
 """Start one program on several ranks of this machine (gloo, CPU)."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

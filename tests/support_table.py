@@ -4,8 +4,6 @@
 that they are current. What vLLM has is read out of its registry's source, without importing it.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 from collections.abc import Iterator

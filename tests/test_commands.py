@@ -5,8 +5,6 @@ The folder has what the pages name: ``./my-moe``, ``my.jsonl``, the ``my.yaml`` 
 all its options, and its recipe is read and checked.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

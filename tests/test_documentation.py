@@ -1,7 +1,5 @@
 """What the pages say exists: verbs, families, keys, figures, links, messages."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

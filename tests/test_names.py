@@ -1,7 +1,5 @@
 """Names say what they name: at most one binding in two hundred is a filler."""
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Losses, metrics and rewards of installed packages: one that works, and ones that do not."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The steps of a run that are not a module of their own."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

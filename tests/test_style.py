@@ -1,7 +1,5 @@
 """The words of `docs/style.md` that pages, messages, help texts and docstrings avoid."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

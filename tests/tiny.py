@@ -4,8 +4,6 @@ No two dimensions are equal, so a transposed or permuted tensor cannot pass; hea
 that vLLM's kernels have. The tokenizer is byte-level with a chat template, so any text encodes.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A tiny model's adapter, which does something from the start."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

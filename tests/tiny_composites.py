@@ -1,7 +1,5 @@
 """What a tiny composite has around its language part: a vision tower with sizes of its own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 HIDDEN = 96

@@ -1,7 +1,5 @@
 """A tiny random model of every family of the table, from one set of sizes, no two of them equal."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 The names are those that vLLM's loaders of these heads read, and transformers' classes leave out.
 """
 
-from __future__ import annotations
-
 import torch
 from safetensors.torch import load_file, save_file
 

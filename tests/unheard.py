@@ -1,7 +1,5 @@
 """A model type that transformers' registry knows and the toolkit does not: GLM-4.5's, renamed."""
 
-from __future__ import annotations
-
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
 

@@ -7,8 +7,6 @@ all of vLLM's objects, and another process to look at the model's class. Run as 
 process.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import json

@@ -7,8 +7,6 @@ machine matters little. Peak memory is measured in a separate process for each.
     python eval/bench/autonomy.py --save
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import time

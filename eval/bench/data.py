@@ -8,8 +8,6 @@ then reads the whole dataset once, like an epoch. Prints, as JSON, seconds, the 
 process's anonymous memory (without mapped files), and the bytes on disk per token.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

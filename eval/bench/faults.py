@@ -10,8 +10,6 @@ Each part adds one line to ``eval/bench/results/faults.jsonl``. "Wrong" is a fin
 bytes, or a log whose numbers, differ from those of an undisturbed run.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

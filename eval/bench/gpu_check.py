@@ -6,8 +6,6 @@ The file is readable and has JSON in its last block. A failed check does not sto
     python eval/bench/gpu_check.py --device cpu --tiny    # what a CPU can run of it
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

@@ -10,8 +10,6 @@ rates in one large product and one large copy, and with its data sheet if known.
     python eval/bench/gpu_step.py --device cpu --tiny                    # the same in seconds
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

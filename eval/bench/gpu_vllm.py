@@ -1,7 +1,5 @@
 """Greedy tokens from vLLM with expert parallelism, in a process of ``gpu_check.py``."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -6,8 +6,6 @@ with the adapter added to the weights.
     python eval/bench/losses.py --tokens 1024 --save losses
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

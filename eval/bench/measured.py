@@ -9,8 +9,6 @@ prints the system's figure: the peak of resident memory since the model was buil
 before it; on a GPU the peak of the allocator.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -8,8 +8,6 @@ one core, and large enough to compare hundreds of megabytes.
     python eval/bench/memory.py --headers      # inspect of a 60 GB checkpoint, by its headers
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import struct

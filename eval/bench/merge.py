@@ -8,8 +8,6 @@ of ``cp -r`` of the same folder, and on request wall time of PEFT's ``merge_and_
     python eval/bench/merge.py --gigabytes 8 --repeat 3 --peft
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

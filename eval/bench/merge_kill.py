@@ -7,8 +7,6 @@ is checked, the merge runs again to its end, and its files are compared with tho
 merge. Results go to ``eval/bench/results/merge_kill.json``.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import random

@@ -7,8 +7,6 @@ most 30 s and 2 GB for the summary on 2 cores. The routing is a topic model, not
 cost depends only on the sizes.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import resource

@@ -10,8 +10,6 @@ no other file. Where the verb allows it, the two have different settings, so a m
 Adds one line to ``eval/bench/results/pairs.jsonl``.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import hashlib

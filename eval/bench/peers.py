@@ -5,8 +5,6 @@ a separate process, interleaved with attention-only LoRA (and with ours, if the 
 the kernel). Both need a GPU and Triton.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

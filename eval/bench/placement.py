@@ -7,8 +7,6 @@ The goal with 8 ranks: cross-rank share below 0.70, ranks per token <= 3.5, imba
 planned within 20 s on 2 cores.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import time

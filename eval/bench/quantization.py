@@ -10,8 +10,6 @@ demo's checkpoint once per format, from the same seed, and scores its held-out r
     python eval/bench/quantization.py --parts demo
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

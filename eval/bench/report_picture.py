@@ -3,8 +3,6 @@
 python eval/bench/report_picture.py runs/demo/report/index.html recipes/demo/report.png
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 from pathlib import Path

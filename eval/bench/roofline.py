@@ -1,7 +1,5 @@
 """The FLOPs and bytes of a step, compared with the rates of the device."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import time

@@ -7,8 +7,6 @@ Each round runs every program three ways, one after another in rotating order: i
 JSON. The goal: a mean cost of at most 40 ms per program over `python file.py`.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

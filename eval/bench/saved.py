@@ -1,7 +1,5 @@
 """Print a benchmark's figures, and save them with ``--save``."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """The cost of placements on tokens that they were not planned on."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

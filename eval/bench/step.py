@@ -8,8 +8,6 @@ a CPU, and by the allocator on a GPU.
     python eval/bench/step.py --geometry qwen3_30b_a3b --layers 4 --tokens 8192 --dtype bfloat16
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import resource

@@ -8,8 +8,6 @@ terms. Times are processor seconds, so that other work on the machine does not c
     python eval/bench/strength.py --gradient-checkpointing
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

@@ -5,8 +5,6 @@
 ``effects`` are a study's rows, ``arms`` the means over seeds of each arm's last probe.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -7,8 +7,6 @@ ids and weights chunk by chunk, and prints the resident memory after each tenth 
 no growth. ``--save`` also writes it to ``eval/bench/results/traces.json``.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import os

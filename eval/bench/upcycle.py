@@ -6,8 +6,6 @@ files are deleted afterwards. Results go to ``eval/bench/results/upcycle.json``.
     python eval/bench/upcycle.py --experts 8 --gigabytes 1
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -9,8 +9,6 @@ All files are deleted afterwards. Results go to ``eval/bench/results/upcycle_tex
     python eval/bench/upcycle_texts.py --gigabytes 1
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

@@ -1,7 +1,5 @@
 """The variants of a timed step: baselines, and ours with each set of terms, also compiled."""
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 from pathlib import Path

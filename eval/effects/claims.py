@@ -5,8 +5,6 @@ results of the arms in 18 and 21 to 24 had been seen. ``recipes/studies/README.m
 changed.
 """
 
-from __future__ import annotations
-
 from eval.effects.comparisons import BALANCE, Comparison, Effect, scratch, tuned
 from eval.effects.readings import (
     after,

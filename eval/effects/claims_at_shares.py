@@ -5,8 +5,6 @@ paper's weight, and is compared with the balance loss of the same share. The fir
 effect is compared with the balance loss that gives about the same MaxVio.
 """
 
-from __future__ import annotations
-
 from eval.effects.comparisons import Effect, tuned
 from eval.effects.readings import after, halfway, mean_of_probes
 

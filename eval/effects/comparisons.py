@@ -1,7 +1,5 @@
 """The comparisons in the rows of the table of effects."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -3,8 +3,6 @@
 Shape legend: T held-out tokens, L MoE layers, V vocabulary, E experts.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from pathlib import Path

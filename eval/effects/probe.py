@@ -3,8 +3,6 @@
 Shape legend: T tokens, L MoE layers, E experts, K selected, H hidden, B rows, S positions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Functions from a run's result to a number, for the comparisons of the effects."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any

@@ -6,8 +6,6 @@ tokens first and then ends. Multiple choice compares the choices' log-likelihood
 Shape legend: B rows, S positions, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One arm and seed of pretraining from random weights: does a method disturb it? (P1 Table 19)"""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from functools import cache

@@ -1,7 +1,5 @@
 """The recipe of a miniature: its arms, data and seeds."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The runs of a miniature, one result file each; only missing results are run."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -5,8 +5,6 @@ A share is the norm of a loss's gradient over the language loss's, see
 cost in held-out loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal

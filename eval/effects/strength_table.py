@@ -3,8 +3,6 @@
 Differences are paired by seed: each run is compared with the baseline of its seed.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """A whole miniature: run the missing shards, then write and print the table."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

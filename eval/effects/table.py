@@ -1,7 +1,5 @@
 """The results on each effect: rows, and the table as Markdown, CSV and JSON."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass

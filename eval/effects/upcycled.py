@@ -1,7 +1,5 @@
 """Effect 11 from the results of the upcycling miniature, a separate study."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Verdicts on claims, from differences paired by seed."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from moe_finetune.metrics.statistics import Interval

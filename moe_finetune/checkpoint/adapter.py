@@ -1,7 +1,5 @@
 """An adapter folder in PEFT's LoRA format: config and header; tensors are read on demand."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable

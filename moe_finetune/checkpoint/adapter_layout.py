@@ -10,8 +10,6 @@ shapes or names:
   ``unsloth_fused_expert_lora``. Older files only show that Unsloth wrote them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

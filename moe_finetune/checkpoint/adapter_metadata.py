@@ -7,8 +7,6 @@ the expert slowest, ``lora_B`` (out, r·n) with the expert fastest. A layer that
 expert LoRA. Without ``experts`` the adapter is an ordinary PEFT adapter.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

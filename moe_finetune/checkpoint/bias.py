@@ -6,8 +6,6 @@ not implement the method, so that export is for serving only). Other families ha
 bias for them is refused.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The model card of an export: what it was made from, how, and under which license."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

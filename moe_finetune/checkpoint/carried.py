@@ -1,7 +1,5 @@
 """The small files of a checkpoint that an export copies."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Mapping

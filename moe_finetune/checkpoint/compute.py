@@ -3,8 +3,6 @@
 Shape legend: O rows and I columns of the tensor, R the sum of its updates' ranks.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Convert a published checkpoint to one that transformers and vLLM load without remote code."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -4,8 +4,6 @@ The expected tensors are those of the model, built on the meta device, under the
 disk.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace

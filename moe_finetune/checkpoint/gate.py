@@ -4,8 +4,6 @@
 adapter runs both before it builds or writes anything.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import re

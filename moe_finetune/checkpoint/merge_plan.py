@@ -4,8 +4,6 @@ Nothing is computed or written here; an impossible merge raises while it is plan
 ``MergePlan.table`` is what ``--dry-run`` prints.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

@@ -5,8 +5,6 @@ under a text config, names without the base model's prefix. transformers' conver
 them; exports keep the files' names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Open and check a checkpoint folder by its headers."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import replace

@@ -6,8 +6,6 @@ packings become PEFT's. The weight changes stay the same; ranks and scalings may
 Shape legend: E experts, R their rank in the stack, r a matrix's rank, I inputs, O outputs.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Upload an exported checkpoint to a hub repository with the user's token."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from moe_finetune.errors import CheckpointError

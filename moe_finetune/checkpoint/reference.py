@@ -1,7 +1,5 @@
 """Compare a merged checkpoint's logits with base + adapters in stock transformers and PEFT."""
 
-from __future__ import annotations
-
 import copy
 import math
 import re

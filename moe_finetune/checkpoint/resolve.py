@@ -9,8 +9,6 @@ afterwards.
 Shape legend: E routed experts, n experts with LoRA, r rank, H hidden, D expert width.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import replace

@@ -4,8 +4,6 @@ PEFT's modules are built without weights; the factors are put into one module at
 the merge, thus maps keys to parameters and unpacks the factors.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import random

@@ -4,8 +4,6 @@ A tensor, or one expert of a stack, is dequantized when it is read; the formats 
 :mod:`moe_finetune.quantization.formats`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

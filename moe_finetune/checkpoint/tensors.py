@@ -5,8 +5,6 @@ the kernel drops them. Buffers are reused because allocating memory takes longer
 on it.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterable, Iterator

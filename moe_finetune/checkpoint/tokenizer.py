@@ -1,7 +1,5 @@
 """Write a checkpoint's tokenizer so that every loader reads what training read."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -7,8 +7,6 @@ family has its head after its own last layer. A config that counts MTP layers de
 export copies their bytes.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any

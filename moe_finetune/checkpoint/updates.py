@@ -1,7 +1,5 @@
 """The updates that an adapter makes to tensors of the base, as data."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

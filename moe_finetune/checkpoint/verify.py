@@ -4,8 +4,6 @@ Models that fit into memory are compared by their logits, larger ones by sampled
 cases every tensor that no adapter touches must have the base's bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

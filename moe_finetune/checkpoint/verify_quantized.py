@@ -5,8 +5,6 @@ differ by the quantization error. That error is measured on the base without an 
 tokens. The merge may differ by ``FACTOR`` times as much; a wrong merge differs by more.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The command line: one function per verb that parses, calls, prints. See ``main`` for errors."""
 
-from __future__ import annotations
-
 import errno
 import importlib.metadata
 import logging

@@ -1,7 +1,5 @@
 """The application that verbs register with, and the arguments that several of them take."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Runs even if torch or transformers cannot be imported: each import is tried in a separate process.
 """
 
-from __future__ import annotations
-
 import importlib.metadata as metadata
 import json
 import os

@@ -1,7 +1,5 @@
 """Verbs that score checkpoints and compare scores."""
 
-from __future__ import annotations
-
 import enum
 from pathlib import Path
 from typing import Annotated

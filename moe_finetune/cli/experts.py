@@ -1,7 +1,5 @@
 """Commands that record routing, and place and select experts."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Sequence
 from contextlib import nullcontext

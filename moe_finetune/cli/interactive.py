@@ -1,7 +1,5 @@
 """Verbs for a person at a terminal: write a recipe, look at data and at a run, talk to a model."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """Keep working when the reader of an output pipe has gone, as in ``train | head -1``."""
 
-from __future__ import annotations
-
 import os
 import stat
 import sys

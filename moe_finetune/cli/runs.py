@@ -1,7 +1,5 @@
 """Verbs that train: the demo, a recipe, a study, an upcycling; and reports."""
 
-from __future__ import annotations
-
 import enum
 import os
 from collections.abc import Mapping

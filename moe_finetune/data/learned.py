@@ -7,8 +7,6 @@ characters are learned. An answer that the template renders differently once the
 on is not learned.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

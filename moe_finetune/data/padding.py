@@ -3,8 +3,6 @@
 Shape legend: B rows, S positions of the longest row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 

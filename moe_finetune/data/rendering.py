@@ -1,7 +1,5 @@
 """Render conversations with a chat template, in the forms of content and calls it accepts."""
 
-from __future__ import annotations
-
 import json
 import math
 import resource

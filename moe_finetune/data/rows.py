@@ -5,8 +5,6 @@ row has them, see :mod:`moe_finetune.data.turns`; ``{"prompt", "completion"}``; 
 A row that has none of them is refused with its file and line; nothing is skipped silently.
 """
 
-from __future__ import annotations
-
 import string
 from collections.abc import Collection, Mapping
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Rows of training files, folders and hub datasets, each with its location."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ through the chat template with the row's ``tools`` and ``variables``, see
 :mod:`moe_finetune.data.turns`. A row that has none of them is refused with its file and line.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 

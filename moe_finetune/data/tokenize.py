@@ -4,8 +4,6 @@ Labels come from character spans of the rendered text (:mod:`moe_finetune.data.r
 ids are those of the whole text, as the model reads them.
 """
 
-from __future__ import annotations
-
 import copy
 import datetime
 import functools

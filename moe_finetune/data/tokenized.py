@@ -1,7 +1,5 @@
 """Tokenize rows into a dataset on disk, and count what was truncated and dropped."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Iterator

@@ -7,8 +7,6 @@ list of text parts, or null with a call), ``tool_calls``, ``reasoning_content`` 
 of a turn. ``train: False`` marks an answer that is not learned.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ They are found by changing a field and rendering again: if the text stays the sa
 does not read the field. Each kind of turn is tried once.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence

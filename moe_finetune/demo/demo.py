@@ -3,8 +3,6 @@
 Pretrain (cached) -> fine-tune twice -> merge -> evaluate all three checkpoints -> one report.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

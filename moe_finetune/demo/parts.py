@@ -5,8 +5,6 @@ hash, a finished part is kept and an interrupted one resumes; with another, it i
 again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from pathlib import Path

@@ -9,8 +9,6 @@
 fine-tuning draws on.
 """
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

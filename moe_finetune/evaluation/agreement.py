@@ -1,7 +1,5 @@
 """Verdicts of the rules, a judge model and people, and Cohen's kappa of each pair."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path

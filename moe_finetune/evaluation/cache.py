@@ -4,8 +4,6 @@ Requests are sorted by length and split into fixed chunks. A chunk is sent and s
 a resumed run sends exactly the batches of an uninterrupted one, and gets the same bits.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

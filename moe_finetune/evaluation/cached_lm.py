@@ -1,7 +1,5 @@
 """An lm-eval model that stores every reply, counts tokens and never truncates silently."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import asdict, dataclass
 from typing import Any, Literal

@@ -5,8 +5,6 @@ folder in it, ``<data>/<dataset_path>/<dataset_name>/<split>.jsonl`` (or .parque
 .jsonl.gz), unless the suite names files itself.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 Shape legend: T tokens, K selected experts.
 """
 
-from __future__ import annotations
-
 import sys
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence

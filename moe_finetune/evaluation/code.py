@@ -1,7 +1,5 @@
 """Score generated programs in a sandbox, after generation."""
 
-from __future__ import annotations
-
 import math
 import re
 import sys

@@ -1,7 +1,5 @@
 """Convert what lm-evaluation-harness returns to results.json and its samples."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``moe-finetune eval``: run a suite, check it, compare backends, validate the answers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace

@@ -4,8 +4,6 @@ Results with different items or prompts are refused, because they would explain 
 task is tested by :func:`compare_scores`, and p values are corrected over the tasks (Holm).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field

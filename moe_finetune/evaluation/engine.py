@@ -1,7 +1,5 @@
 """Evaluate a checkpoint on a suite, with resumable and comparable results."""
 
-from __future__ import annotations
-
 import datetime
 import importlib.metadata
 import os

@@ -7,8 +7,6 @@ can set and which do not interrupt such a call. The kernel's limits on the proce
 only its processor time, so a verdict does not depend on how busy the machine is.
 """
 
-from __future__ import annotations
-
 import atexit
 import importlib.util
 import os

@@ -3,8 +3,6 @@
 A redirect is an error: the user did not choose the other address, and it must not get the key.
 """
 
-from __future__ import annotations
-
 import email.utils
 import math
 import time

@@ -5,8 +5,6 @@ Numbers are compared as exact fractions, so ``1,000`` is ``1000.00``, ``0.5`` is
 sign). Text after the number (units, a period, another sentence) does not matter.
 """
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """People as judges: export blinded sheets, import annotations."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import hashlib

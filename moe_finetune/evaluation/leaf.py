@@ -3,8 +3,6 @@
 The rows of local files are checked before any model request.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The splits that a suite's line reads, and their files in the data folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Check which tasks of a suite can run here, what is missing, and estimate their cost."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Compare the answers of two backends to the same prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The typed schema of results.json, and its samples files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, TypedDict
 

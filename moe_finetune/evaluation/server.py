@@ -1,7 +1,5 @@
 """A running server behind lm-eval's client; every reply is validated before it is scored."""
 
-from __future__ import annotations
-
 import io
 import logging
 from collections.abc import AsyncIterator

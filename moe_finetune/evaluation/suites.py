@@ -1,7 +1,5 @@
 """Suites: YAML lists of tasks with version, shots, metric, filter and data source."""
 
-from __future__ import annotations
-
 import os
 import re
 import sysconfig

@@ -1,7 +1,5 @@
 """transformers as an lm-eval model that decodes replies like vLLM's backend."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Validate finished results by a judge model and by people."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -8,8 +8,6 @@ stage only. The output folder has a run folder for each stage, ``1-sft``, ``2-dp
 ledger of steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The columns of a study's table: benchmarks, their average, and metrics."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from moe_finetune.errors import StudyError, did_you_mean

@@ -3,8 +3,6 @@
 Studies with a ``kind:`` are run by :mod:`~moe_finetune.experiments.reproductions`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

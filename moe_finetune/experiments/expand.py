@@ -1,7 +1,5 @@
 """Expand a study recipe to its runs: one for each combination of axis values and each seed."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterator

@@ -6,8 +6,6 @@
 files that tables read.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ A child shares the run's lock with its parent. If a run outlives its killed stud
 waits for it and does not start it twice.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

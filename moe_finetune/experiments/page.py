@@ -3,8 +3,6 @@
 The pictures show the arms' results side by side, and their curves over training.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

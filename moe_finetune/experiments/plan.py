@@ -4,8 +4,6 @@ Memory of one device, training tokens, FLOPs, hours. Parameters are counted on t
 the config; no weight is read. The memory of losses, padding and evaluation are not counted.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

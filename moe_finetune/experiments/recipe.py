@@ -19,8 +19,6 @@
     curves: aux_loss                    # METRIC_rmse: from the logged curve of these runs
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """A study's table as CSV (long), LaTeX (as in the papers), JSON, Markdown, and aligned text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from moe_finetune.experiments.columns import Column

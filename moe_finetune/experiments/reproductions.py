@@ -1,7 +1,5 @@
 """Studies that reproduce the papers, by kind; their code is ``eval/effects/``."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from importlib.machinery import ModuleSpec

@@ -4,8 +4,6 @@ One job runs one shard of the study with the command line of this package, so a 
 resumes when the study is started again.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import re

@@ -4,8 +4,6 @@ Rows are arms, grouped by the axes that the baseline does not name (such as the 
 within a group; columns are benchmarks, then their average and the study's metrics.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any

@@ -6,8 +6,6 @@ passes the rest and the callback to ``run_exp``. For several GPUs: ``torchrun --
 moe_finetune.integrations.llamafactory config.yaml``.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Atomic files: a reader sees the old content or the new content, never a part."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The block at the bottom of a live terminal: the running stage, its time, progress and table."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The cache for what can be rebuilt: the demo's checkpoint, prepared data."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

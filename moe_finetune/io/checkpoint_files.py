@@ -3,8 +3,6 @@
 Only headers are read, and only the standard library is needed.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Child processes: signals are passed on to them, and their output is logged."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import threading

@@ -4,8 +4,6 @@ transformers takes ``_attn_implementation: owner/name`` in a config as a kernel 
 hub and run, and builds lists of length ``num_hidden_layers``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any

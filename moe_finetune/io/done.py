@@ -1,7 +1,5 @@
 """Notes of finished products: written last, with the hash of the product's inputs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The environment of a run: versions, processor, accelerator."""
 
-from __future__ import annotations
-
 import datetime
 import importlib.metadata
 import os

@@ -1,7 +1,5 @@
 """A folder that appears whole or not at all: written under a hidden name, synced, renamed."""
 
-from __future__ import annotations
-
 import errno
 import os
 import secrets

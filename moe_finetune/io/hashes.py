@@ -1,7 +1,5 @@
 """Canonical JSON and content hashes: of text, values, files and whole checkpoints."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json

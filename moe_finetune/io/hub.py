@@ -1,7 +1,5 @@
 """Use the Hugging Face hub's cache, without retries, when the hub cannot be reached."""
 
-from __future__ import annotations
-
 import os
 import sys
 from functools import cache

@@ -1,7 +1,5 @@
 """Keep Ctrl-C effective during imports, whose code may swallow it."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import threading

@@ -3,8 +3,6 @@
 Python's reader accepts duplicate keys (the last wins), ``NaN`` and ``1e999`` (infinity).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -8,8 +8,6 @@ so that a later process waits for a child that outlived its parent. A step that 
 reason in ``logs/NAME.failed.json``, next to its log.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

@@ -5,8 +5,6 @@ the kernel releases the lock when the process ends, so that a later process can 
 outputs from those being written.
 """
 
-from __future__ import annotations
-
 import fcntl
 import glob
 import os

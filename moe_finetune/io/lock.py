@@ -5,8 +5,6 @@ be renamed. The file names its owner, for the error message of other processes. 
 the lock is released; the next process takes over the file of a killed one.
 """
 
-from __future__ import annotations
-
 import datetime
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """Local files of records, read row by row: JSONL, JSON, Parquet and CSV; JSONL written."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import zlib

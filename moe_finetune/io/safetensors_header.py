@@ -5,8 +5,6 @@ shape and byte range, and the data. Because headers are enough, a checkpoint of 
 in milliseconds, and because offsets are known in advance, several threads can write one file.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import struct

@@ -1,7 +1,5 @@
 """Packages of the operating system: the command that installs one, and unattended installation."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Rows of text as a table: aligned for a terminal, with pipes for Markdown, and as CSV."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 

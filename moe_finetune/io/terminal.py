@@ -6,8 +6,6 @@ written once. ``log_to`` redirects the output of libraries, in this process and 
 file, so that their progress bars do not break the block.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -3,8 +3,6 @@
 ``pyproject.toml`` declares the wider range, so that the package installs next to other trainers.
 """
 
-from __future__ import annotations
-
 import importlib.metadata as metadata
 import sys
 

@@ -1,7 +1,5 @@
 """The package's YAML reader: data only, and no duplicate keys."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

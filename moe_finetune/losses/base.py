@@ -4,8 +4,6 @@ Add a loss with one file for its pure function and its :class:`Term`, and one li
 ``moe_finetune/losses/__init__.py``.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from abc import ABC, abstractmethod

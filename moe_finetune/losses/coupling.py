@@ -1,7 +1,5 @@
 """Cross-layer coupling: an expert's tokens should continue to the same experts (P1 eq. 6, F.1)."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -1,7 +1,5 @@
 """Determinantal diversity of a token's expert outputs (P4, algorithm 2)."""
 
-from __future__ import annotations
-
 import torch
 from pydantic import Field
 from torch import Tensor

@@ -4,8 +4,6 @@ Shape legend: E experts, P proxies (one per router row, P = E), H hidden, D expe
 I and O the input and output width of a projection.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal

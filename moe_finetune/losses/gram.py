@@ -4,8 +4,6 @@ Losses on expert outputs and activations need only lengths and angles: K x K num
 instead of K x H.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

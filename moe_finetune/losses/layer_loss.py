@@ -10,8 +10,6 @@
 T tokens, E routed experts, K selected, H hidden, D expert width.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Load balancing: Switch, DeepSeek and GShard forms, per sequence, micro-batch or global batch."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

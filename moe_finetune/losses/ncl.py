@@ -1,7 +1,5 @@
 """Negative correlation of a token's expert outputs (P4, algorithm 3, without its label term)."""
 
-from __future__ import annotations
-
 import warnings
 
 import torch

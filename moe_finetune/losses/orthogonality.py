@@ -1,7 +1,5 @@
 """Orthogonality of a token's expert outputs (P0 eq. 25 and 28; P4 §6.2)."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

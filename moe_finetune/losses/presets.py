@@ -1,7 +1,5 @@
 """The papers' methods as data: loss terms, routing noise and bias update by preset name."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Reimplemented from the code's arithmetic; ``recipes/papers/p0_expert_specializat
 paper and code point by point. T tokens, E routed experts, K selected, H hidden.
 """
 
-from __future__ import annotations
-
 import torch
 from pydantic import Field
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Orthogonality of the router's rows (P2 §4.5, after ERNIE)."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from moe_finetune.losses.base import LayerContext, OneValueOptions, Term

@@ -1,7 +1,5 @@
 """Intra-layer specialization: experts that share a token should activate differently (P1 eq. 4)."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from moe_finetune.losses.base import LayerContext, Term

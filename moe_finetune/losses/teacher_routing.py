@@ -1,7 +1,5 @@
 """Routing distillation: the student's routers learn the distributions of a teacher's."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from moe_finetune.errors import ObjectiveError

@@ -4,8 +4,6 @@ Shape legend: T tokens, E routed experts, K selected, H hidden, D expert width, 
 X any width.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable

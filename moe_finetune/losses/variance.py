@@ -1,7 +1,5 @@
 """Routing variance: makes each expert's scores vary over tokens (P0 eq. 7)."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from moe_finetune.losses.base import LayerContext, Term

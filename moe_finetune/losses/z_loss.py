@@ -1,7 +1,5 @@
 """Router z-loss: penalizes large router logits (ST-MoE, Zoph et al. 2022, eq. 5)."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from moe_finetune.losses.base import LayerContext, Term

@@ -4,8 +4,6 @@ Shape legend of the metrics: T tokens, L MoE layers, E routed experts, K selecte
 D expert width, N items of a sample, V vocabulary, R ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Coherence of expert features: when can top-k selection recover the right experts?"""
 
-from __future__ import annotations
-
 import numpy as np
 
 from moe_finetune.metrics.arrays import Array, floats, unit_rows

@@ -1,7 +1,5 @@
 """Whether domains use different experts."""
 
-from __future__ import annotations
-
 from moe_finetune.metrics.arrays import Array, entropy, floats
 
 

@@ -1,7 +1,5 @@
 """How different the experts are on tokens: neighbors, clusters, cosines."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from moe_finetune.metrics.arrays import (

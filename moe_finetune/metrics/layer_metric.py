@@ -1,7 +1,5 @@
 """Metrics of one MoE layer from installed packages, and display names of metrics."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """How evenly tokens are distributed over the experts."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from moe_finetune.metrics.arrays import Array, chunks, floats, integers

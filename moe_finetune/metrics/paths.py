@@ -1,7 +1,5 @@
 """How tokens move from one MoE layer to the next, and how stable their paths are."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from moe_finetune.metrics.arrays import Array, chunks, floats, integers, keep, to_numpy

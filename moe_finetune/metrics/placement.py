@@ -1,7 +1,5 @@
 """Communication and balance of a trace under a placement of experts on ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Two-dimensional projections for pictures: PCA of tokens, t-SNE of gate rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Metrics of the weights of router and gate projections, without tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

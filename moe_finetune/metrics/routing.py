@@ -1,7 +1,5 @@
 """Statistics of the router's probabilities and scores over a set of tokens."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from moe_finetune.metrics.arrays import Array, chunks, entropy, floats

@@ -1,7 +1,5 @@
 """The logged values that a terminal shows: order, names and number format."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

@@ -4,8 +4,6 @@ Intervals are two-sided 95 % intervals, and p values are two-sided. Shape legend
 P patterns (groups of items with equal S values), B resamples.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

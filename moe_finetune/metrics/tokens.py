@@ -1,7 +1,5 @@
 """How far routing follows the token: router ranks compared with token counts."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Hashable, Sequence

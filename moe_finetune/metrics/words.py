@@ -1,7 +1,5 @@
 """Names and meanings of logged values and metrics."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from moe_finetune.errors import RecipeError

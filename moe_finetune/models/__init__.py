@@ -4,8 +4,6 @@ A family is a row of one of the tables. If transformers has no class for it, the
 such as :mod:`moe_finetune.models.deepseek_moe`.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 from typing import Any

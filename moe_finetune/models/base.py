@@ -3,8 +3,6 @@
 Shape legend: L decoder layers, E routed experts, K selected per token, H hidden, D expert width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal

@@ -4,8 +4,6 @@ A template is untrusted code. It is parsed here and rendered with a time limit, 
 :mod:`moe_finetune.data.rendering`.
 """
 
-from __future__ import annotations
-
 import datetime
 from typing import Any
 

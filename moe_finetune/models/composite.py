@@ -4,8 +4,6 @@ transformers nests a config of each part in the composite's. The language part t
 parts, such as a vision tower, stay unchanged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any

@@ -4,8 +4,6 @@ A plugin is an entry point of the group :data:`GROUP`: a :class:`Family`, severa
 that returns them. It is loaded when a checkpoint has a ``model_type`` that the package lacks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache

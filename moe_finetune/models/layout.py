@@ -3,8 +3,6 @@
 Used for messages and for the proof of a declaration, not for training.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Model types without a class in transformers, whose classes are in this package."""
 
-from __future__ import annotations
-
 from moe_finetune.models import autonomy, deepseek_moe
 
 MODEL_TYPES = tuple(module.FAMILY.model_type for module in (deepseek_moe, autonomy))

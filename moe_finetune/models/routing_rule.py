@@ -1,7 +1,5 @@
 """Infer a router's rule from its outputs, for the proof of a declaration."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import get_args
 

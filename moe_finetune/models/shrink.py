@@ -1,7 +1,5 @@
 """Small configs of a checkpoint's model type that run anywhere."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ Which layers have experts, and how these are fused, is read from transformers' c
 (:mod:`moe_finetune.models.structure`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Facts about a config, read from transformers' own class on the meta device."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

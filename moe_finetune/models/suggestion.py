@@ -1,7 +1,5 @@
 """Suggest a declaration for a model type that no family supports, from facts in its class."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any

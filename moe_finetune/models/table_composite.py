@@ -1,7 +1,5 @@
 """Composites with a MoE language part, and language parts that exist only in a composite."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Families on which every feature is tested, vLLM included."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from moe_finetune.errors import UnsupportedModelError

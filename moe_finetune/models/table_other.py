@@ -1,7 +1,5 @@
 """Families with other kinds of routers; facts from each class in transformers 5.19."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

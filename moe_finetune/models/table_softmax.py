@@ -1,7 +1,5 @@
 """Families with a softmax router; facts from each class in transformers 5.19."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from moe_finetune.errors import UnsupportedModelError

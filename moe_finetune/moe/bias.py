@@ -6,8 +6,6 @@ experts are selected, never their weights. It is stored outside the model, so a 
 with the adapter disabled, or with another adapter active, uses the checkpoint's own routing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -3,8 +3,6 @@
 On a CPU a few tokens are processed at a time, so that their vectors stay in its cache.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

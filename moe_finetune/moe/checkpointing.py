@@ -5,8 +5,6 @@ checkpointing and with torch's wrapper (accelerate's activation checkpointing), 
 layers run again, without a key-value cache and not reentrantly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import partial
 from typing import Any

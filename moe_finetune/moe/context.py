@@ -6,8 +6,6 @@ same object. Looking it up on the model, in a thread or on a stack would be wron
 before one backward or with a backward in another thread.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -13,8 +13,6 @@ loss, algorithm 2) are our reading.
 Shape legend: T tokens, S some of them, E experts, N candidates, K or k selected, H hidden.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

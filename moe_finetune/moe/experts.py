@@ -15,8 +15,6 @@ copy of the vectors. On a CPU steps 1-4 run a few experts at a time, so rows sta
 Nothing is accumulated by concurrent writes, so a step is deterministic bit for bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

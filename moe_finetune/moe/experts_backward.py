@@ -14,8 +14,6 @@ Stages 1 to 4 run for some experts at a time, as in the forward; ``x`` and ``z``
 LoRA's input had dropout, the gradient through A passes the same mask again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -5,8 +5,6 @@ package that replaces either would compute the layer without the losses, or its 
 silently not run, so such a layer is refused.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -4,8 +4,6 @@ Usually ``z = act(gate) * up`` of stacked projections, gate first. If a class ha
 (clamped, interleaved, or without a gate), that function is called.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

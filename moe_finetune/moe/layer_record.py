@@ -1,7 +1,5 @@
 """Build the record of one layer's forward from what its hooks stored."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from moe_finetune.errors import CaptureError

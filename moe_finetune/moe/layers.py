@@ -1,7 +1,5 @@
 """A model's MoE layers: where they are, their state during a forward, and which can be recorded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

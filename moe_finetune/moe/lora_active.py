@@ -5,8 +5,6 @@ A preference trainer computes its reference with the policy's model: with the ad
 but lies outside it, such as a bias, must then be off too, also in layers without a wrapper.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from peft import PeftModel

@@ -4,8 +4,6 @@ PEFT packs the factors of all experts into two matrices: in ``lora_A`` (r*E, I) 
 slowest index, in ``lora_B`` (O, r*E) the fastest.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager

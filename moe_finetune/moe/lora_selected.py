@@ -3,8 +3,6 @@
 Shape legend: E experts of the layer, n chosen ones, r rank, I inputs, O outputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

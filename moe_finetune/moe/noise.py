@@ -10,8 +10,6 @@ Random numbers come from PyTorch's default generator, which gradient checkpointi
 recomputed layer draws the same ones.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

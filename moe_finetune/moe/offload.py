@@ -9,8 +9,6 @@ layers are on the device at a time. Quantized stacks are copied as packed bytes 
 A :class:`Transfers` copies the bytes; on a GPU, with pinned memory and a separate stream.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from functools import partial

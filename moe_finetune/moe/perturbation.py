@@ -1,7 +1,5 @@
 """Interface for methods that change routing while the model runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor, nn

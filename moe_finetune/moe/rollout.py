@@ -9,8 +9,6 @@ are the current router's for those experts, so the router still learns.
 Shape legend: B rows, S positions per row, T = B x S tokens, L MoE layers, E experts, K selected.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Run experts that rank themselves, and collect what losses and metrics read."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

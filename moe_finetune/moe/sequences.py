@@ -10,8 +10,6 @@ Shape legend: B rows, L tokens per row, T = B x L, S sequences of similar length
 longest one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -14,8 +14,6 @@ Divided by N, as replicated parameters' gradients are averaged, it equals that o
 rank has the LoRA factors of all experts and uses its experts' part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -6,8 +6,6 @@ with the model's name replaces two of its steps, the choice of the mesh and the 
 parameters before they are read. A rank then reads only its experts' tensors.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

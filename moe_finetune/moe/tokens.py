@@ -6,8 +6,6 @@ attention's. Nothing is copied to the host.
 Shape legend: B rows, L tokens per row, T = B x L tokens, S sequences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

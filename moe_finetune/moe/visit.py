@@ -4,8 +4,6 @@
 store tensors on the :class:`MoeLayer`, from which the block's hook builds the record.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Placements that need no plan."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

@@ -3,8 +3,6 @@
 A scheduler knows a sequence's routing in the first MoE layer first, so that layer decides.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

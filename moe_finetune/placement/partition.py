@@ -12,8 +12,6 @@ that share a rank; loads above a limit cost more than any such pair. The search 
 3. shake the plan, swap, stitch with the previous plan, and repeat.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The prompts of a benchmark, from rows of training data."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from itertools import islice

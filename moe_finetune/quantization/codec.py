@@ -9,8 +9,6 @@
 Each matrix is quantized separately: no block spans two experts.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import math

@@ -10,8 +10,6 @@
 Other formats are refused by name.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

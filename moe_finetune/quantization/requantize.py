@@ -8,8 +8,6 @@ stored bytes.
 Shape legend: R rows and C columns of a matrix, n values that share a scale.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

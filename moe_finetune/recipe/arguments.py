@@ -1,7 +1,5 @@
 """``trainer:`` keys of a recipe, checked by name and type against TRL's class for the stage."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import functools

@@ -1,7 +1,5 @@
 """The ``method:`` section: from a preset and its changes to validated losses and perturbations."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import (

@@ -1,7 +1,5 @@
 """Which keys may differ between a run's recipe and the one that ``--resume`` is given."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What all sections of a recipe have in common."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Self

@@ -1,7 +1,5 @@
 """The location of the recipes that come with the package."""
 
-from __future__ import annotations
-
 import sysconfig
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 A new stage is an entry here. Nothing of TRL is imported before it is used.
 """
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import dataclass, field
 from typing import Any, Literal

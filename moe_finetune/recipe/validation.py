@@ -1,7 +1,5 @@
 """Pydantic's errors in a recipe's terms: one line per key, what is expected, the nearest name."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import re

@@ -1,7 +1,5 @@
 """Scores and their differences, as shown on the page."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The data that every section of the page reads, and the form of a section."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Build HTML and SVG: all text is escaped unless it is already :class:`Markup`."""
 
-from __future__ import annotations
-
 import html
 import math
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The numbers of a report, for ``--format json`` and for the page."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import asdict

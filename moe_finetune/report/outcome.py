@@ -1,7 +1,5 @@
 """The outcome of a run: its scores, the changes in the experts, and the next commands."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

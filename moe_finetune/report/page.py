@@ -1,7 +1,5 @@
 """The page: one self-contained file, checked for size, written by rename."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import logging

@@ -1,7 +1,5 @@
 """Read a run's folder: results only, never a model."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

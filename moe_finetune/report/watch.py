@@ -3,8 +3,6 @@
 Shape legend: L MoE layers, E routed experts.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

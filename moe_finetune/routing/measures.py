@@ -3,8 +3,6 @@
 Shape legend: T tokens, L MoE layers, E experts, K selected, D expert width, H hidden.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ The report reads it (:mod:`moe_finetune.report.routing`). Parts that were not me
 Shape legend: L MoE layers, E experts, N tokens with an embedding, H hidden, D expert width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

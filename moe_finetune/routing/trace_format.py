@@ -3,8 +3,6 @@
 Shape legend: T tokens, L MoE layers, E routed experts, K selected, H hidden, N sampled tokens.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import zipfile

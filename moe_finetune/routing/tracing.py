@@ -3,8 +3,6 @@
 Shape legend: B sequences, T tokens, L MoE layers, E experts, K selected, H hidden, N sampled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ not, so there the engine runs in this process, one sequence at a time, with hook
 Shape legend: T tokens, L MoE layers, K selected.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

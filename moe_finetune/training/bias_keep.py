@@ -5,8 +5,6 @@ Between trainings the recorder is off. The bias then acts through hooks on the r
 model where the family's checkpoints have a tensor for it.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence

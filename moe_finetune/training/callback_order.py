@@ -1,7 +1,5 @@
 """The order of a trainer's callbacks, which matters in each event."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import TrainerCallback

@@ -4,8 +4,6 @@
 its manifest verifies, so a checkpoint damaged by a faulty disk is skipped.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ Rank 0 writes an adapter, a whole model and small state. Each rank writes its sh
 without an adapter and of an optimizer's moments.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

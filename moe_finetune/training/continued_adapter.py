@@ -3,8 +3,6 @@
 Shape legend: E experts (1 for a matrix), R the recipe's rank, r the adapter's, I inputs, O outputs.
 """
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Both route the same sample of the training rows: the model with its adapter, and
 switched off. Shape legend: T tokens, L MoE layers, E experts, K selected.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Sequence
 from typing import Any

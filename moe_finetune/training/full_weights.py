@@ -4,8 +4,6 @@ Every rank must call these functions, because gathering is collective. The other
 gathered tensor at a time; only rank 0, which writes the files, keeps them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ A checkpoint can fall in between, and a resumed run must not sample new completi
 its epoch's order of prompts, which TRL's sampler draws from a generator that no checkpoint stores.
 """
 
-from __future__ import annotations
-
 import logging
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Save the model at regular steps, for evaluation after training."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

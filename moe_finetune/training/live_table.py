@@ -1,7 +1,5 @@
 """The live table of training: losses, routing, speed and time left, at every log."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 

@@ -1,7 +1,5 @@
 """Measure the strength of a method's terms without training."""
 
-from __future__ import annotations
-
 import itertools
 import tempfile
 from collections.abc import Iterable, Mapping

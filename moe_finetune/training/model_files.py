@@ -4,8 +4,6 @@ With ``config.json``, the tokenizer and the published tensor names, any program 
 weights are the trained ones, bit for bit, so a resume reads them too.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An optimizer's unsharded state by parameter name, as plain values and tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

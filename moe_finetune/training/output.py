@@ -1,7 +1,5 @@
 """A run folder before training: check, create or remove it; and the run's date."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

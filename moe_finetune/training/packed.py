@@ -1,7 +1,5 @@
 """Test on a small model of the type whether sequences in a packed row see each other."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Refuse trainer settings that are incompatible with injected losses, before the first step."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """``moe-finetune preview``: the rows of a recipe as training will see them."""
 
-from __future__ import annotations
-
 import itertools
 import tempfile
 from collections.abc import Iterator

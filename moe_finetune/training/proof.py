@@ -12,8 +12,6 @@ proof, because later groups depend on it. Compared are:
 6. packed rows, whose sequences must stay separate.
 """
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import asdict, dataclass, field
 from functools import partial

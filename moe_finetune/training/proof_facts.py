@@ -1,7 +1,5 @@
 """Check declared facts against a stock model: places, sizes, router outputs and rule, names."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The small model that a proof runs, with random weights everywhere; and one check of it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

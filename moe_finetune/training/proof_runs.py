@@ -1,7 +1,5 @@
 """Compare recorded, adapted and merged models with the stock one."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import warnings

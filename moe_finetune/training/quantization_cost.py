@@ -1,7 +1,5 @@
 """The cost of quantizing a base before training: its loss on a recipe's rows, by format."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args

@@ -6,8 +6,6 @@ trains (dropout, jitter, completions), rollouts in use, which are sampled again,
 order of sums.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

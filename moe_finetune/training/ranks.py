@@ -1,7 +1,5 @@
 """Communication between the processes of a run. With one process everything here is a no-op."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """Check before the first step that every loss term reaches something trainable."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Sequence

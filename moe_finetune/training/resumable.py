@@ -10,8 +10,6 @@ number of ranks can read them. The stock ``optimizer.pt``, ``scheduler.pt``, ``r
 the folder.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

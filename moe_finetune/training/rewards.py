@@ -8,8 +8,6 @@ or None where it does not apply. To add one, write a function and a line in ``RE
 ``moe_finetune.rewards``.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import inspect

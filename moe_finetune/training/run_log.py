@@ -1,7 +1,5 @@
 """Files that a run writes during training: its log, and the weights found for shares."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Shape legend: T tokens, N tokens whose embeddings are kept, E routed experts, K 
 D expert width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Save what training produced: an ordinary PEFT adapter, or without one the whole model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

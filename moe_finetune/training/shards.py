@@ -5,8 +5,6 @@ in its tensor: no rank gathers a whole tensor, and nothing is pickled. Any numbe
 single process without a group, can read them.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -3,8 +3,6 @@
 Written to ``routing/before.json`` and ``routing/after.json``; the report draws them.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``moe-finetune init``: a starter recipe for the user's checkpoint and data."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@
 back. Everything else must be a plain value.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 from pathlib import Path

@@ -3,8 +3,6 @@
 Shape legend: L MoE layers, T tokens, E routed experts, K selected per token.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

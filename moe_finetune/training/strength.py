@@ -6,8 +6,6 @@ parameters: the trained ones of the routers or of the routed experts. The weight
 before any schedule. A term that trains both parts has two shares; the larger one counts.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

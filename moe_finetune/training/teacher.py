@@ -1,7 +1,5 @@
 """Distillation of a teacher's routing and logits; a mixin for TRL's trainer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

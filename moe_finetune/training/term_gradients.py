@@ -6,8 +6,6 @@ each term, with the trainer's gradient replaced by zeros. Then the trainer's bac
 unchanged. This works under any trainer, and no forward runs twice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """The training stage of a run: model, adapter, losses, checkpoints, routing before and after."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from pathlib import Path

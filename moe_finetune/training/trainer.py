@@ -1,7 +1,5 @@
 """A recipe on TRL's trainer for its stage: arguments, trainer, the run's log."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import logging

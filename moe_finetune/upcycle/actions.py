@@ -3,8 +3,6 @@
 The first arguments identify the upcycle and the step; the last is the ledger's attempt.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ are numbers of categories. Source: P3 §3.1; k-means with size constraints alter
 assignment to places (scipy) with means.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

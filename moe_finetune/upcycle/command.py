@@ -1,7 +1,5 @@
 """``moe-finetune upcycle``: run all stages in order, or one of them."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

@@ -5,8 +5,6 @@ tables, font metrics, computer algebra, type stubs and model code. The files com
 library and from dependencies of this package.
 """
 
-from __future__ import annotations
-
 import ast
 import sysconfig
 from collections.abc import Iterator

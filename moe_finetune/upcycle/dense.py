@@ -4,8 +4,6 @@ A Llama or Mistral becomes a Mixtral and a Qwen3 a Qwen3-MoE: the same attention
 feed-forward, so that nothing but the router is new.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Open and compare, by headers, dense checkpoints that become experts of one model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

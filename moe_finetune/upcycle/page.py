@@ -1,7 +1,5 @@
 """The page that compares the arms: a study's table and pictures, and a report on the first seed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

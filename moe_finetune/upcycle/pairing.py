@@ -3,8 +3,6 @@
 Shape legend: N experts, and N clusters.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ A run is one arm of one seed on some texts: a split, or the test texts of a cate
 compared within the same texts, each with the last arm.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

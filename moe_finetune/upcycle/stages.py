@@ -5,8 +5,6 @@ and table) · ``seed-S/experts/N`` · ``seed-S/merged`` · ``seed-S/router`` · 
 ``seed-S/measured/ARM``. Everything below ``seed-S`` depends on that seed; the rest is shared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cached_property, partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the steps of an upcycle read: its recipe, folder, and the results of earlier steps."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path

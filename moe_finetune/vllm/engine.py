@@ -1,7 +1,5 @@
 """vLLM in this process as an lm-eval model: one engine for many tasks."""
 
-from __future__ import annotations
-
 import gc
 import os
 from pathlib import Path

@@ -6,8 +6,6 @@ version. Second, it installs builds of torchvision, torchaudio and torchcodec th
 CPU build of torch, after which ``import transformers`` fails.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import importlib

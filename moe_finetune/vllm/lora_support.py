@@ -4,8 +4,6 @@ Importing a model's class may initialize a GPU, which the server that starts nex
 Run as a module, this file is that process: an architecture and adapters' folders in, JSON out.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

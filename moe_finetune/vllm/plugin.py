@@ -3,8 +3,6 @@
 vLLM loads plugins in every process that it starts, sometimes twice.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import multiprocessing.connection
 import os

@@ -1,7 +1,5 @@
 """Random adapters of every kind on the tiny checkpoints, and logits to compare."""
 
-from __future__ import annotations
-
 import shutil
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``python -m tests.checkpoint.slow_merge BASE ADAPTER TARGET`` tells each piece that it wrote."""
 
-from __future__ import annotations
-
 import sys
 import time
 

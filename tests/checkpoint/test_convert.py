@@ -1,7 +1,5 @@
 """Published folders become folders that load without their code."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -5,8 +5,6 @@ Layouts read in PEFT 0.18.0, 0.19.1 and 0.21.2 (``lora/layer.py``), unsloth-zoo 
 ``expert_parallel/shard.py``) and LLaMA-Factory (``model/adapter.py``).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -3,8 +3,6 @@
 The expectations are written by hand. Templates are those that TRL carries of published models.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 

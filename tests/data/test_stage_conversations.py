@@ -3,8 +3,6 @@
 What an answer is judged by is between ⟦ and ⟧.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Problems state true sums and differences, and held-out facts stay out of training."""
 
-from __future__ import annotations
-
 import random
 import re
 

@@ -1,7 +1,5 @@
 """The demo's files: repeatable, well formed, with nothing of the held-out side in training."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

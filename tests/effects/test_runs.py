@@ -1,7 +1,5 @@
 """The miniature's runs on tiny models: what is measured, scored and trained."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Intervals, verdicts, and the table that is made of runs."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

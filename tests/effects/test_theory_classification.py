@@ -1,7 +1,5 @@
 """Figure 3's stack of models against one model at a time, written from the formulas."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

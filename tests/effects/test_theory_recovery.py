@@ -1,7 +1,5 @@
 """Figure 2's choices against slow searches, and the barrier where theory puts it."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -4,8 +4,6 @@ Each is a fork, which has the loaded model already and dies as wholly as a proce
 process id is printed, then its exit code.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """A stdlib server that speaks the chat-completions protocol of a judge."""
 
-from __future__ import annotations
-
 import json
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 

@@ -1,7 +1,5 @@
 """A small local suite: a generation task and a log-likelihood task, with examples."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

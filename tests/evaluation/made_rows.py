@@ -5,8 +5,6 @@ The rows say which answer is right where a model would read it: an option that i
 ``say WORD``. So the oracle answers from the prompt and from nothing that the task computes.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from typing import Any

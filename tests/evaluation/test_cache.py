@@ -1,7 +1,5 @@
 """Stored replies: what comes back, what is refused, what is asked again."""
 
-from __future__ import annotations
-
 import sqlite3
 from contextlib import closing
 

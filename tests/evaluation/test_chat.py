@@ -1,7 +1,5 @@
 """Two models side by side: what they say, what they remember, and who took the last token."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

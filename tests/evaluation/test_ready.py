@@ -1,7 +1,5 @@
 """What is wrong with a suite and its rows is said before a model is asked, with its place."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The suites: their tasks and files, and what is missing. lm-eval's tasks are indexed here only."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Runs in processes of their own: killed, interrupted, failed, and as Slurm jobs."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

@@ -1,7 +1,5 @@
 """The plan: parameters, memory, tokens and FLOPs by hand, from configs alone."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every study that comes with the package expands, and every run's recipe is valid."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

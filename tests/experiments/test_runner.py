@@ -1,7 +1,5 @@
 """A study on the tiny checkpoint, end to end: runs, tables, what is skipped, resumed or refused."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil

@@ -1,7 +1,5 @@
 """`evaluation.every`: the model on its way is kept, scored once, and drawn for run and study."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import signal

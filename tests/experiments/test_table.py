@@ -1,7 +1,5 @@
 """The table: by hand on small results that are written as the evaluation writes them."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import html

@@ -1,7 +1,5 @@
 """An uninterrupted run to compare with, and inputs in good order to damage."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

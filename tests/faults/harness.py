@@ -3,8 +3,6 @@
 ``python -m tests.faults.harness ORDER`` is such a process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Damaged inputs: each ends with exit code 2, one message with the place, nothing changed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

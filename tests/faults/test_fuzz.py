@@ -3,8 +3,6 @@
 Seeds are fixed; ``MOE_FINETUNE_FUZZ=1000`` tries a thousand times as many examples, with new seeds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

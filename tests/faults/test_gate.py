@@ -3,8 +3,6 @@
 The engines are never started: the gate comes before them.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

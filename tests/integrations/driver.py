@@ -6,8 +6,6 @@
 and batches).
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import runpy

@@ -3,8 +3,6 @@
 ``make test-integrations`` installs them; without that the tests are skipped.
 """
 
-from __future__ import annotations
-
 import os
 import re
 

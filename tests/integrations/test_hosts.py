@@ -4,8 +4,6 @@
 runs these tests; without that they are skipped.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

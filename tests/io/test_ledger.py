@@ -1,7 +1,5 @@
 """Steps of fake work: kept, redone, refused, failed, adopted, waited for."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

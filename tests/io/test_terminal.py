@@ -1,7 +1,5 @@
 """What a command shows: live, plain, JSON, quiet; and libraries' output in a file."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Options of the adapter in a recipe, against PEFT's own and a plain loop over experts."""
 
-from __future__ import annotations
-
 import copy
 import math
 import warnings

@@ -1,7 +1,5 @@
 """Every loss in every form, with random inputs, for the tests that all losses share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Random distributions over experts and random choices of them."""
 
-from __future__ import annotations
-
 import numpy as np
 
 T, E, K = 41, 7, 3

@@ -4,8 +4,6 @@ Loops over heads, tokens and experts; reads weights under their published names,
 expert; shares no code with the package.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """A folder with the files that Moonlight publishes for its tokenizer, over a small vocabulary."""
 
-from __future__ import annotations
-
 import base64
 import json
 from pathlib import Path

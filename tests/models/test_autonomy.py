@@ -1,7 +1,5 @@
 """Autonomy-of-Experts: its formula a token and expert at a time, its losses, a run from scratch."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """Chat templates are parsed where they are read; nothing of them runs there."""
 
-from __future__ import annotations
-
 import datetime
 
 import pytest

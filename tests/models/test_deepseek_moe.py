@@ -1,7 +1,5 @@
 """The native DeepSeek-MoE against a slow reference, its names on disk, and what trainers ask."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

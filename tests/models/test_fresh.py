@@ -1,7 +1,5 @@
 """Models from scratch: sizes from the config, random weights everywhere, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Moonlight's tokenizer files without their code, against the tiktoken library itself."""
 
-from __future__ import annotations
-
 import json
 import random
 

@@ -1,7 +1,5 @@
 """Analysis, selection and memory plan on families unlike the first: hybrids, stacks, own gates."""
 
-from __future__ import annotations
-
 import warnings
 
 import numpy as np

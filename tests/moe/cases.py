@@ -1,7 +1,5 @@
 """A tiny model with an adapter, and gradients to compare."""
 
-from __future__ import annotations
-
 import torch
 
 from moe_finetune.lora.targets import add_lora

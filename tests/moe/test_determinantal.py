@@ -1,7 +1,5 @@
 """Greedy determinantal choice: against brute force, its bound, whole models, what is refused."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """The experts' forward and its written-out backward against a loop over tokens and choices."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

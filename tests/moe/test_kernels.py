@@ -1,7 +1,5 @@
 """The grouped path, which every GPU runs: equal to the loop, and never waiting for the device."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """Which tokens count and where sequences end: the same whatever the batch's layout."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling

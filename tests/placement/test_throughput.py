@@ -1,7 +1,5 @@
 """``place``: the plan and its judgement, and the benchmark up to the GPUs that it needs."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket

@@ -1,7 +1,5 @@
 """Synthetic routing with topics, so that some placements are better than others."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

@@ -6,8 +6,6 @@ and ``{00001..00012}``, also ``{3..47:4}`` with a step and ``{0,4..6}``. Its ``p
 tensors belong to, ``other`` where it is left out.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

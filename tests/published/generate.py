@@ -1,7 +1,5 @@
 """A folder as published: the config, true safetensors headers, and data that take no disk."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterable

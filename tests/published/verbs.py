@@ -1,7 +1,5 @@
 """What the verbs say of a published checkpoint, each compared with the fixture's own rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

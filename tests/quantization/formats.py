@@ -1,7 +1,5 @@
 """Tiny checkpoints stored quantized, in the layouts of published ones."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

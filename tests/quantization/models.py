@@ -1,7 +1,5 @@
 """A checkpoint's model twice: quantized, and with the same values in ordinary tensors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -6,8 +6,6 @@ whole model sees both ranks' batches one after the other, in every process; of t
 sees its own batch, and gradients are averaged.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Quantized checkpoints whose parts do not belong together are refused by the tensor's name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

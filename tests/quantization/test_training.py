@@ -1,7 +1,5 @@
 """Training on quantized weights: the gradients of their values, runs, resumption, refusals."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

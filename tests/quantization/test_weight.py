@@ -1,7 +1,5 @@
 """A quantized weight is bitsandbytes' values in the shape of the weight that it stands for."""
 
-from __future__ import annotations
-
 import copy
 
 import bitsandbytes.functional as reference

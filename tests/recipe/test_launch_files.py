@@ -1,7 +1,5 @@
 """Files that start a run on several nodes: what they run is a launch of a recipe that can start."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

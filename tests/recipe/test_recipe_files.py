@@ -1,7 +1,5 @@
 """Every recipe that lies in recipes/ is valid, alone or composed, and described."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import jinja2

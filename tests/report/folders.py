@@ -1,7 +1,5 @@
 """Run folders with plausible results, made up from a seed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

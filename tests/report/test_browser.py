@@ -3,8 +3,6 @@
 One browser process and one page for all checks.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Differences of scores and their intervals."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The page: structure, words from the data, escaping, size, and what is missing."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

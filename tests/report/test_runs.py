@@ -1,7 +1,5 @@
 """Reading a run's folder: what is there, what is damaged, what is missing."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run as it is watched: curves, load, and what is still being written."""
 
-from __future__ import annotations
-
 import io
 import json
 

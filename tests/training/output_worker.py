@@ -4,8 +4,6 @@
 ``FOLDER/resumed``, a run that raised in its third step and was resumed from the second.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

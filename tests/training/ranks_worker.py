@@ -3,8 +3,6 @@
 ``python -m tests.training.ranks_worker OUT`` under RANK and WORLD_SIZE; rank 0 writes OUT.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

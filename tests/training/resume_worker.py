@@ -4,8 +4,6 @@
 are four ranks, then two and one, so that they start once. Steps take four rows everywhere.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

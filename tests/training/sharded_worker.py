@@ -6,8 +6,6 @@ The plain model sees both ranks' batches, one after the other, in every process:
 accumulation of two. The others see their own batch, and gradients are averaged over ranks.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import logging

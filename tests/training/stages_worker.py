@@ -5,8 +5,6 @@ over the ranks, by FSDP2, then alone.
 micro-batches that one process then takes one after the other.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """A start that fails ends with exit code 2 and one message, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Snapshots hold what the report draws, and evaluations measure what needs vectors."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

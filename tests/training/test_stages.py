@@ -1,7 +1,5 @@
 """Stages beyond supervised fine-tuning: each through a whole run, with a method, and resumed."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

@@ -1,7 +1,5 @@
 """What is logged of the routers' weights while training."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Tiny random dense checkpoints, no two dimensions equal, and texts of a few kinds."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

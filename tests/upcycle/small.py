@@ -1,7 +1,5 @@
 """A small upcycle for tests of the verb: its recipe, and how it is run and read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

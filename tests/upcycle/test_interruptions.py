@@ -1,7 +1,5 @@
 """An upcycle that was changed, damaged, killed, or run stage by stage goes on where it was."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Wrong input of the verb: exit code 2, one message, nothing written."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Which families' tiny checkpoints vLLM serves in the tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests import tiny

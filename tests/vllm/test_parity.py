@@ -3,8 +3,6 @@ adapter in transformers. Those that are published with an MTP head have one here
 and its mending of rotary positions act through their entry point. One process serves all
 checkpoints in turn."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -8,8 +8,6 @@ Shape legend: M models, T samples of a batch, F features, E experts, K selected,
 C classes.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Literal, NamedTuple
 

@@ -13,8 +13,6 @@ construction of their coherence, 40 targets per level, and weights that are equa
 Shape legend: B trials, N features, H their width, k chosen, S subsets.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

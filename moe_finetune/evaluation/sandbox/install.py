@@ -1,7 +1,5 @@
 """Check for a sandbox for generated programs, and install bubblewrap."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 

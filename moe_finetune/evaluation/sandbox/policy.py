@@ -1,7 +1,5 @@
 """The kinds of isolation, and the command lines that enter them."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -1,7 +1,5 @@
 """A sandboxed process, and messages to and from it, each with a deadline."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import selectors

@@ -11,8 +11,6 @@ its questions, in one strict format of plain data. Built-in functions, the tests
 names are the checker's own; the program appears only as proxies under the required names.
 """
 
-from __future__ import annotations
-
 import builtins
 import json
 import os

@@ -10,8 +10,6 @@ The filter is classic BPF over ``struct seccomp_data`` (Linux, Documentation/use
 seccomp_filter.rst), assembled by hand because libseccomp is not everywhere.
 """
 
-from __future__ import annotations
-
 import errno
 import functools
 import platform

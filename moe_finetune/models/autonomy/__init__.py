@@ -3,8 +3,6 @@
 Lv et al., "Autonomy-of-Experts Models", arXiv 2501.13074, the baseline in P2's Figure 3.
 """
 
-from __future__ import annotations
-
 from moe_finetune.models.base import QKVO, DiskLayout, Family
 
 

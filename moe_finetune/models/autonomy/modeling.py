@@ -10,8 +10,6 @@ Shape legend: T tokens, E experts, K selected per token, H hidden, D expert widt
 rows sorted by expert.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """DeepSeek-MoE-16B (``model_type: deepseek``): a native class, since transformers 5 has none."""
 
-from __future__ import annotations
-
 from moe_finetune.models.base import QKVO, SHARED_EXPERTS, Family
 from moe_finetune.models.deepseek_moe.facts import check, moe_layers
 

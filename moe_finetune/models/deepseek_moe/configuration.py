@@ -1,7 +1,5 @@
 """Config of DeepSeek-MoE-16B: Llama's fields and those of the MoE blocks, as published."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from huggingface_hub.dataclasses import strict

@@ -1,7 +1,5 @@
 """DeepSeek-MoE's MoE layers, and options that no release uses."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from moe_finetune.errors import UnsupportedModelError

@@ -5,8 +5,6 @@ fused experts are the same as DeepSeek-V2's. Shape legend: T tokens, E routed ex
 per token, H hidden.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Matrices as heat maps: the page's script paints the cells and reads them out."""
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Values with their intervals: rows of dots and bars on one axis."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Curves over training steps or layers, one line for each series."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Points in the plane, the most frequent groups in color and with their own shape."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

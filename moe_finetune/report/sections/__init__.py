@@ -5,8 +5,6 @@ A section is one file with one ``Section`` and one line here. ``render`` receive
 show (after ``report.note_missing``).
 """
 
-from __future__ import annotations
-
 from moe_finetune.report.context import Report, Section
 from moe_finetune.report.markup import Markup, tag
 from moe_finetune.report.sections.answer import ANSWER

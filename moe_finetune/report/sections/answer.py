@@ -1,7 +1,5 @@
 """The summary: what the losses changed in the experts, and how the scores changed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

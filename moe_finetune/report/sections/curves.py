@@ -1,7 +1,5 @@
 """All values logged over training: charts where runs differ, the rest folded."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """The experts in numbers: routing metrics before and after, and what each run changed."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Load: how often each expert is selected, how that changed, how steeply it falls off."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

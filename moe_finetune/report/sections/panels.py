@@ -1,7 +1,5 @@
 """Heat maps side by side, one per run, with one slider over training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The commands that reproduce these results."""
 
-from __future__ import annotations
-
 import base64
 import shlex
 

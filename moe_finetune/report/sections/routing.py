@@ -1,7 +1,5 @@
 """How the router spreads tokens: load, probabilities, and the path from layer to layer."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Scores side by side: the table with differences, the intervals drawn, every metric."""
 
-from __future__ import annotations
-
 import math
 
 from moe_finetune.evaluation.score import Score

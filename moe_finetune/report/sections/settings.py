@@ -1,7 +1,5 @@
 """Recipes side by side, differences first; then versions, hardware and evaluations likewise."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the experts specialize in: domains, coherence, then pictures of single layers."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import Any

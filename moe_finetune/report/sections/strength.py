@@ -1,7 +1,5 @@
 """The strength of the losses: gradient norms relative to the language loss's, last measured."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

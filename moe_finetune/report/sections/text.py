@@ -1,7 +1,5 @@
 """Text colored by the experts of its tokens, and the same as a searchable table."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any

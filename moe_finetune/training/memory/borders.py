@@ -1,7 +1,5 @@
 """Bytes that are alive at the borders between decoder layers, forward and backward."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The states an optimizer keeps for trained parameters, by its name in ``trainer.optim``."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
