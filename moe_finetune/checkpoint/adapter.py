@@ -24,6 +24,9 @@ _REFUSED = (
     "velora_config", "monteclora_config",
 )  # fmt: skip
 
+_KEEP_BASE = ("gaussian", "orthogonal", "eva", "mica")
+"""Values of ``init_lora_weights`` that leave the base's weights as they are."""
+
 
 @dataclass(frozen=True)
 class Adapter:
@@ -145,7 +148,7 @@ def _read_config(file: Path) -> dict[str, Any]:
                 "with PEFT"
             )
     start = config.get("init_lora_weights", True)
-    if start not in (True, False, None, "gaussian", "orthogonal"):
+    if start not in (True, False, None, *_KEEP_BASE):
         raise AdapterError(
             f"{file}: init_lora_weights is {start!r:.60}, which changes the base's weights too; "
             "convert the adapter to an ordinary one with PEFT"

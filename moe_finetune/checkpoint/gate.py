@@ -37,9 +37,15 @@ BASE_KEY = "base_sha256"
 """Key of ``moe_finetune.json``: the fingerprint of the base's tensors."""
 STORED_KEY = "stored_base_sha256"
 """The same for a quantized base; the adapter may also be merged into the unquantized one."""
-# PEFT also saves these where the vocabulary has grown, and a router's buffer only
-# where the router trains.
-_OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "e_score_correction_bias")
+# PEFT also saves these where the vocabulary has grown or LoRA is on one of them, and a router's
+# buffer only where the router trains.
+_OPTIONAL = (
+    "embed_tokens.weight",
+    "embed_tokens.base_layer.weight",
+    "lm_head.weight",
+    "lm_head.base_layer.weight",
+    "e_score_correction_bias",
+)
 
 
 def check_adapter(path: str | Path, base: Checkpoint) -> Adapter:

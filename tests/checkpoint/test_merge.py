@@ -87,6 +87,31 @@ def test_head_and_embedding(bases, tmp_path):
         base, tmp_path / "a", target_modules=["embed_tokens", "lm_head"], target_parameters=None
     )
     merge_adapter(base, adapter, tmp_path / "m")
+    wanted = logits(helpers.with_adapter(base, adapter))
+    assert_same(logits(helpers.load(tmp_path / "m")), wanted)
+    # Unless told otherwise, PEFT also saves what LoRA on a head or an embedding starts from, and
+    # loads it again.
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    for name, key in (("lm_head", "lm_head"), ("embed_tokens", "model.embed_tokens")):
+        stored = load_file(base / "model.safetensors")[f"{key}.weight"]
+        tensors[f"base_model.model.{key}.base_layer.weight"] = stored
+        save_file(tensors, adapter / "adapter_model.safetensors")
+        merge_adapter(base, adapter, tmp_path / name)
+        assert_same(logits(helpers.load(tmp_path / name)), wanted)
+    moved = stored.roll(1, 0)
+    tensors["base_model.model.model.embed_tokens.base_layer.weight"] = moved
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    merge_adapter(base, adapter, tmp_path / "moved")
+    wanted_moved = logits(helpers.with_adapter(base, adapter))
+    assert (wanted_moved - wanted).norm() > 0.1 * wanted.norm()
+    assert_same(logits(helpers.load(tmp_path / "moved")), wanted_moved)
+
+
+@pytest.mark.parametrize("start", ["eva", "mica"])
+def test_starts_that_leave_the_base(bases, start, tmp_path):
+    base = bases("qwen3_moe")
+    adapter = helpers.adapter(base, tmp_path / "a", target_parameters=None, init_lora_weights=start)
+    merge_adapter(base, adapter, tmp_path / "m")
     assert_same(logits(helpers.load(tmp_path / "m")), logits(helpers.with_adapter(base, adapter)))
 
 
