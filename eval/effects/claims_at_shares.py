@@ -32,7 +32,7 @@ SHARES: tuple[Effect, ...] = (
     Effect(
         3,
         "MaxVio is that of the balance loss",
-        "RMSE of the curves <= 0.03 in the text, < 8.63 in the abstract",
+        "RMSE of the curves <= 0.03 in section 4.3, < 8.63 in section 1",
         [tuned("MaxVio", after("max_violation"), "ov", 0, baseline=EVEN, margin=0.2)]
         + [tuned("MaxVio", after("max_violation"), arm, 0, margin=0.2) for arm in OV_ARMS],
     ),

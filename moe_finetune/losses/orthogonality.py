@@ -45,7 +45,8 @@ def orthogonality_loss(
         form: "projection" or "cosine".
         tau_gate: threshold of the scores.
         eps: added to the squared length in the denominator.
-        one_sided: treat ``y_k``, the vector projected on, as constant (P0 eq. 28).
+        one_sided: treat ``y_k``, the vector projected on, as constant, as P0 eq. 28 does, which
+            lacks the factor 2 of the square's gradient.
 
     Raises:
         ValueError: for wrong shapes or an unknown form.
@@ -111,7 +112,8 @@ class OrthogonalityOptions(TermOptions):
 
     form: Form = Field(default="projection", description="squared projections, or squared cosines")
     one_sided: bool = Field(
-        default=False, description="no gradient through the vector that is projected on (P0 eq. 28)"
+        default=False,
+        description="no gradient through the vector that is projected on (as P0 eq. 28, times 2)",
     )
     tau_gate: float = Field(
         default=0.0, ge=0, lt=1, description="drop selected experts with at most this weight"

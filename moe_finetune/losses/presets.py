@@ -132,25 +132,25 @@ _ALL = (
     Preset(
         "specialization_coupling_z",
         terms={**_COUPLED, **_Z},
-        source="P1 Table 14, with z-loss",
+        source="P1 Table 14, with the z-loss of B.1",
         shows="as specialization_coupling, with smaller router logits",
     ),
     Preset(
         "specialization_coupling_scratch",
         terms=_COUPLED_SCRATCH,
-        source="P1 (from scratch)",
+        source="P1 eq. 4, 6, B.1 (from scratch)",
         shows="as specialization_coupling, when training from scratch",
     ),
     Preset(
         "specialization_coupling_scratch_z",
         terms={**_COUPLED_SCRATCH, **_Z},
-        source="P1 (from scratch), with z-loss",
+        source="P1 B.1 (from scratch), with z-loss",
         shows="as specialization_coupling_scratch, with smaller router logits",
     ),
     Preset(
         "erc",
         terms={"load_balance": _PER_LAYER, "erc": {"weight": 1.0, "alpha": 1.0}},
-        source="P2 eq. 3, 4; OLMoE's balance",
+        source="P2 eq. 3, 4, §4.1; balance averaged over layers as in OLMoE",
         shows="ERC table down to 0 at alpha 1 in the trained layers",
     ),
     Preset(
@@ -162,13 +162,13 @@ _ALL = (
     Preset(
         "dpp",
         terms={"load_balance": _SYNTHETIC, "dpp": {"weight": 0.1}},
-        source="P4 algorithm 2",
+        source="P4 algorithm 2, Table 2",
         shows="output cosine below aux_loss",
     ),
     Preset(
         "ncl",
         terms={"load_balance": _SYNTHETIC, "ncl": {"weight": 0.1}},
-        source="P4 algorithm 3 without its label term",
+        source="P4 algorithm 3 without its label term, Table 2",
         shows="spread of outputs above aux_loss",
     ),
     Preset(
@@ -177,7 +177,7 @@ _ALL = (
             "load_balance": _SYNTHETIC,
             "orthogonality": {"weight": 0.1, "form": "cosine"},
         },
-        source="P4 §6.2",
+        source="P4 §6.2, Table 2",
         shows="output cosine below aux_loss",
     ),
     Preset(

@@ -64,7 +64,7 @@ WORDS: dict[str, Word] = {
         1,
     ),
     "score_variance": Word(
-        "Score variance", "variance of a token's expert scores; high when the router is sure", 1
+        "Score variance", "of an expert's scores over tokens; 0 when all are routed alike", 1
     ),
     "routing_variance": Word(
         "Routing variance", "variance of the mean probabilities; 0 is even", -1
@@ -80,7 +80,7 @@ WORDS: dict[str, Word] = {
         "Output cosine", "mean squared cosine of a token's expert outputs; 0 is orthogonal", -1
     ),
     "coupling_mass": Word(
-        "Coupling mass", "how surely one layer's experts predict the next layer's", 1
+        "Coupling mass", "how surely two adjacent layers select their experts", 1
     ),
     "router_cosine": Word("Router cosine", "mean |cos| of the router's rows; 0 is orthogonal", -1),
     "effective_rank": Word("Effective rank", "independent directions among the experts", 1),

@@ -1,6 +1,6 @@
 """Autonomy-of-Experts, for training from scratch: experts rank themselves by gate norms.
 
-Lv et al., "Autonomy-of-Experts Models", arXiv 2501.13074, the baseline in P2's Figure 3.
+Lv et al., "Autonomy-of-Experts Models", arXiv 2501.13074, the baseline in P2 (section 2, Figure 3).
 """
 
 from moe_finetune.models.base import QKVO, DiskLayout, Family

@@ -3,8 +3,8 @@
 Lv et al., "Autonomy-of-Experts Models", arXiv 2501.13074. For token x, every expert e computes
 ``p_e = A_e x``, r numbers; the K experts with the largest ``|p_e|`` continue: ``y_e = W_e (act(B_e
 p_e) * V_e x)``, weighted by the softmax of all experts' norms, as in the authors' implementation
-(renormalized only with ``norm_topk_prob``). The default rank is our choice: it gives an expert as
-many weights as an OLMoE expert of the same width.
+(renormalized only with ``norm_topk_prob``). The default rank gives an expert as many weights as an
+OLMoE expert of the same width (P2, appendix C.1).
 
 Shape legend: T tokens, E experts, K selected per token, H hidden, D expert width, r rank, S = T*K
 rows sorted by expert.
