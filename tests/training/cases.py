@@ -2,10 +2,14 @@
 
 import torch
 from datasets import Dataset
-from transformers import TrainingArguments
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.recipe.sections import LoraSection
+from moe_finetune.training.numerics import NumericsGuard
+from moe_finetune.training.resumable import ResumableTrainer
+from moe_finetune.training.trainer import GuardedTrainer
 from tests import tiny
 from tests.tiny_adapter import random_factors
 
@@ -17,9 +21,9 @@ JUDGED = [
 ]
 
 
-def adapted(name="qwen3_moe", router="full"):
+def adapted(name="qwen3_moe", router="full", **changes):
     torch.manual_seed(1)
-    model = add_lora(tiny.model(name), LoraSection(rank=4, alpha=12.0), router)
+    model = add_lora(tiny.model(name, **changes), LoraSection(rank=4, alpha=12.0), router)
     random_factors(model, 0.1)
     return model
 
@@ -46,4 +50,48 @@ def arguments(tmp_path, **changes):
 def collate(rows):
     width = max(len(row["input_ids"]) for row in rows)
     ids = torch.tensor([row["input_ids"] + [3] * (width - len(row["input_ids"])) for row in rows])
-    return {"input_ids": ids, "attention_mask": (ids != 3).long(), "labels": ids}
+    mask = (ids != 3).long()
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+LORA = {
+    "r": 3,
+    "lora_alpha": 12,
+    "target_modules": ["q_proj", "v_proj"],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "gate.weight"],
+}
+
+
+def loaded(base, whole=False):
+    """The checkpoint by transformers, with an adapter of stock PEFT unless ``whole``."""
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    return model if whole else get_peft_model(model, LoraConfig(**LORA))
+
+
+class Guarded(GuardedTrainer, ResumableTrainer, Trainer):
+    """The mixins of the run's trainer on transformers' own."""
+
+
+def guarded(folder, model, callback, on_nan="stop", kind=Guarded, **options):
+    """A trainer whose guard watches its numbers; checkpoints go into ``folder``."""
+    trainer = kind(
+        model,
+        TrainingArguments(
+            str(folder / "checkpoints"),
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            lr_scheduler_type="constant",
+            logging_nan_inf_filter=False,
+            per_device_train_batch_size=2,
+            **options,
+        ),
+        data_collator=collate,
+        train_dataset=rows(),
+        callbacks=[callback],
+    )
+    callback.attach(trainer)
+    trainer.guard = NumericsGuard(folder, on_nan, callback)
+    trainer.add_callback(trainer.guard)
+    return trainer

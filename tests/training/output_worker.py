@@ -10,8 +10,16 @@ from pathlib import Path
 from transformers import Trainer, TrainerCallback
 
 from moe_finetune import SpecializationCallback
-from tests.training.cases import collate, rows
-from tests.training.output_cases import METHOD, STEPS, output_arguments, start
+from tests.training.cases import arguments, collate, loaded, rows
+
+STEPS = 4
+METHOD = {
+    "terms": {
+        "orthogonality": {"weight": 0.05},
+        "variance": {"share": 0.1},
+        "coupling": {"weight": 0.1, "pairing": "transition"},
+    }
+}
 
 
 class Killed(TrainerCallback):
@@ -22,9 +30,20 @@ class Killed(TrainerCallback):
 
 def train(base: Path, checkpoints: Path, run: Path, resume=None, killed=False) -> None:
     callback = SpecializationCallback(METHOD, output=run)
+    args = arguments(
+        checkpoints,
+        logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=2,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        save_steps=2,
+        ddp_find_unused_parameters=False,
+    )
+    args.max_steps, args.save_strategy = STEPS, "steps"
     trainer = Trainer(
-        start(base),
-        output_arguments(checkpoints),
+        loaded(base),
+        args,
         data_collator=collate,
         callbacks=[callback, *([Killed()] if killed else [])],
         train_dataset=rows(17),

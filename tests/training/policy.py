@@ -2,14 +2,10 @@
 
 import torch
 
-from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.base import LayerContext, PreviousLayer
 from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
-from moe_finetune.recipe.sections import LoraSection
-from tests import tiny
-from tests.tiny_adapter import random_factors
 
 COMMON = {
     "report_to": [],
@@ -22,13 +18,6 @@ COMMON = {
     "gradient_checkpointing_kwargs": {"use_reentrant": False},
     "router_aux_loss_coef": 0.0,
 }
-
-
-def adapted(family="qwen3_moe", **changes):
-    torch.manual_seed(1)
-    model = add_lora(tiny.model(family, **changes), LoraSection(rank=4, alpha=12.0), "full")
-    random_factors(model, 0.1)
-    return model
 
 
 def explicit(model, inputs, terms, scale):

@@ -1,4 +1,4 @@
-"""What each rank of ``test_ranks.py`` runs: every preset through the run's own trainer, then FSDP2.
+"""What each rank of ``test_ranks.py`` runs: every preset through the run's own trainer.
 
 ``python -m tests.training.ranks_worker OUT`` under RANK and WORLD_SIZE; rank 0 writes OUT.
 """
@@ -9,7 +9,6 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from datasets import Dataset
@@ -20,8 +19,7 @@ from moe_finetune.losses.presets import PRESETS
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training import ranks
-from moe_finetune.training.full_weights import trained_weights, whole_model
-from moe_finetune.training.specialization import Specialization
+from moe_finetune.training.full_weights import trained_weights
 from moe_finetune.training.trainer import build_trainer
 from tests import tiny
 from tests.tiny_adapter import random_factors
@@ -63,7 +61,7 @@ def method(preset):
             },
             "strength": {"every": 3},
         }
-    # Strength is compared where a share needs it, and of a sharded model.
+    # Strength is compared where a share needs it.
     chosen = {"preset": preset, "strength": {"first": False}}
     if "load_balance" in PRESETS[preset].terms:
         chosen["terms"] = {"load_balance": {"scope": "global_batch", "weight": 0.3}}
@@ -118,87 +116,6 @@ def train(preset, folder):
     return logged, {**trained_weights(trainer.model), **tables}
 
 
-def batch():
-    """This rank's share of one global batch."""
-    rows_here = GLOBAL_BATCH // ranks.world_size()
-    generator = torch.Generator().manual_seed(7)
-    ids = torch.randint(4, 260, (STEPS, GLOBAL_BATCH, LENGTH), generator=generator)
-    first = ranks.rank() * rows_here
-    return ids[:, first : first + rows_here]
-
-
-def shard(built, how):
-    if ranks.world_size() == 1:
-        return built
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (ranks.world_size(),))
-    layers = built.get_base_model().model.layers
-    if how == "fully_shard":
-        for layer in layers:
-            fully_shard(layer, mesh=mesh)
-        return fully_shard(built, mesh=mesh)
-    from accelerate.utils import FullyShardedDataParallelPlugin
-    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=[type(layers[0]).__name__],
-        cpu_ram_efficient_loading=False,
-    )
-    plugin.set_auto_wrap_policy(built)
-    accelerator = SimpleNamespace(
-        state=SimpleNamespace(fsdp_plugin=plugin),
-        torch_device_mesh=None,
-        mixed_precision="no",
-        device=torch.device("cpu"),
-        is_main_process=ranks.rank() == 0,
-        parallelism_config=None,
-    )
-    return fsdp2_prepare_model(accelerator, built)
-
-
-def sharded(how, stop=None, resume=None):
-    """The model and optimizer after the steps; ``stop`` earlier, ``resume`` from saved state."""
-    from moe_finetune.training.full_weights import set_weights
-    from moe_finetune.training.optimizer_state import load_optimizer_state, optimizer_state
-
-    built = shard(model(), how)
-    built.train()
-    optimizer = torch.optim.AdamW(
-        [p for p in built.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.0
-    )
-    first = 0
-    terms = {
-        "orthogonality": {"weight": 0.3},
-        "load_balance": {"share": 0.3},
-        "erc": {"weight": 0.1},
-    }
-    terms["load_balance"]["scope"] = "global_batch"
-    terms["erc"]["noise"] = False
-    measured = []
-    with Specialization(built, {"terms": terms}) as work:
-        if resume is not None:
-            first, weights, state, tables = resume
-            set_weights(built, weights, "memory")
-            load_optimizer_state(optimizer, built, state, "memory")
-            work.load_state_dict(tables)
-            work.begin_step(first, STEPS)
-        for step in range(first, STEPS if stop is None else stop):
-            ids = batch()[step]
-            built(input_ids=ids, labels=ids).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            before = work.strength.rows
-            work.step()
-            if work.strength.rows is not before:
-                measured += [row.row() for row in work.strength.rows]
-        tables = work.state_dict()
-    return built, optimizer_state(optimizer, built), tables, measured
-
-
 def main(out: Path) -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
@@ -208,26 +125,6 @@ def main(out: Path) -> None:
         for number, preset in enumerate([*COMPARED, SHARE, WRONG, TRANSITION]):
             results[preset], weights = train(preset, Path(folder) / str(number))
             tensors |= {f"{preset}/{name}": value for name, value in weights.items()}
-    for how in ("fully_shard", "fsdp2_prepare_model"):
-        built, state, _, results[f"{how}, strength"] = sharded(how)
-        weights = trained_weights(built)
-        tensors |= {f"{how}/{name}": value for name, value in weights.items()}
-        moments = {
-            k: v for name in state["state"] for k, v in [(name, state["state"][name]["exp_avg"])]
-        }
-        tensors |= {f"{how}/moment/{name}": value for name, value in moments.items()}
-        built, state, tables, _ = sharded(how, stop=2)
-        # Every rank reads the files that rank 0 wrote; here it is told what they hold.
-        half = [(2, trained_weights(built), state, tables)]
-        kept = [len(half[0][1]), len(state["state"]), len(whole_model(built, torch.bfloat16))]
-        if ranks.world_size() > 1:
-            torch.distributed.broadcast_object_list(half)
-        results[f"{how}, kept by rank"] = [
-            json.loads(blob) for blob in ranks.gather_bytes(json.dumps(kept).encode())
-        ]
-        built, *_ = sharded(how, resume=half[0])
-        again = trained_weights(built)
-        results[f"{how}, resumed"] = all(torch.equal(weights[n], again[n]) for n in weights)
     if ranks.rank() == 0:
         out.mkdir()
         (out / "logged.json").write_text(json.dumps(results))

@@ -77,7 +77,9 @@ def train(case: str, folder: Path, resume: Path | None = None) -> dict[str, torc
     if ranks.rank() == 0:
         rows = [row for row in trainer.state.log_history if "loss" in row]
         (folder / "log.json").write_text(json.dumps(rows))
-    return {**trained_weights(trainer.model), **callback.table_state()}
+    weights = trained_weights(trainer.model)
+    assert bool(weights) == (ranks.rank() == 0), "rank 0 alone keeps what is gathered"
+    return {**weights, **callback.table_state()}
 
 
 def main(out: Path) -> None:

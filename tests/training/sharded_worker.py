@@ -52,6 +52,8 @@ SHARDED_ALONE = {
     *("erc", "dpp", "supervised_routing", "coupling above a layer without balance"),
 }
 """Every term, without a checkpointed layer; the others are sharded and checkpointed at once."""
+MEASURED = ("erc", "orthogonal_variance", "specialization_coupling_z")
+"""Their strength is compared, too."""
 
 
 def modes(case: str) -> list[str]:
@@ -88,15 +90,15 @@ def model(spread: bool = False) -> torch.nn.Module:
     return built.train()
 
 
-def run(built: torch.nn.Module, mode: str, options: dict) -> dict:
+def run(built: torch.nn.Module, mode: str, options: dict, measured: bool = False) -> dict:
     """Gradients, logged values and state of one optimizer step.
 
     What comes before a step and costs more is done where most is at once: what each term reaches,
-    and the strength.
+    and the strength. ``measured``: measure the strength also here.
     """
-    reaches = CHECK_REACH if mode in ("both", "spread") else lambda *_: {}
-    specialization.check_reach = reaches
-    options = {**options, "strength": {"first": mode == "both"}}
+    measured = measured or mode == "both"
+    specialization.check_reach = CHECK_REACH if measured or mode == "spread" else lambda *_: {}
+    options = {**options, "strength": {"first": measured}}
     built = model(spread=True) if mode == "spread" else copy.deepcopy(built)
     if mode in ("both", "spread"):
         built.gradient_checkpointing_enable({"use_reentrant": False})
@@ -130,15 +132,17 @@ def run(built: torch.nn.Module, mode: str, options: dict) -> dict:
         }
         work.step()
         values, state = work.read(), work.state_dict()
+        rows = [row.row() for row in work.strength.rows]
+        strength = {row.pop("term"): row for row in rows}
     losses = {k: v for k, v in values.items() if k.startswith("losses/")}
     biases = {k: v for k, v in state.items() if k.startswith("bias.")}
-    return {"gradients": gradients, "losses": losses, "biases": biases}
+    return {"gradients": gradients, "losses": losses, "biases": biases, "strength": strength}
 
 
 def compare(case: str, table: str, built: torch.nn.Module, without: dict) -> dict:
     """By mode: the distance to the plain run, or the error."""
     options = method(case, table)
-    plain = run(built, "plain", options)
+    plain = run(built, "plain", options, case in MEASURED)
     found = {"plain": {"acts": furthest(plain["gradients"], without)}}
     for mode in modes(case):
         if mode == "spread" and case == "st_moe":
@@ -154,6 +158,7 @@ def compare(case: str, table: str, built: torch.nn.Module, without: dict) -> dic
             "gradients": furthest(got["gradients"], plain["gradients"]),
             "losses": [[plain["losses"][k], got["losses"][k]] for k in plain["losses"]],
             "biases": furthest(got["biases"], plain["biases"]) if plain["biases"] else 0.0,
+            "strength": [plain["strength"], got["strength"]],
         }
     return found
 

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 
 from moe_finetune import SpecializationCallback
@@ -13,7 +12,7 @@ from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts, moe_layers
 from tests import tiny
-from tests.training.policy import adapted
+from tests.training.cases import adapted, collate, rows
 
 TERMS = {
     "load_balance": {"weight": 0.3, "scope": "sequence"},
@@ -91,24 +90,6 @@ def agree(rows, wanted, rel=1e-4):
             assert row[key] == pytest.approx(value, rel=rel, abs=1e-7), (row["term"], key)
 
 
-def rows_of(count=12, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(9, 27, (count,), generator=generator).tolist()
-    ids = [torch.randint(4, 260, (n,), generator=generator).tolist() for n in lengths]
-    return Dataset.from_dict({"input_ids": ids, "labels": ids})
-
-
-def collate(rows):
-    width = max(len(row["input_ids"]) for row in rows)
-    ids = torch.tensor([row["input_ids"] + [3] * (width - len(row["input_ids"])) for row in rows])
-    mask = (ids != 3).long()
-    return {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "labels": ids.masked_fill(mask == 0, -100),
-    }
-
-
 def train(folder, method, *, model=None, steps=3, dropout=0.0, resume=None, **changes):
     """A plain Trainer's run of two micro-batches a step, and the batches it met."""
     model = model or adapted()
@@ -129,7 +110,7 @@ def train(folder, method, *, model=None, steps=3, dropout=0.0, resume=None, **ch
         **{"save_strategy": "no", **changes},
     )
     trainer = Trainer(
-        model, arguments, data_collator=collate, train_dataset=rows_of(), callbacks=[callback]
+        model, arguments, data_collator=collate, train_dataset=rows(12), callbacks=[callback]
     )
     callback.attach(trainer)
     batches, original = [], trainer.training_step

@@ -2,20 +2,15 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
 from moe_finetune import SpecializationCallback
-from moe_finetune.checkpoint import merge_adapter
-from moe_finetune.checkpoint.adapter import open_adapter
 from moe_finetune.checkpoint.fit import check_fit
 from moe_finetune.checkpoint.loading import load_model
 from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.models.loading import load_tokenizer
-from moe_finetune.moe.layers import moe_layers
 from moe_finetune.recipe.sections import LoraSection
-from moe_finetune.training.bias_keep import add_bias
 from moe_finetune.training.full_weights import live_weights
 from moe_finetune.training.model_files import StoredWeights
 from moe_finetune.training.resumable import ResumableTrainer
@@ -76,28 +71,3 @@ def test_a_model_without_an_adapter(tmp_path, family):
     assert stored.keys() == live.keys()
     assert all(torch.equal(stored[name], tensor) for name, tensor in live.items())
     assert all(".gate." in name for name in live) == only_routers
-
-
-def test_a_whole_model_with_a_learned_bias(tmp_path):
-    model = tiny.model("deepseek_v3")
-    folder, callback = trained(tmp_path, model, {"terms": {}, "bias_update": 0.05})
-    wanted = add_bias(callback.specialization.balancer, moe_layers(model), {})
-    assert len(wanted) == 2
-    saved = load_file(folder / "model.safetensors")
-    for name, bias in wanted.items():
-        assert torch.equal(saved[name], bias)
-        assert not torch.equal(saved[name], model.state_dict()[name])
-
-
-def test_an_adapter_with_a_bias_can_be_merged(tmp_path, tiny_checkpoint):
-    base = tiny_checkpoint("deepseek_v3")
-    model = add_lora(load_model(base, dtype="float32"), LoraSection(rank=4, alpha=8.0), "full")
-    folder, callback = trained(tmp_path / "run", model, {"terms": {}, "bias_update": 0.05})
-    adapter = open_adapter(folder)
-    assert adapter.metadata.extra["router_bias"] is True
-    layers = moe_layers(model)
-    bias = add_bias(callback.specialization.balancer, layers, {})
-    values = {at.index: tensor.tolist() for at, tensor in zip(layers, bias.values(), strict=True)}
-    merge_adapter(base, folder, tmp_path / "merged", bias=values)
-    saved = load_file(tmp_path / "merged" / "model.safetensors")
-    assert all(torch.equal(saved[name], tensor) for name, tensor in bias.items())

@@ -5,17 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
 
 from moe_finetune import SpecializationCallback
 from moe_finetune.errors import NumericsError
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.numerics import CollapseWatch, NumericsGuard
-from moe_finetune.training.resumable import ResumableTrainer
-from moe_finetune.training.trainer import GuardedTrainer
 from tests import tiny
-from tests.training.cases import collate, rows
+from tests.training.cases import guarded
 
 EXPERTS, TOP_K, LAYERS = 12, 3, 2
 
@@ -59,41 +56,18 @@ def test_few_tokens_are_no_verdict(caplog):
     assert log(watch(few, patience=1), caplog, 5, 2.9, 11.0) == []
 
 
-class Guarded(GuardedTrainer, ResumableTrainer, Trainer):
-    pass
-
-
 def run(folder, learning_rate, lora, **options):
     torch.manual_seed(1)
     section = LoraSection(rank=4, alpha=8.0) if lora else None
+    model = add_lora(tiny.model("qwen3_moe", num_hidden_layers=2), section, "full")
+    options = {"max_steps": 14, "save_steps": 2, "learning_rate": learning_rate, **options}
     callback = SpecializationCallback("none")
-    made = Guarded(
-        add_lora(tiny.model("qwen3_moe", num_hidden_layers=2), section, "full"),
-        TrainingArguments(
-            str(folder / "checkpoints"),
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-            max_steps=14,
-            save_steps=2,
-            learning_rate=learning_rate,
-            lr_scheduler_type="constant",
-            logging_nan_inf_filter=False,
-            per_device_train_batch_size=2,
-            **options,
-        ),
-        data_collator=collate,
-        train_dataset=rows(),
-        callbacks=[callback],
-    )
-    callback.attach(made)
-    made.guard = NumericsGuard(folder, "stop", callback)
-    made.add_callback(made.guard)
+    trainer = guarded(folder, model, callback, **options)
     try:
-        made.train()
+        trainer.train()
     finally:
         callback.close()
-    return made.state
+    return trainer.state
 
 
 @pytest.mark.parametrize("lora", [False, True])

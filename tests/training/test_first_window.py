@@ -12,8 +12,9 @@ from moe_finetune.recipe.method import resolve_method
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.specialization import Specialization
 from tests import tiny
+from tests.training.cases import PAIRS, adapted
 from tests.training.grpo import trainer_for
-from tests.training.policy import COMMON, Policy, adapted, explicit, gradients
+from tests.training.policy import COMMON, Policy, explicit, gradients
 from tests.training.strength import BATCHES, agree, by_hand, logged, train
 
 
@@ -121,19 +122,6 @@ def test_a_share_in_a_plain_loop_and_every_so_many_steps():
     assert not model.get_base_model().model._forward_pre_hooks
 
 
-def test_a_share_is_found_whatever_takes_the_step():
-    model = adapted().train()
-    with Specialization(model, {"terms": {"dpp": {"share": 0.3}}}) as work:
-        model(**BATCHES[0]).loss.backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    parameter -= 1e-3 * parameter.grad
-        work.step()
-        (row,) = measure_strength(adapted(), {"terms": {"dpp": {"share": 0.3}}}, BATCHES[:1])
-        assert work.objective.full_weights["dpp"] == pytest.approx(row["weight"], rel=1e-6)
-
-
 def test_deepspeed_is_refused_for_a_share_and_said_without(monkeypatch, caplog):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with (
@@ -147,16 +135,12 @@ def test_deepspeed_is_refused_for_a_share_and_said_without(monkeypatch, caplog):
 
 
 def test_a_share_under_dpo_is_one_of_the_preference_losss_gradient(tmp_path):
-    texts = [
-        {"prompt": f"Say {i}.", "chosen": f" It is {i}.", "rejected": f" No, {i + 7}!"}
-        for i in range(4)
-    ]
     model = adapted()
     callback = SpecializationCallback({"terms": {"specialization": {"share": 0.2}}})
     trainer = DPOTrainer(
         model=model,
         args=DPOConfig(output_dir=str(tmp_path), per_device_train_batch_size=2, **COMMON),
-        train_dataset=Dataset.from_list(texts),
+        train_dataset=Dataset.from_list(PAIRS),
         processing_class=tiny.tokenizer(),
         callbacks=[callback],
     )

@@ -4,13 +4,11 @@ import json
 
 import pytest
 from safetensors.torch import load_file
-from transformers import Trainer
 
-from moe_finetune import SpecializationCallback, cli
+from moe_finetune import cli
 from tests import tiny
 from tests.ranks import run_ranks
-from tests.training.cases import collate, rows
-from tests.training.output_cases import METHOD, STEPS, output_arguments, start
+from tests.training.output_worker import STEPS, train
 
 
 def read(run, name):
@@ -49,17 +47,7 @@ def test_two_ranks_and_a_resume_leave_the_same_run(warm, tmp_path, capsys):
     assert noted[0] == noted[1] and "weight" in (whole / "recipe.yaml").read_text()
 
     # One rank with the batches of both measures the same rows before training.
-    callback = SpecializationCallback(METHOD, output=tmp_path / "alone")
-    trainer = Trainer(
-        start(base),
-        output_arguments(tmp_path / "c"),
-        data_collator=collate,
-        callbacks=[callback],
-        train_dataset=rows(17),
-        eval_dataset=rows(5, seed=2),
-    )
-    callback.attach(trainer)
-    trainer.train()
+    train(base, tmp_path / "c", tmp_path / "alone")
     before = read(tmp_path / "alone", "routing/before.json")
     assert before == read(whole, "routing/before.json")
 

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from tests.ranks import run_ranks
@@ -60,35 +59,3 @@ def test_transition_tables_are_averaged(both):
     _, (_, two) = both
     tables = {k: v for k, v in weights(two, TRANSITION).items() if "transitions" in k}
     assert tables and all(float(table.sum()) > 0 for table in tables.values())
-
-
-@pytest.mark.parametrize("how", ["fully_shard", "fsdp2_prepare_model"])
-def test_sharded_ranks_equal_one(both, how):
-    (_, one), (logged, two) = both
-    assert furthest(weights(one, how), weights(two, how)) < LIMIT
-    moving = [v for k, v in weights(two, how).items() if k.startswith("moment/")]
-    assert all(float(moment.abs().max()) > 0 for moment in moving)
-    assert logged[f"{how}, resumed"], "resuming a sharded run is not exact"
-    assert not any(isinstance(v, torch.distributed.tensor.DTensor) for v in two.values())
-
-
-@pytest.mark.parametrize("how", ["fully_shard", "fsdp2_prepare_model"])
-def test_rank_0_alone_keeps_what_was_gathered(both, how):
-    (one, _), (two, _) = both
-    kept, nothing = two[f"{how}, kept by rank"]
-    assert nothing == [0, 0, 0]
-    assert kept == one[f"{how}, kept by rank"][0]
-    trained, moments, all_tensors = kept
-    assert 20 <= trained == moments < all_tensors
-
-
-@pytest.mark.parametrize("how", ["fully_shard", "fsdp2_prepare_model"])
-def test_strength_of_a_sharded_model_is_that_of_a_whole_one(both, how):
-    (one, _), (two, _) = both
-    found = two[f"{how}, strength"]
-    assert [row["term"] for row in found] == ["orthogonality", "load_balance", "erc"]
-    for row, wanted in zip(found, one[f"{how}, strength"], strict=True):
-        assert row.keys() == wanted.keys() and row["term"] == wanted.pop("term")
-        for name, value in wanted.items():
-            assert row[name] == pytest.approx(value, rel=1e-4, abs=1e-7), (row["term"], name)
-    assert found[1]["share_router"] == pytest.approx(0.3)

@@ -17,7 +17,7 @@ from moe_finetune.training.checkpoint import checkpoints
 from moe_finetune.training.full_weights import live_weights
 from moe_finetune.training.resumable import ResumableTrainer
 from tests import tiny
-from tests.training.cases import collate, rows
+from tests.training.cases import Guarded, collate, guarded, rows
 
 
 class Plain(ResumableTrainer, Trainer):
@@ -174,11 +174,8 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
         trainer(tmp_path).train(resume_from_checkpoint=str(newest))
 
 
-def guarded(tmp_path, on_nan, poison=(3,)):
-    from moe_finetune.training.numerics import NumericsGuard
-    from moe_finetune.training.trainer import GuardedTrainer
-
-    class Poisoned(GuardedTrainer, ResumableTrainer, Trainer):
+def poisoned(tmp_path, on_nan, poison=(3,)):
+    class Poisoned(Guarded):
         seen = 0
 
         def compute_loss(self, *args, **kwargs):
@@ -187,33 +184,13 @@ def guarded(tmp_path, on_nan, poison=(3,)):
             return loss * float("nan") if self.seen in poison else loss
 
     callback = SpecializationCallback("loss_free", dropout=0.1)
-    made = Poisoned(
-        model(),
-        TrainingArguments(
-            str(tmp_path / "checkpoints"),
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-            max_steps=3,
-            logging_steps=1,
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            logging_nan_inf_filter=False,
-            save_strategy="no",
-            lr_scheduler_type="constant",
-        ),
-        data_collator=collate,
-        train_dataset=rows(),
-        callbacks=[callback],
-    )
-    callback.attach(made)
-    made.guard = NumericsGuard(tmp_path, on_nan, callback)
-    made.add_callback(made.guard)
-    return made, callback
+    options = {"max_steps": 3, "gradient_accumulation_steps": 2, "logging_steps": 1}
+    options["save_strategy"] = "no"
+    return guarded(tmp_path, model(), callback, on_nan, Poisoned, **options), callback
 
 
 def test_a_nan_stops_the_run_and_shows_the_batch(tmp_path):
-    made, _ = guarded(tmp_path, "stop")
+    made, _ = poisoned(tmp_path, "stop")
     with pytest.raises(NumericsError, match=r"step 2: .*bad_batches.jsonl.*on_nan: skip"):
         made.train()
     row = json.loads((tmp_path / "bad_batches.jsonl").read_text())
@@ -224,7 +201,7 @@ def test_a_nan_stops_the_run_and_shows_the_batch(tmp_path):
 
 
 def test_a_step_that_is_left_out_changes_nothing(tmp_path):
-    made, callback = guarded(tmp_path, "skip", poison=(3, 4))
+    made, callback = poisoned(tmp_path, "skip", poison=(3, 4))
     held = {}
 
     class Watch(TrainerCallback):

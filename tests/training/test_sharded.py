@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.ranks import run_ranks
-from tests.training.sharded_worker import CASES, WORLD, modes
+from tests.training.sharded_worker import CASES, MEASURED, WORLD, modes
 
 pytestmark = pytest.mark.slow
 LIMIT = 1e-4
@@ -34,3 +34,12 @@ def test_gradients_are_those_of_the_plain_model(found, case, mode):
 @pytest.mark.parametrize("case", [case for case in CASES if case != "none"])
 def test_the_gradients_are_not_those_without_a_method(found, case):
     assert found[case]["plain"]["acts"] > 100 * LIMIT
+
+
+@pytest.mark.parametrize("case", MEASURED)
+def test_strength_of_a_sharded_model_is_that_of_a_whole_one(found, case):
+    wanted, got = found[case]["both"]["strength"]
+    assert wanted.keys() == got.keys() and wanted
+    for term, row in wanted.items():
+        assert max(row["share_router"], row["share_experts"]) > 0, term
+        assert got[term] == pytest.approx(row, rel=1e-4, abs=1e-7), term

@@ -1,12 +1,11 @@
 """Tables and a learned bias follow the weights: best model, resume, second training, every save."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from moe_finetune import SpecializationCallback
 from moe_finetune.checkpoint.adapter import BIAS_FILE
@@ -344,22 +343,3 @@ def test_another_trainer_gets_a_window_of_its_own(tmp_path):
     third.train()
     assert scales == [1.0]
     assert callback._window.trainer is None
-
-
-def test_early_stopping_keeps_its_own_state(tmp_path):
-    """Stateful callbacks of transformers stay beside ours."""
-    made, _ = stock(
-        tmp_path,
-        adapted(),
-        SpecializationCallback(BIASED),
-        [EarlyStoppingCallback(3)],
-        eval_strategy="steps",
-        eval_steps=1,
-        load_best_model_at_end=True,
-        metric_for_best_model="loss",
-        max_steps=2,
-    )
-    made.train()
-    saved = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
-    assert {"EarlyStoppingCallback", "SpecializationCallback"} <= set(saved["stateful_callbacks"])
-    assert SimpleNamespace(**saved["stateful_callbacks"]["SpecializationCallback"]).attributes

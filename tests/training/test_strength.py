@@ -8,7 +8,7 @@ import torch
 from moe_finetune import measure_strength
 from moe_finetune.errors import ObjectiveError
 from tests import tiny
-from tests.training.policy import adapted
+from tests.training.cases import adapted
 from tests.training.strength import BATCHES, agree, by_hand
 
 

@@ -11,7 +11,7 @@ from moe_finetune.training.memory.borders import LiveBytes
 from moe_finetune.training.specialization import Specialization
 from moe_finetune.training.term_gradients import TermGradients
 from tests import tiny
-from tests.training.policy import adapted
+from tests.training.cases import adapted
 from tests.training.strength import BATCHES, agree, by_hand
 
 

@@ -1,15 +1,16 @@
-"""The same method under DPO, GRPO and a plain loop: policy forwards alone are trained on."""
+"""The same method under DPO, GRPO and soft prompts: policy forwards alone are trained on."""
 
 import pytest
 import torch
 from datasets import Dataset
 from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
 from moe_finetune import SpecializationCallback
 from moe_finetune.training.specialization import Specialization
 from tests import reference_loop, tiny
-from tests.training.policy import COMMON, Policy, adapted, explicit, gradients
+from tests.training.cases import PAIRS, adapted
+from tests.training.policy import COMMON, Policy, gradients
 
 TERMS = {
     "load_balance": {"weight": 0.3},
@@ -50,41 +51,8 @@ def assert_close(got, wanted, tolerance):
         assert error <= tolerance * value.abs().max().clamp_min(1e-3), (name, error)
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_sft(tmp_path, accumulation):
-    """Padded rows of unequal length, whole windows and micro-batches."""
-    rows = Dataset.from_list(
-        [{"prompt": f"Say {i} " * (1 + i % 3), "completion": f"It is {i}."} for i in range(6)]
-    )
-
-    def make(model, callback):
-        trainer = SFTTrainer(
-            model=model,
-            args=SFTConfig(
-                output_dir=str(tmp_path),
-                per_device_train_batch_size=2,
-                gradient_accumulation_steps=accumulation,
-                max_length=64,
-                seed=5,
-                **COMMON,
-            ),
-            train_dataset=rows,
-            processing_class=tiny.tokenizer(),
-            callbacks=[callback],
-        )
-        return trainer, callback
-
-    got, wanted = difference(make)
-    assert_close(got, wanted, 2e-3)
-
-
 def test_dpo(tmp_path):
-    rows = Dataset.from_list(
-        [
-            {"prompt": f"Say {i}.", "chosen": f" It is {i}.", "rejected": f" No, {i + 7}!"}
-            for i in range(4)
-        ]
-    )
+    rows = Dataset.from_list(PAIRS)
 
     def make(model, callback):
         trainer = DPOTrainer(
@@ -124,41 +92,6 @@ def test_grpo(tmp_path):
 
     got, wanted = difference(make)
     assert_close(got, wanted, 2e-4)
-
-
-@pytest.mark.parametrize("name", ["deepseek_v3", "olmoe"])
-def test_a_plain_loop(name):
-    model, batch = adapted(name).train(), tiny.batch()
-    halves = [{k: v[:2] for k, v in batch.items()}, {k: v[2:] for k, v in batch.items()}]
-    with Specialization(model, {"terms": TERMS}, accumulation=2, total_steps=3) as method:
-        for half in halves:
-            (model(**half).loss / 2).backward()
-        got = gradients(model)
-        method.step()
-        assert method.read()["losses/coupling"] < 0
-    for half in halves:
-        (model(**half).loss / 2).backward()
-        explicit(model, {k: v for k, v in half.items() if k != "labels"}, TERMS, 0.5)
-    wanted = gradients(model)
-    assert got.keys() == wanted.keys()
-    assert_close(got, wanted, 2e-5)
-
-
-def test_schedules_move_the_weights():
-    model = adapted().train()
-    terms = {
-        "variance": {"weight": 0.8, "schedule": {"kind": "linear", "warmup_steps": 4}},
-        "z_loss": {"weight": 0.5, "schedule": {"kind": "cosine"}},
-    }
-    with Specialization(model, {"terms": terms}, total_steps=10) as method:
-        seen = []
-        for step in range(10):
-            method.begin_step(step, 10)
-            seen.append(dict(method.objective.weights))
-    assert [round(s["variance"], 3) for s in seen[:5]] == [0.2, 0.4, 0.6, 0.8, 0.8]
-    assert seen[0]["z_loss"] == 0.5
-    assert seen[5]["z_loss"] == pytest.approx(0.25)
-    assert seen[9]["z_loss"] < 0.02
 
 
 def test_tensors_that_do_not_move_are_named(caplog):
