@@ -33,15 +33,19 @@ def counted_peak(config: Any, recipe: Any) -> int:
         config: a transformers config; the model gets random weights.
         recipe: the run; its checkpoint and data are not read.
     """
-    from trl.trainer import utils
+    from trl.kernels import ChunkedLogProbFunction
 
     from moe_finetune.training.memory.borders import LiveBytes
     from moe_finetune.training.memory.profile import replaced
 
-    # Tiles of logits no wider than the vocabulary, so that only touched memory counts.
-    tile = min(config.get_text_config().vocab_size, 32768)
-    narrow = replaced(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", tile)
-    with tempfile.TemporaryDirectory() as folder, narrow, LiveBytes() as live:
+    apply = ChunkedLogProbFunction.apply
+
+    def narrow(hidden: Any, head: Any, bias: Any, labels: Any, heat: Any, tile: int, *rest: Any):
+        """Tiles of logits no wider than the vocabulary, so that only touched memory counts."""
+        return apply(hidden, head, bias, labels, heat, min(tile, head.shape[0]), *rest)
+
+    narrowed = replaced(ChunkedLogProbFunction, "apply", narrow)
+    with tempfile.TemporaryDirectory() as folder, narrowed, LiveBytes() as live:
         train(config, few_steps(recipe), Path(folder))
     return live.peak
 

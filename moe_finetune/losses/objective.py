@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 from torch import Tensor, distributed
-from torch._subclasses.fake_tensor import is_fake
 
 from moe_finetune.errors import ObjectiveError
 from moe_finetune.losses.base import TERMS, LayerContext, ModelFacts, Need, Term
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import distributed_run
+from moe_finetune.torch_extension import is_fake
 
 _FOUND = "strength."
 """Prefix of the state's keys for weights found for shares."""

@@ -11,7 +11,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, distributed
-from torch._subclasses.fake_tensor import is_fake
+
+from moe_finetune.torch_extension import is_fake
 
 Inputs = ParamSpec("Inputs")
 Result = TypeVar("Result")

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 
 from moe_finetune.errors import CaptureError
 
@@ -60,7 +59,7 @@ def check_layers(layers: Iterable[Any], use_cache: bool) -> None:
         wrapped = hasattr(layer, _INNER)
         function: Any = getattr(layer, "_gradient_checkpointing_func", None)
         active = getattr(layer, "gradient_checkpointing", False) and isinstance(function, partial)
-        if (wrapped and layer.checkpoint_impl is CheckpointImpl.REENTRANT) or (
+        if (wrapped and layer.checkpoint_impl.name == "REENTRANT") or (
             active and function.keywords.get("use_reentrant") is not False
         ):
             raise CaptureError(REENTRANT)

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from moe_finetune.errors import CaptureError
 from moe_finetune.quantization.weight import QuantizedWeight
+from moe_finetune.torch_extension import tree_map
 
 aten: Any = torch.ops.aten
 _VIEWS = {

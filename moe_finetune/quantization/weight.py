@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from moe_finetune.errors import QuantizationError
 from moe_finetune.quantization.codec import BLOCK, Kind, dequantize, packed_shapes, quantize
+from moe_finetune.torch_extension import tree_leaves, tree_map
 
 
 @dataclass(frozen=True)

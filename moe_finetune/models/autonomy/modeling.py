@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import linear
 from transformers import OlmoeConfig
 from transformers import initialization as init
@@ -33,6 +32,8 @@ from transformers.models.olmoe.modeling_olmoe import (
     OlmoeRotaryEmbedding,
 )
 from transformers.utils.output_capturing import OutputRecorder
+
+from moe_finetune.torch_extension import is_fake
 
 
 @strict
@@ -139,7 +140,7 @@ def _rows_of_experts(flat_S: Tensor, experts: int) -> list[int]:
     Fake tensors, used to plan a step's memory, have no values to count; any numbers with the same
     sum take the same memory.
     """
-    if isinstance(flat_S, FakeTensor):
+    if is_fake(flat_S):
         rows_per_expert = flat_S.numel() // experts
         return [rows_per_expert] * (experts - 1) + [
             flat_S.numel() - rows_per_expert * (experts - 1)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from moe_finetune.torch_extension import TorchDispatchMode, tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
