@@ -63,7 +63,7 @@ def words(annotation: Any) -> str:
         return ", ".join(f"`{value}`" for value in inner)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(dict.fromkeys(words(part) for part in inner))
-    if origin is list:
+    if origin in (list, tuple):
         return f"list of {words(inner[0])}"
     if origin is dict:
         return f"mapping to {words(inner[1])}" if inner[1] is not Any else "mapping"
@@ -83,7 +83,7 @@ def default(field: Any) -> str:
         return ""
     if field.is_required():
         return "required"
-    return f"`{json.dumps(value)}`" if value not in (None, {}, []) else ""
+    return f"`{json.dumps(value)}`" if value not in (None, {}, [], ()) else ""
 
 
 def limits(field: Any) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from moe_finetune.errors import UnsupportedModelError
 from moe_finetune.models.structure import Spelling
+from moe_finetune.recipe.family import Rows
 from moe_finetune.registry import Registry
 
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
@@ -70,31 +71,6 @@ class DiskLayout:
         if pattern is None:
             raise KeyError(f"this layout has no {part}")
         return f"{self.block}.{pattern}".format(layer=layer, expert=expert)
-
-
-@dataclass(frozen=True)
-class Rows:
-    """What transformers' class of a family needs for packed rows and padding.
-
-    Taken from each class and tested for every family: a sequence's results depend neither on
-    another one in its row nor on padding.
-
-    Attributes:
-        masks_by_position: whether the class's attention masks end where positions restart;
-            otherwise the mask is built for it.
-        per_sequence: classes of modules in a decoder layer that carry information between tokens
-            other than by masked attention, such as a state or a convolution; they run one sequence
-            at a time.
-        padding: the effect of masked left padding without given positions: none ("unseen"), it
-            "moves" the absolute positions that the class reads, or it is "read" by the modules
-            ``per_sequence``.
-        generates_padded: whether the class generates the same text with left padding as without.
-    """
-
-    masks_by_position: bool = True
-    per_sequence: tuple[str, ...] = ()
-    padding: Literal["unseen", "moves", "read"] = "unseen"
-    generates_padded: bool = True
 
 
 UNREAD_POSITIONS = Rows(masks_by_position=False)
@@ -166,7 +142,7 @@ class Family:
     bias_export: Literal["tensor", "noaux_tc", "none"] = "none"
     architecture: str = ""
     part: str = ""
-    rows: Rows = Rows()
+    rows: Rows = field(default_factory=Rows)
 
     @property
     def class_name(self) -> str:

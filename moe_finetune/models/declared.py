@@ -13,7 +13,7 @@ from typing import Any
 
 from moe_finetune.errors import RecipeError, UnsupportedModelError, did_you_mean
 from moe_finetune.io.run_folder import recipe_of_run
-from moe_finetune.models.base import FAMILIES, DiskLayout, Family, Rows
+from moe_finetune.models.base import FAMILIES, DiskLayout, Family
 from moe_finetune.models.structure import layers_with_experts
 from moe_finetune.models.table import PARTS
 from moe_finetune.recipe.family import DECLARED, FamilySection
@@ -86,19 +86,18 @@ def family_from(section: FamilySection) -> Family:
     """Convert a recipe's ``model.family`` to a :class:`Family`."""
     first, second = section.groups
     groups = _fact(section, "groups", first, int), _fact(section, "groups", second, int)
-    disk = section.disk.model_dump() | {"per_expert": tuple(section.disk.per_expert)}
     return Family(
         name=section.model_type,
         model_type=section.model_type,
         title=section.title or section.model_type,
         score=section.score,
-        attention_targets=tuple(section.attention_targets),
-        shared_targets=tuple(section.shared_targets),
-        disk=DiskLayout(**disk),
+        attention_targets=section.attention_targets,
+        shared_targets=section.shared_targets,
+        disk=DiskLayout(**section.disk.model_dump()),
         block_path=section.block_path,
         router_name=section.router_name,
         router_weight=section.router_weight,
-        router_returns=tuple(section.router_returns),
+        router_returns=section.router_returns,
         router_logits=section.router_logits,
         gated=section.gated,
         experts_name=section.experts_name,
@@ -110,9 +109,7 @@ def family_from(section: FamilySection) -> Family:
         moe_layers=layers_with_experts,
         expert_width=_fact(section, "expert_width", section.expert_width, int),
         bias_export="none" if section.disk.router_bias is None else "tensor",
-        rows=Rows(
-            **(section.rows.model_dump() | {"per_sequence": tuple(section.rows.per_sequence)})
-        ),
+        rows=section.rows,
     )
 
 

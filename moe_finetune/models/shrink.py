@@ -1,6 +1,7 @@
 """Small configs of a checkpoint's model type that run anywhere."""
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +44,31 @@ def shrunk_config(config: Any, family: Family) -> Any:
         f"this config.json cannot be reduced to a small {config.model_type} for comparison "
         f"({problem}); give a small checkpoint of the same type"
     )
+
+
+def shortened(config: Any, count: int) -> Any:
+    """``config`` with only its first layers and the last, ``count`` in all."""
+    short = copy.deepcopy(config)
+    text = short.get_text_config()
+    # Some classes require a certain kind of last layer, such as full attention.
+    for key, value in _of_layers(text, [*range(count - 1), text.num_hidden_layers - 1]).items():
+        setattr(text, key, value)
+    return short
+
+
+def _of_layers(text: Any, kept: Sequence[int]) -> dict[str, Any]:
+    """Changes that reduce a language model to the layers ``kept``, with their entries of lists."""
+    changes: dict[str, Any] = {"num_hidden_layers": len(kept)}
+    values = text.to_dict()
+    for key, value in values.items():
+        if isinstance(value, list) and len(value) == text.num_hidden_layers:
+            changes[key] = [value[layer] for layer in kept]
+    if values.get("per_layer_config") is not None:
+        by_layer = {int(layer): value for layer, value in values["per_layer_config"].items()}
+        changes["per_layer_config"] = {
+            new: by_layer[layer] for new, layer in enumerate(kept) if layer in by_layer
+        }
+    return changes
 
 
 def changed(config: Any, changes: dict[str, Any]) -> Any:
@@ -94,12 +120,9 @@ def _attempts(config: Any, family: Family) -> Iterator[dict[str, Any]]:
 
 
 def _fewer_layers(text: Any, layers: int) -> dict[str, Any]:
-    layers_before = text.num_hidden_layers
-    changes: dict[str, Any] = {"num_hidden_layers": layers}
+    changes = _of_layers(text, range(layers))
     for key, value in text.to_dict().items():
-        if isinstance(value, list) and len(value) == layers_before:
-            changes[key] = value[:layers]
-        elif key == "first_k_dense_replace" and value:
+        if key == "first_k_dense_replace" and value:
             changes[key] = 1
         elif isinstance(value, int) and key.endswith("layer_end_index") and value >= layers:
             changes[key] = layers - 1

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, Strict, model_validator
 
 from moe_finetune.recipe.section import Section
+
+Texts = Annotated[tuple[str, ...], Strict(False)]  # YAML has lists, which may change
 
 
 class DiskSection(Section):
@@ -29,20 +31,31 @@ class DiskSection(Section):
     )
     gate_up: str | None = Field(default=None, description="where one tensor contains all experts")
     transposed: bool = Field(default=False, description="stacks are stored (expert, in, out)")
-    per_expert: list[str] = Field(default=[], description="further tensors with one row per expert")
+    per_expert: Texts = Field(default=(), description="further tensors with one row per expert")
 
 
-class RowsSection(Section):
-    """What packed sequences and padding need, as in ``Rows``."""
+class Rows(Section):
+    """What transformers' class of a family needs for packed rows and padding.
+
+    Taken from each class and tested for every family: a sequence's results depend neither on
+    another one in its row nor on padding.
+    """
+
+    model_config = ConfigDict(frozen=True)
 
     masks_by_position: bool = Field(
-        default=True, description="attention ends where positions start again"
+        default=True,
+        description="attention ends where positions start again; otherwise masks are built",
     )
-    per_sequence: list[str] = Field(
-        default=[], description="classes of stateful modules, which run one sequence at a time"
+    per_sequence: Texts = Field(
+        default=(),
+        description="classes in a layer that carry a state or a convolution from token to token; "
+        "they run one sequence at a time",
     )
     padding: Literal["unseen", "moves", "read"] = Field(
-        default="unseen", description="whether left padding behind a mask changes the other tokens"
+        default="unseen",
+        description="what masked left padding does: nothing, it moves absolute positions, or "
+        "per_sequence read it",
     )
     generates_padded: bool = Field(
         default=True, description="whether generation is the same with left padding"
@@ -64,9 +77,9 @@ class FamilySection(Section):
     )
     renormalize: bool | str = Field(description="whether selected scores are divided by their sum")
     scaling: float | str = Field(description="factor of the selected scores")
-    attention_targets: list[str] = Field(min_length=1, description="linear layers that LoRA adapts")
-    shared_targets: list[str] = Field(
-        default=[], description="linear layers of shared experts that LoRA adapts"
+    attention_targets: Texts = Field(min_length=1, description="linear layers that LoRA adapts")
+    shared_targets: Texts = Field(
+        default=(), description="linear layers of shared experts that LoRA adapts"
     )
     disk: DiskSection = DiskSection()
     block_path: str = Field(
@@ -74,8 +87,8 @@ class FamilySection(Section):
     )
     router_name: str = Field(default="gate", description="the router's module in the block")
     router_weight: str = Field(default="weight", description="the weight in that module")
-    router_returns: list[str] = Field(
-        default=["logits", "weights", "index"],
+    router_returns: Texts = Field(
+        default=("logits", "weights", "index"),
         min_length=1,
         description="what it returns, in order",
     )
@@ -95,7 +108,7 @@ class FamilySection(Section):
         max_length=2,
         description="groups of experts, and how many a token may select from",
     )
-    rows: RowsSection = RowsSection()
+    rows: Rows = Rows()
     title: str | None = Field(default=None, description="for tables")
 
     @model_validator(mode="after")
@@ -103,7 +116,7 @@ class FamilySection(Section):
         if len(set(self.router_returns)) != len(self.router_returns):
             raise ValueError(
                 f"router_returns: must be logits, weights and index in the router's order, "
-                f"each once, not {self.router_returns}"
+                f"each once, not {[*self.router_returns]}"
             )
         return self
 

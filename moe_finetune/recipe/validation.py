@@ -84,6 +84,7 @@ _WORDS = {
     "a valid number": "a number",
     "a valid boolean": "true or false",
     "a valid list": "a list",
+    "a valid tuple": "a list",
 }
 
 

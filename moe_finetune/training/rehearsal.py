@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from moe_finetune.errors import MoeFinetuneError, RecipeError
+from moe_finetune.errors import MoeFinetuneError, RecipeError, UnsupportedModelError
 from moe_finetune.models.structure import class_of
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES
@@ -58,6 +58,7 @@ def rehearse(
 
     from moe_finetune.lora.coverage import lora_coverage
     from moe_finetune.lora.targets import add_lora
+    from moe_finetune.models import opened_as
     from moe_finetune.moe.layers import model_facts
     from moe_finetune.moe.spread import check_spread
 
@@ -70,6 +71,7 @@ def rehearse(
             model: nn.Module = class_of(config).from_config(
                 config, dtype=torch.bfloat16, attn_implementation=attention
             )
+            opened_as(start.family, model)
     except (ImportError, ValueError) as error:
         raise RecipeError(
             f"model.attn_implementation: '{attention}' cannot be used here: {_short(error)}; "
@@ -82,8 +84,14 @@ def rehearse(
         model = add_lora(model, recipe.lora, recipe.router.train)
     coverage = lora_coverage(model)
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
-    memory = plan_memory(model, recipe, device) if activations else None
+    memory, unknown = None, []
+    if activations:
+        try:
+            memory = plan_memory(model, recipe, device)
+        except UnsupportedModelError as error:  # the run needs no plan
+            unknown = [str(error)]
     plan = make_plan(recipe, coverage, fixed_bytes(model, recipe), memory, train, validation)
+    plan.remarks.extend(unknown)
     if not ignore_memory:
         _check_memory(plan)
     _check_second(start, train)
@@ -102,7 +110,7 @@ def _check_second(start: Start, train: Dataset) -> None:
     reward_functions(recipe.rewards, train.column_names)
     if recipe.teacher is not None:
         teacher_size, ours = (
-            config.get_text_config().vocab_size for config in (start.teacher_config, start.config)
+            config.get_text_config().vocab_size for config in (start.teacher[0], start.config)
         )
         if teacher_size != ours:
             raise RecipeError(

@@ -5,8 +5,8 @@ import torch
 
 from moe_finetune.lora.coverage import lora_coverage
 from moe_finetune.lora.targets import add_lora
+from moe_finetune.models.shrink import shortened
 from moe_finetune.models.structure import meta_model
-from moe_finetune.training.memory.short_model import shortened
 from tests import model_recipes
 from tests.published import fixture
 

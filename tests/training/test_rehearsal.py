@@ -16,6 +16,7 @@ from moe_finetune.training import trainer as stage_trainer
 from moe_finetune.training.keep_steps import KeepSteps
 from moe_finetune.training.preflight import check_inputs
 from moe_finetune.training.run_log import noted_weights
+from tests import tiny, tiny_families
 
 
 @pytest.fixture
@@ -137,6 +138,17 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(capsys, recipe, tmp_path):
         capsys, recipe, "trainer.optim_args=nope", "--output", tmp_path / "run", "--dry-run"
     )
     assert code == 2 and "trainer.optim_args" in err
+
+
+def test_a_dry_run_without_a_memory_plan_says_why(recipe, tmp_path):
+    base, content = tmp_path / "base", json.loads(recipe.read_text())
+    tiny_families.model("qwen4_exp_text").save_pretrained(base)
+    tiny.tokenizer().save_pretrained(base)
+    content["model"]["path"] = str(base)
+    recipe.write_text(json.dumps(content))
+    plan = plan_run(load_recipe(recipe), tmp_path / "run")
+    assert plan.memory is None and plan.fixed > 0
+    assert "note: no memory plan for qwen4_exp_text" in plan.text()
 
 
 def test_memory_is_refused_with_the_plan_unless_told_otherwise(recipe, tmp_path, monkeypatch):

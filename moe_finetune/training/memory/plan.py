@@ -49,7 +49,6 @@ class MemoryPlan:
         losses: part of ``total`` that the method's losses and records take.
         host: bytes in the host's pinned memory, or shared with it.
         tokens: tokens of a micro-batch.
-        layer: kept, forward and backward memory of the largest layer.
         head: working memory of head and loss.
         second: bytes of a reference's or teacher's weights.
         stage: description of the stage's micro-batch.
@@ -67,7 +66,6 @@ class MemoryPlan:
     weights_by: dict[str, int] = field(default_factory=dict)
     losses: int = 0
     host: int = 0
-    layer: dict[str, int] = field(default_factory=dict)
     head: int = 0
     second: int = 0
     stage: str = ""
@@ -273,7 +271,6 @@ def put_together(
         with_states += [(moment, then) for moment in measured]
     worst, optimizer_bytes = max(with_states, key=lambda pair: sum(pair[0][:3]) + pair[1])
     gradients, activations, needed, moment = worst
-    most = max(profile.layers, key=lambda layer: max(layer.forward, layer.backward))
     return MemoryPlan(
         weights=weights.device,
         adapter=weights.added,
@@ -286,7 +283,6 @@ def put_together(
         tokens=shape.rows * shape.length,
         weights_by=weights.by_type,
         host=weights.host + (states if optimizer.paged else 0),
-        layer={"kept": most.kept, "forward": most.forward, "backward": most.backward},
         head=profile.head,
         second=second_model_bytes(recipe, shape, weights.parameters),
         stage=shape.text,

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_finetune.errors import MoeFinetuneError, UnsupportedModelError, reason_of
+from moe_finetune.models.shrink import shortened
+from moe_finetune.torch_extension import DynamicOutputShapeException, FakeTensorMode
 from moe_finetune.training.memory.borders import Borders, LayerBytes, watch
 from moe_finetune.training.memory.short_model import (
     Device,
     adapted_model,
     give_memory,
-    shortened,
     stand_in,
 )
 from moe_finetune.training.memory.stage import cache_bytes, stage_loss, step_shape
@@ -105,6 +105,11 @@ def step_profile(
                 cache = cache_bytes(model) if step_shape(recipe).generated else []
     except MoeFinetuneError:
         raise
+    except DynamicOutputShapeException as error:
+        raise UnsupportedModelError(
+            f"no memory plan for {config.model_type}: its class selects tokens by their values "
+            f"({error.func}), so the size of a step's tensors is not known before it runs"
+        ) from error
     except Exception as error:  # an operation without a rule for fake tensors
         reason = reason_of(error)
         raise UnsupportedModelError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -12,25 +11,6 @@ if TYPE_CHECKING:
     from moe_finetune.recipe.schema import Recipe
 
 Device = Literal["cuda", "cpu"]
-
-
-def shortened(config: Any, count: int) -> Any:
-    """The config with only the first layers and the last; per-layer lists are cut to them."""
-    short = copy.deepcopy(config)
-    text = short.get_text_config()
-    overrides = text.to_dict().get("per_layer_config")
-    layers, text.num_hidden_layers = text.num_hidden_layers, count
-    # Some classes require a certain kind of last layer, such as full attention.
-    chosen = [*range(count - 1), layers - 1]
-    for name, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == layers:
-            setattr(text, name, [value[layer] for layer in chosen])
-    if overrides is not None:
-        by_layer = {int(layer): override for layer, override in overrides.items()}
-        text.per_layer_config = {
-            new: by_layer[layer] for new, layer in enumerate(chosen) if layer in by_layer
-        }
-    return short
 
 
 def stand_in(kinds: list[Any], kind: Any, count: int) -> int:

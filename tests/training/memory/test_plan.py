@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from moe_finetune.cli import app
-from moe_finetune.errors import RecipeError
+from moe_finetune.errors import RecipeError, UnsupportedModelError
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.models.structure import meta_model
 from moe_finetune.moe.layers import backbone_of
@@ -21,7 +21,7 @@ from moe_finetune.training.memory.remedies import remedies
 from moe_finetune.training.memory.stage import StepShape, cache_bytes, step_shape
 from moe_finetune.training.memory.verdict import GIB, judge, plan_recipe
 from moe_finetune.training.memory.weights import quantized_bytes, weights_of
-from tests import tiny
+from tests import tiny, tiny_families
 
 
 def recipe(**sections):
@@ -353,7 +353,7 @@ def test_several_gpus_share_what_one_holds():
     one, eight = (plan_recipe(config, recipe(), gpus=gpus) for gpus in (1, 8))
     assert eight.optimizer < one.optimizer / 4 and eight.adapter < one.adapter / 4
     assert eight.all_gradients == pytest.approx(one.all_gradients / 8, rel=0.05)
-    assert eight.tokens == one.tokens and eight.layer == one.layer
+    assert eight.tokens == one.tokens and eight.head == one.head
     packed = recipe(model={"quantization": "nf4"})
     assert plan_recipe(config, packed, gpus=8).weights < eight.weights
     for section in ({"model": {"offload": "experts"}}, {"parallel": {"experts": 2}}):
@@ -379,3 +379,9 @@ def test_a_change_that_costlier_ones_make_unneeded_is_left_out():
     ]
     sharded = remedies(start, "cuda", 1000, need, sharded=True)
     assert not sharded[-1].fits and not any("offload" in row.change for row in sharded)
+
+
+def test_a_class_that_selects_tokens_by_value_has_no_plan():
+    message = r"no memory plan for qwen4_exp_text: .* by their values \(aten.nonzero"
+    with pytest.raises(UnsupportedModelError, match=message):
+        plan_recipe(tiny_families.config("qwen4_exp_text"), recipe())
