@@ -13,25 +13,20 @@ from moe_finetune.metrics.arrays import (
     unit_rows,
 )
 
+NEIGHBORS = 10
+"""Neighbors of an embedding among which :func:`expert_overlap` looks for other experts."""
 
-def expert_overlap(
-    embeddings_NH: Array,
-    labels_N: Array,
-    k: int = 10,
-    *,
-    sample: int | None = None,
-    seed: int = 0,
-) -> float:
+
+def expert_overlap(embeddings_NH: Array, labels_N: Array, k: int = NEIGHBORS) -> float:
     """Mean share of an embedding's k nearest neighbors with a different expert label.
 
     Euclidean distance, without the embedding itself, ``k' = min(k, N - 1)``, ties to the lower
     index. ``embeddings_NH`` ``(N, H)`` (a token's input to the MoE block, or its top-1 expert's
-    output), ``labels_N`` ``(N,)`` its top-1 expert. ``sample``: use that many embeddings, drawn
-    without replacement by ``seed`` (the cost grows with N squared). 0 at perfect specialization;
-    about ``1 - sum_e share_e^2`` if labels are independent of the embeddings. Raises ValueError for
-    NaN. Source: P0 eq. 39-41 (distance and k are ours).
+    output), ``labels_N`` ``(N,)`` its top-1 expert; the cost grows with N squared. 0 at
+    perfect specialization; about ``1 - sum_e share_e^2`` if labels are independent of the
+    embeddings. Raises ValueError for NaN. Source: P0 eq. 39-41 (distance and k are ours).
     """
-    embeddings, labels = _sampled(embeddings_NH, labels_N, sample, seed)
+    embeddings, labels = _checked(embeddings_NH, labels_N)
     count = len(labels)
     if k < 1:
         raise ValueError(f"k: got {k}, expected at least 1")
@@ -44,16 +39,14 @@ def expert_overlap(
     return other / (count * neighbors)
 
 
-def silhouette(
-    embeddings_NH: Array, labels_N: Array, *, sample: int | None = None, seed: int = 0
-) -> float:
+def silhouette(embeddings_NH: Array, labels_N: Array) -> float:
     """Mean silhouette coefficient of embeddings labeled by their top-1 expert (scikit-learn's).
 
     Range -1 (every point is nearer to another cluster) to 1 (perfectly separate experts); 0 for
     overlapping ones. Arguments as in :func:`expert_overlap`. Raises ValueError unless there are 2
     to N - 1 different labels. Source: P0 eq. 38.
     """
-    embeddings, labels = _sampled(embeddings_NH, labels_N, sample, seed)
+    embeddings, labels = _checked(embeddings_NH, labels_N)
     kinds = len(np.unique(labels))
     if not 2 <= kinds <= len(labels) - 1:
         raise ValueError(
@@ -63,19 +56,17 @@ def silhouette(
     return _silhouette(_squared_distances(embeddings, slice(0, len(labels))), labels)
 
 
-def separation(
-    embeddings_NH: Array, labels_N: Array, k: int = 10
-) -> tuple[float | None, float | None]:
+def separation(embeddings_NH: Array, labels_N: Array) -> tuple[float | None, float | None]:
     """:func:`expert_overlap` and :func:`silhouette` of a sample, from one distance matrix.
 
     None if undefined: with fewer than 2 embeddings, or with 1 or N different labels.
     """
-    embeddings, labels = _sampled(embeddings_NH, labels_N, None, 0)
+    embeddings, labels = _checked(embeddings_NH, labels_N)
     count, kinds = len(labels), len(np.unique(labels))
     if count < 2:
         return None, None
     distances = _squared_distances(embeddings, slice(0, count))
-    neighbors = min(k, count - 1)
+    neighbors = min(NEIGHBORS, count - 1)
     overlap = _foreign(distances.copy(), labels, 0, neighbors) / (count * neighbors)
     return overlap, _silhouette(distances, labels) if 2 <= kinds <= count - 1 else None
 
@@ -153,16 +144,10 @@ def _smallest(values_RN: np.ndarray, count: int) -> np.ndarray:
     return smaller | (equal & (np.cumsum(equal, axis=-1) <= room))
 
 
-def _sampled(
-    embeddings_NH: Array, labels_N: Array, sample: int | None, seed: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _checked(embeddings_NH: Array, labels_N: Array) -> tuple[np.ndarray, np.ndarray]:
     embeddings = to_numpy(embeddings_NH)
     check_shape("embeddings_NH", embeddings, ("N", "H"))
     labels = integers("labels_N", labels_N, (len(embeddings),))
-    if sample is not None and sample < len(labels):
-        # Drawn before any conversion, so that a large trace costs only its sample.
-        chosen = np.sort(np.random.default_rng(seed).choice(len(labels), sample, replace=False))
-        embeddings, labels = embeddings[chosen], labels[chosen]
     embeddings = floats("embeddings_NH", embeddings, ("N", "H"), as_given=True)
     if embeddings.dtype in (np.float16, np.float32):
         # A shift does not change distances, and float32 is more precise without it.

@@ -172,10 +172,9 @@ def figure(
     return tag("figure", caption, *content, class_="card wide" if wide else "card")
 
 
-def group(title: str, *content: object, intro: str | None = None) -> Markup:
+def group(title: str, *content: object) -> Markup:
     """Return a titled group of figures or tables within a section."""
-    opening = tag("p", intro, class_="intro") if intro else None
-    return tag("section", tag("h3", title), opening, *content, class_="group")
+    return tag("section", tag("h3", title), *content, class_="group")
 
 
 def folded(title: str, *content: Markup | None) -> Markup | None:

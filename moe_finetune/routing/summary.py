@@ -8,7 +8,7 @@ import numpy as np
 
 from moe_finetune.metrics.arrays import mean_known
 from moe_finetune.metrics.domains import domain_information
-from moe_finetune.metrics.experts import separation
+from moe_finetune.metrics.experts import NEIGHBORS, separation
 from moe_finetune.metrics.paths import pair_counts
 from moe_finetune.routing.sums import RoutingSums, gather, routing_metrics
 
@@ -16,15 +16,12 @@ if TYPE_CHECKING:
     from moe_finetune.routing.trace import RoutingTrace, TraceChunk
 
 
-def summarize_trace(
-    trace: RoutingTrace, sample: int = 2000, seed: int = 0, neighbors: int = 10
-) -> dict[str, Any]:
+def summarize_trace(trace: RoutingTrace, sample: int = 2000, seed: int = 0) -> dict[str, Any]:
     """Metrics of a trace per layer and averaged over layers.
 
     Args:
         sample: number of embeddings per layer for ``expert_overlap`` and ``silhouette``; their cost
             grows with its square.
-        neighbors: k of ``expert_overlap``.
 
     Returns a dictionary with
 
@@ -51,7 +48,7 @@ def summarize_trace(
     if len(info.domains) > 1:
         per_layer["domain_information"] = [metrics["mutual_information"] for metrics in domains]
     if trace.num_embeddings:
-        per_layer |= _embedding_metrics(trace, sample, seed, neighbors)
+        per_layer |= _embedding_metrics(trace, sample, seed)
     arrays = {
         "load_LE": total.load_LE,
         "conditional_activation_LEE": transitions.conditional(total.load_LE),
@@ -75,7 +72,7 @@ def summarize_trace(
         },
         "sample": {
             "embeddings": min(sample, trace.num_embeddings),
-            "neighbors": neighbors,
+            "neighbors": NEIGHBORS,
             "seed": seed,
         },
         "per_layer": per_layer,
@@ -110,11 +107,11 @@ class _Transitions:
 
 
 def _embedding_metrics(
-    trace: RoutingTrace, sample: int, seed: int, neighbors: int
+    trace: RoutingTrace, sample: int, seed: int
 ) -> dict[str, list[float | None]]:
     embeddings_NLH, labels_NL = _sampled_embeddings(trace, sample, seed)
     metrics = [
-        separation(embeddings_NLH[:, layer], labels_NL[:, layer], neighbors)
+        separation(embeddings_NLH[:, layer], labels_NL[:, layer])
         for layer in range(len(trace.info.layers))
     ]
     overlaps, silhouettes = zip(*metrics, strict=True)

@@ -31,7 +31,6 @@ def trace_model(
     checkpoint: str,
     probabilities: bool = False,
     perturbation: Perturbation | None = None,
-    seed: int = 0,
 ) -> Measures:
     """Write the routing of ``sequences`` (token ids by domain) to ``folder``.
 
@@ -45,7 +44,6 @@ def trace_model(
         checkpoint: name of the source, stored in the trace.
         probabilities: also store the probabilities of all experts.
         perturbation: a change to routing that belongs to the model, such as a loss-free bias.
-        seed: seed of the sample.
     """
     config: Any = causal_lm(model).config
     facts = model_facts(model)
@@ -68,7 +66,6 @@ def trace_model(
         hidden_size=config.get_text_config().hidden_size,
         domains=tuple(sequences),
         embedding_share=min(1.0, EMBEDDINGS / max(total, 1)),
-        seed=seed,
     )
     recorder = Recorder(
         model, observers=[keep], needs=NEEDS, observe="all", perturbation=perturbation

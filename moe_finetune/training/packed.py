@@ -58,7 +58,7 @@ def packing_problem(config: Any, family: Family) -> str | None:
     except CheckpointError as error:
         return f"whether sequences in one row see each other cannot be measured: {error}"
     with torch.random.fork_rng(devices=[]):
-        difference = packed_difference(random_model(smaller, 0))
+        difference = packed_difference(random_model(smaller))
     if difference <= BOUND:
         return None
     return (

@@ -57,14 +57,6 @@ def test_overlap_in_chunks(monkeypatch):
     assert expert_overlap(embeddings, labels) == whole
 
 
-def test_overlap_sample_is_seeded_and_drawn():
-    embeddings, labels = cloud(3)
-    chosen = np.sort(np.random.default_rng(11).choice(N, 19, replace=False))
-    wanted = expert_overlap(embeddings[chosen], labels[chosen])
-    assert expert_overlap(embeddings, labels, sample=19, seed=11) == wanted
-    assert expert_overlap(embeddings, labels, sample=N) == expert_overlap(embeddings, labels)
-
-
 def test_overlap_refuses():
     embeddings, labels = cloud()
     broken = embeddings.copy()

@@ -40,10 +40,10 @@ class Scale:
         return cls(ticks[0], ticks[-1], ticks)
 
     @classmethod
-    def exact(cls, low: float, high: float, count: int = 4) -> Scale:
+    def exact(cls, low: float, high: float) -> Scale:
         if high <= low:
             high = low + 1.0
-        step = _round_step(max(1.0, (high - low) / count), (1, 2, 5, 10))
+        step = _round_step(max(1.0, (high - low) / 4), (1, 2, 5, 10))
         first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
         return cls(low, high, tuple(i * step for i in range(first, last + 1)))
 
