@@ -71,11 +71,19 @@ def test_before_is_measured_before_training_and_evaluations_change_nothing(
 
 
 def test_the_base_is_opened_once(tiny_checkpoint, tmp_path, monkeypatch):
-    """From the checks to the verified merge: config, headers and tokenizer are read once."""
+    """From the checks to the verified merge: config, headers and tokenizer are read once.
+
+    The family is asked for twice: of the base, and of the merged checkpoint.
+    """
+    from moe_finetune import models
     from moe_finetune.checkpoint import opened
     from moe_finetune.models import loading
 
-    base, calls = tiny_checkpoint("qwen3_moe"), []
+    base, calls, asked = tiny_checkpoint("qwen3_moe"), [], []
+    find_family = models.find_family
+    monkeypatch.setattr(
+        models, "find_family", lambda *names: asked.append(names) or find_family(*names)
+    )
 
     def counted(module, name):
         real = getattr(module, name)
@@ -102,6 +110,7 @@ def test_the_base_is_opened_once(tiny_checkpoint, tmp_path, monkeypatch):
     }
     run_recipe(recipe_from_tree(Tree(tree)), tmp_path / "run")
     assert sorted(calls) == ["load_tokenizer", "parse_config", "read_config", "read_headers"]
+    assert asked == 2 * [("qwen3_moe", None)]
 
 
 def test_a_trained_model_is_reported_when_its_base_is_gone(tiny_checkpoint, tmp_path):

@@ -10,7 +10,6 @@ from geometries import config_of
 from step import product_tflops, step_flops, synchronize
 
 from moe_finetune.models import family_of
-from moe_finetune.moe.layers import config_facts
 from moe_finetune.quantization.weight import resident_bytes
 
 SHEETS = {"H100": (989.0, 3.35), "H200": (989.0, 4.8), "A100": (312.0, 2.0)}
@@ -28,7 +27,7 @@ def step_bytes(arguments: argparse.Namespace, model: Any) -> float:
     config = config_of(arguments)
     family = family_of(config)
     item = torch.finfo(getattr(torch, arguments.dtype)).bits // 8
-    pairs = arguments.tokens * family.top_k(config) * len(config_facts(config).moe_layers)
+    pairs = arguments.tokens * family.top_k(config) * len(family.moe_layers(config))
     elements = 5 * config.hidden_size + 12 * family.expert_width(config)
     return 2.0 * resident_bytes(model) + float(pairs * elements * item)
 

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from variants import BASELINES, COMPILED, Variant, adapts_experts, build
 
 from moe_finetune.models import family_of
-from moe_finetune.moe.layers import backbone_of, config_facts
+from moe_finetune.moe.layers import backbone_of
 
 
 def batch_of(arguments, vocab):
@@ -181,7 +181,8 @@ def main() -> None:
     if arguments.memory_of:
         memory_child(arguments)
         return
-    moe_layers = len(config_facts(config_of(arguments)).moe_layers)
+    config = config_of(arguments)
+    moe_layers = len(family_of(config).moe_layers(config))
     if moe_layers == 0:
         parser.error(f"--layers {arguments.layers}: {arguments.geometry} begins with a dense layer")
     if moe_layers == 1:

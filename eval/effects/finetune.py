@@ -29,7 +29,7 @@ from moe_finetune.io.rows import read_rows, write_jsonl
 from moe_finetune.io.run_folder import RunFolder, read_log
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.metrics import path_stability
-from moe_finetune.models.loading import load_config, load_tokenizer, local_folder
+from moe_finetune.models.loading import load_tokenizer, local_folder, open_config
 from moe_finetune.moe.layers import config_facts
 from moe_finetune.moe.perturbation import Perturbation
 from moe_finetune.recipe.schema import Recipe, recipe_from_tree
@@ -67,7 +67,7 @@ class Workbench:
         )
         validation, _ = prepare(str(held_out), data, self.tokenizer, "validation")
         self.validation = validation.to_list()
-        facts = config_facts(load_config(self.checkpoint))
+        facts = config_facts(*open_config(self.checkpoint))
         documents = [row["input_ids"] for row in self.train.to_list()]
         self.frequencies_VE = topic_frequencies(documents, facts.vocab_size, facts.num_experts)
         write_table(self.frequencies_VE, folder / TABLE)

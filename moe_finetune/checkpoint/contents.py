@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -70,10 +70,13 @@ class Checkpoint:
         return sum(header.data_bytes for header in self.files.values())
 
 
-def layer_number(name: str, family: Family | None) -> int | None:
-    """The decoder layer of a tensor in the files; None outside the decoder layers."""
-    stack = "layers." if family is None else family.disk.stack
-    head, separator, tail = name.partition(stack)
-    layer = tail.partition(".")[0]
-    at_start = not head or (family is None and head.endswith("."))
-    return int(layer) if separator and at_start and layer.isdigit() else None
+def layer_numbers(names: Iterable[str], family: Family | None) -> dict[str, int | None]:
+    """The decoder layer of each tensor in the files; None outside the decoder layers."""
+    stack, anywhere = ("layers.", True) if family is None else (family.disk.stack, False)
+    numbers: dict[str, int | None] = {}
+    for name in names:
+        head, separator, tail = name.partition(stack)
+        layer = tail.partition(".")[0]
+        at_start = not head or (anywhere and head.endswith("."))
+        numbers[name] = int(layer) if separator and at_start and layer.isdigit() else None
+    return numbers

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moe_finetune.checkpoint.contents import Checkpoint, layer_number
+from moe_finetune.checkpoint.contents import Checkpoint, layer_numbers
 from moe_finetune.checkpoint.untrained import untrained
 from moe_finetune.errors import CheckpointError, UnsupportedModelError, did_you_mean
 from moe_finetune.io.config_file import UNQUANTIZED
@@ -41,7 +41,7 @@ def check_fit(checkpoint: Checkpoint) -> dict[str, str]:
     config_file = checkpoint.folder / "config.json"
     config, family = checkpoint.model_config, checkpoint.family
     text = config.get_text_config()
-    numbers = {name: layer_number(name, family) for name in checkpoint.tensors}
+    numbers = layer_numbers(checkpoint.tensors, family)
     later = {n for n, index in numbers.items() if (index or 0) >= text.num_hidden_layers}
     later -= untrained(later, config, family).keys()
     layers = 1 + max((numbers[name] or 0 for name in later), default=text.num_hidden_layers - 1)

@@ -17,6 +17,7 @@ from moe_finetune.errors import (
     UnsupportedModelError,
 )
 from moe_finetune.io.config_file import check_kernel
+from moe_finetune.models import opened_as
 from moe_finetune.models.loading import local_folder
 from moe_finetune.models.structure import class_of, meta_model
 
@@ -65,13 +66,15 @@ def load_model(
     check_attention(options.get("attn_implementation"))
     opened = source if isinstance(source, Checkpoint) else local_folder(source)
     checkpoint = open_checkpoint(opened, values=True, stored=True)
-    folder = checkpoint.folder
     if kind is not None or checkpoint.quantized is not None:
         from moe_finetune.checkpoint.load_quantized import load_quantized
 
-        return load_quantized(checkpoint, kind, dtype, device_map, expert_ranks, **options)
-    config = copy.deepcopy(checkpoint.model_config)
-    return read_weights(folder, config, expert_ranks, dtype=dtype, device_map=device_map, **options)
+        model = load_quantized(checkpoint, kind, dtype, device_map, expert_ranks, **options)
+    else:
+        config = copy.deepcopy(checkpoint.model_config)
+        options |= {"dtype": dtype, "device_map": device_map}
+        model = read_weights(checkpoint.folder, config, expert_ranks, **options)
+    return opened_as(checkpoint.family, model)
 
 
 def forget_generation_defaults(model: Any, pad_token_id: int | None) -> None:

@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moe_finetune.checkpoint.contents import Checkpoint, layer_number
+from moe_finetune.checkpoint.contents import Checkpoint, layer_numbers
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io.checkpoint_files import read_config, read_headers, tensors_of
 from moe_finetune.io.config_file import QUANTIZATION
 from moe_finetune.io.safetensors_header import TensorInfo
-from moe_finetune.models import family_of, find_family
+from moe_finetune.models import check_supported, family_of, find_family
 from moe_finetune.models.composite import language_keys, part_of
 
 _LAYERS = re.compile(r"(.*?\blayers\.)\d+\.")
@@ -66,7 +66,7 @@ def open_checkpoint(
     parsed = parse_config(folder)
     # A bias exported for vLLM's class is valid, although transformers cannot run it.
     if not (family.bias_export == "noaux_tc" and config.get("topk_method") == "noaux_tc"):
-        family_of(parsed)
+        check_supported(parsed, family)
     family = named_as_in(family, parsed, tensors)
     checkpoint = Checkpoint(folder, config, parsed, family, files, tensors, quantized)
     _check_layers(checkpoint)
@@ -101,7 +101,7 @@ def _check_values(tensors: dict[str, TensorInfo]) -> None:
 
 
 def _check_layers(checkpoint: Checkpoint) -> None:
-    layers = {layer_number(name, checkpoint.family) for name in checkpoint.tensors}
+    layers = set(layer_numbers(checkpoint.tensors, checkpoint.family).values())
     expected = language_keys(checkpoint.config).get("num_hidden_layers")
     missing = sorted(set(range(expected)) - layers) if isinstance(expected, int) else []
     others = Counter(match[1] for name in checkpoint.tensors if (match := _LAYERS.match(name)))

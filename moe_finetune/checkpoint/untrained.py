@@ -8,10 +8,10 @@ export copies their bytes.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from moe_finetune.checkpoint.contents import Checkpoint, layer_number
+from moe_finetune.checkpoint.contents import Checkpoint, layer_numbers
 from moe_finetune.models import Family
 from moe_finetune.models.structure import ignored_names, renamed_as_loaded
 
@@ -43,21 +43,20 @@ def untrained(names: Iterable[str], config: Any, family: Family | None) -> dict[
         config: transformers' config.
         family: the family that names the tensors; None for a dense model.
     """
-    file_names = list(names)
+    layers = layer_numbers(names, family)
     patterns = list(_patterns(config))
-    predicting = _predicting_layers(file_names, config, family)
+    predicting = _predicting_layers(layers, config)
     tied = bool(getattr(config, "tie_word_embeddings", False))
     parts = {}
-    for name in file_names:
+    for name, layer in layers.items():
         if name.endswith(_INVERSE_FREQUENCIES):
             parts[name] = COMPUTED
         elif tied and name.endswith(_HEAD):
             parts[name] = TIED
-        elif layer_number(name, family) in predicting:
+        elif layer in predicting:
             parts[name] = MTP
         elif any(p.search(name) or p.search(renamed_as_loaded(config, name)) for p in patterns):
-            in_layer = layer_number(name, family) is not None
-            parts[name] = MTP if in_layer or "mtp" in name else OTHER
+            parts[name] = MTP if layer is not None or "mtp" in name else OTHER
     return parts
 
 
@@ -94,13 +93,13 @@ def _patterns(config: Any) -> Iterator[re.Pattern[str]]:
             yield re.compile(pattern)
 
 
-def _predicting_layers(names: list[str], config: Any, family: Family | None) -> set[int]:
+def _predicting_layers(layers: Mapping[str, int | None], config: Any) -> set[int]:
     """MTP layers: those after the decoder's last, as in DeepSeek-V3."""
     text = config.get_text_config()
     first = text.num_hidden_layers
     in_class = any(_NUMBERED.search(pattern) for pattern in ignored_names(config))
     allowed = range(first, first + max(*_counts(text), in_class))
-    joined = {layer_number(name, family) or 0 for name in names if name.endswith(_JOINT)}
+    joined = {layer or 0 for name, layer in layers.items() if name.endswith(_JOINT)}
     return {layer for layer in joined if layer in allowed}
 
 

@@ -115,18 +115,17 @@ def inspect(
 
 def _prove(checkpoint: str, recipe: Recipe | None) -> Proof:
     from moe_finetune.errors import RecipeError
-    from moe_finetune.models import family_of
-    from moe_finetune.models.loading import load_config
+    from moe_finetune.models.loading import open_config
     from moe_finetune.training.proof import prove
 
-    config = load_config(checkpoint)
+    config, family = open_config(checkpoint)
     declared = recipe.model.family if recipe is not None else None
     if declared is not None and declared.model_type != config.model_type:
         raise RecipeError(
             f"model.family.model_type: '{declared.model_type}' is declared, but {checkpoint} is "
             f"'{config.model_type}'"
         )
-    return prove(config, family_of(config))
+    return prove(config, family)
 
 
 @app.command()

@@ -143,7 +143,7 @@ def open_backend(
         from moe_finetune.moe.determinantal import Determinantal
 
         choice = None if determinantal is None else Determinantal(determinantal, candidates)
-        lm, settings, routing = open_transformers(folder, adapter, batch_size, dtype, seed, choice)
+        lm, settings, routing = open_transformers(base, adapter, batch_size, dtype, seed, choice)
         size = settings["batch_size"]
         chunk = 64 if isinstance(size, str) else max(size, 64 // size * size)
     return Backend(backend, lm, identity, str(folder), settings, chunk, notes, routing)

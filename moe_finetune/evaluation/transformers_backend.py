@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lm_eval.models.huggingface import HFLM
 
+from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.loading import forget_generation_defaults, load_model
 from moe_finetune.errors import EvaluationError
 from moe_finetune.io.environment import package_versions
@@ -38,24 +39,24 @@ class SpecialsKeptHFLM(HFLM):
 
 
 def open_transformers(
-    folder: Path,
+    base: Checkpoint,
     adapter: str | Path | None,
     batch_size: int | str,
     dtype: str,
     seed: int,
     determinantal: Determinantal | None = None,
 ) -> tuple[SpecialsKeptHFLM, dict[str, Any], Recorder | None]:
-    """Load the checkpoint in ``folder``, with ``adapter`` and its routing bias on top.
+    """Load ``base``, opened with its values, with ``adapter`` and its routing bias on top.
 
     Returns:
         lm-eval's model, all settings that can change a reply, and the hooks that apply the routing
         bias or the determinantal choice (None without one).
     """
     cuda = torch.cuda.is_available()
-    model: Any = load_model(folder, dtype=dtype, device_map="cuda" if cuda else None)
+    model: Any = load_model(base, dtype=dtype, device_map="cuda" if cuda else None)
     choice: Perturbation | None = None
     if adapter is not None:
-        model = with_adapter(model, folder, Path(adapter))
+        model = with_adapter(model, base, Path(adapter))
         choice = stored_bias(model, Path(adapter))
     if determinantal is not None:
         if choice is not None:
@@ -77,7 +78,7 @@ def open_transformers(
     if batch_size == "auto" and not cuda:
         batch_size = 16  # lm-eval's search for the largest batch exhausts a machine without GPU
     lm = SpecialsKeptHFLM(
-        pretrained=model, tokenizer=str(folder), batch_size=batch_size, trust_remote_code=False
+        pretrained=model, tokenizer=str(base.folder), batch_size=batch_size, trust_remote_code=False
     )
     # A checkpoint's generation defaults (repetition penalty, temperature) must not change a task.
     forget_generation_defaults(model, lm.tokenizer.pad_token_id)

@@ -117,15 +117,15 @@ def model_size(recipe: Recipe) -> Size:
     import torch
 
     from moe_finetune.lora.targets import add_lora
-    from moe_finetune.models import family_of
+    from moe_finetune.models import opened_as
     from moe_finetune.models.fresh import fresh_config
-    from moe_finetune.models.loading import load_config, local_folder
+    from moe_finetune.models.loading import local_folder, open_config
 
     folder = local_folder(recipe.model.path, weights=False, revision=recipe.model.revision)
     fresh = recipe.model.init == "random"
-    config: Any = fresh_config(folder, recipe.model.config) if fresh else load_config(folder)
-    family = family_of(config)
-    model = meta_model(config)
+    opened = fresh_config(folder, recipe.model.config) if fresh else open_config(folder)
+    config, family = opened
+    model = opened_as(family, meta_model(config))
     with torch.device("meta"):
         adapted = add_lora(model, recipe.lora, recipe.router.train)
     coverage = lora_coverage(adapted)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from moe_finetune.io.tables import aligned
-from moe_finetune.models import Family, family_of
+from moe_finetune.models import Family, family_of_model
 
 if TYPE_CHECKING:
     from torch import nn
@@ -96,7 +96,7 @@ def lora_coverage(model: nn.Module) -> Coverage:
     """
     peft_model: Any = model
     base = peft_model.get_base_model() if hasattr(model, "get_base_model") else peft_model
-    family = family_of(base.config)
+    family = family_of_model(base)
     moe_layers = set(family.moe_layers(base.config))
     adapted = {id(parameter): share for parameter, share in _adapted(model)}
     coverage = Coverage()
@@ -116,17 +116,13 @@ def lora_coverage(model: nn.Module) -> Coverage:
     return coverage
 
 
-def counted(parameters: Mapping[str, tuple[int, ...]], config: Any) -> Coverage:
+def counted(parameters: Mapping[str, tuple[int, ...]], config: Any, family: Family) -> Coverage:
     """Count tensors and parameters by group from names and shapes, with nothing reached.
 
     Args:
         parameters: name and shape of each, as the loaded model has them.
-        config: transformers' config, or the content of ``config.json``.
-
-    Raises:
-        UnsupportedModelError: the config belongs to no family.
+        config: transformers' config.
     """
-    family = family_of(config)
     moe_layers = set(family.moe_layers(config))
     coverage = Coverage()
     for name, shape in parameters.items():

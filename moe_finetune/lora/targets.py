@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import re
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -40,14 +41,12 @@ def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
 
     Raises:
         RecipeError: no module or parameter of the model matches the targets.
-        DataError: the selection of experts is damaged or belongs to another model.
     """
     from peft import LoraConfig
 
     family = family_in(model)
     if family.self_ranking:
         raise RecipeError(f"lora: {family.title} supports only full training; set lora: null")
-    read_selection(model, lora)
     names = [name for name, _ in model.named_modules()]
     modules: list[str] = []
     parameters: list[str] = []
@@ -80,7 +79,8 @@ def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
             f"lora.use_dora: PEFT has no DoRA for parameters, and '{parameters[0]}' of "
             f"{family.title} is adapted as one; leave use_dora out"
         )
-    modules, parameters = _scoped(model, modules), _scoped(model, parameters)
+    scoped = partial(_scoped, model, f"{family.backbone}.layers.")
+    modules, parameters = scoped(modules), scoped(parameters)
     if not modules and not parameters:
         raise RecipeError(
             f"lora.targets: {lora.targets} matches nothing in {family.title}; "
@@ -91,7 +91,7 @@ def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
         re.escape(target): lora.parts[part]
         for part, targets in of_part.items()
         if part in lora.parts
-        for target in _scoped(model, targets)
+        for target in scoped(targets)
     }
     return LoraConfig(
         r=lora.rank,
@@ -104,7 +104,7 @@ def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
         target_modules=modules or [],
         target_parameters=parameters or None,
         # With the block's name: PEFT matches ends, and other modules are called *_gate too.
-        modules_to_save=_scoped(model, [family.router_path]) if router == "full" else None,
+        modules_to_save=scoped([family.router_path]) if router == "full" else None,
         task_type="CAUSAL_LM",
     )
 
@@ -126,14 +126,15 @@ def add_lora(model: nn.Module, lora: LoraSection | None, router: str) -> nn.Modu
             "section with a rank, or load it without quantization"
         )
     without_gradient = _without_gradient(model)
+    router_weight = f".{family_in(model).router_target}"
     if lora is None:
         for name, parameter in model.named_parameters():
-            frozen = router == "frozen" and _is_router(model, name)
+            frozen = router == "frozen" and name.endswith(router_weight)
             parameter.requires_grad_(not frozen and name not in without_gradient)
         return model
     if not adapts(lora, router):
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(_is_router(model, name))
+            parameter.requires_grad_(name.endswith(router_weight))
         for layer in moe_layers(model):
             widen(layer.router)
         return model
@@ -245,14 +246,8 @@ def _widened(router: nn.Module, args: tuple) -> tuple:
     return (args[0].to(next(router.parameters()).dtype), *args[1:])
 
 
-def _is_router(model: nn.Module, name: str) -> bool:
-    family = family_in(model)
-    return name.endswith(f".{family.router_target}")
-
-
-def _scoped(model: nn.Module, targets: list[str]) -> list[str]:
-    """``targets``, by layer if other modules have the same ending, which PEFT would match."""
-    stack = f"{family_in(model).backbone}.layers."
+def _scoped(model: nn.Module, stack: str, targets: list[str]) -> list[str]:
+    """``targets``, by layer if modules outside ``stack`` match their ends, as PEFT would."""
     names = [name for name, _ in chain(model.named_modules(), model.named_parameters())]
     elsewhere = [name for name in names if not name.startswith(stack)]
     scoped: list[str] = []

@@ -17,7 +17,17 @@ from moe_finetune.models.declared import find_family, known_families, using
 for _family in (*table.CORE, autonomy.FAMILY, *table.FAMILIES, *table.COMPOSITES):
     FAMILIES.register(_family.name, _family)
 
-__all__ = ["FAMILIES", "DiskLayout", "Family", "family_of", "find_family", "using"]
+__all__ = [
+    "FAMILIES",
+    "DiskLayout",
+    "Family",
+    "check_supported",
+    "family_of",
+    "family_of_model",
+    "find_family",
+    "opened_as",
+    "using",
+]
 
 
 def family_of(config: Any) -> Family:
@@ -41,6 +51,29 @@ def family_of(config: Any) -> Family:
     if not mapping:
         family.check(config)
     return family
+
+
+def check_supported(config: Any, family: Family) -> None:
+    """Check the transformers config of a ``config.json`` whose family is known.
+
+    Raises:
+        UnsupportedModelError: the class names another language part, or the family refuses an
+            option.
+    """
+    if part_of(config) not in (None, family.part):
+        raise UnsupportedModelError(_refusal(config.to_dict()))
+    family.check(config)
+
+
+def opened_as(family: Family, model: Any) -> Any:
+    """``model``, with a note of its family, which was found when its checkpoint was opened."""
+    model.moe_family = family
+    return model
+
+
+def family_of_model(model: Any) -> Family:
+    """The noted family of a transformers model, or by its config if another program built it."""
+    return getattr(model, "moe_family", None) or family_of(model.config)
 
 
 def _refusal(config: dict[str, Any]) -> str:

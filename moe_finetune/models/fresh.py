@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from moe_finetune.errors import CheckpointError, RecipeError, did_you_mean
 from moe_finetune.io.checkpoint_files import read_config
 from moe_finetune.io.config_file import check_config
-from moe_finetune.models import family_of, native
-from moe_finetune.models.loading import load_config, local_folder
+from moe_finetune.models import Family, check_supported, family_of, native
+from moe_finetune.models.loading import local_folder, open_config
 from moe_finetune.models.structure import class_of
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ FIXED = ("model_type", "architectures", "auto_map", "quantization_config")
 _PER_LAYER = ("layer_types",)
 
 
-def fresh_config(path: str | Path, changes: Mapping[str, Any]) -> PreTrainedConfig:
-    """A checkpoint's config with some keys changed; its weights are not needed.
+def fresh_config(path: str | Path, changes: Mapping[str, Any]) -> tuple[PreTrainedConfig, Family]:
+    """A checkpoint's config with some keys changed, and its family; no weights are needed.
 
     Args:
         path: folder or hub id.
@@ -38,7 +38,7 @@ def fresh_config(path: str | Path, changes: Mapping[str, Any]) -> PreTrainedConf
 
     native.register()
     raw = read_config(local_folder(path, weights=False))
-    base = load_config(path)
+    base, family = open_config(path)
     # A few keys have two names: transformers 5 writes the one, published files have the other.
     changes = dict(changes)
     base = _extended(base, changes.pop("model_type", base.model_type))
@@ -63,11 +63,14 @@ def fresh_config(path: str | Path, changes: Mapping[str, Any]) -> PreTrainedConf
         config = AutoConfig.for_model(base.model_type, **values)
     except (StrictDataclassError, ValueError, TypeError, KeyError, ZeroDivisionError) as error:
         raise RecipeError(f"model.config: {base.model_type} rejects it: {error}") from error
-    family = family_of(config)
+    if config.model_type == family.model_type:
+        check_supported(config, family)
+    else:
+        family = family_of(config)
     experts, selected = family.num_experts(config), family.top_k(config)
     if not 1 <= selected <= experts:
         raise RecipeError(f"model.config: cannot select {selected} of {experts} experts")
-    return config
+    return config, family
 
 
 def _extended(base: PreTrainedConfig, model_type: Any) -> PreTrainedConfig:

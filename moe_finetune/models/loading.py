@@ -14,7 +14,7 @@ from moe_finetune.io.checkpoint_files import COPY_AGAIN, read_config
 from moe_finetune.io.config_file import QUANTIZATION, SAME_CLASS
 from moe_finetune.io.hub import check_hub
 from moe_finetune.io.json_file import read_object
-from moe_finetune.models import family_of, native
+from moe_finetune.models import Family, check_supported, family_of, native
 from moe_finetune.models.chat_template import check_template
 from moe_finetune.models.declared import declare_family_of
 from moe_finetune.models.structure import first_line
@@ -69,8 +69,8 @@ def local_folder(path: str | Path, weights: bool = True, revision: str | None = 
         ) from error
 
 
-def load_config(path: str | Path) -> PreTrainedConfig:
-    """Return the config of a supported checkpoint, without references to remote code.
+def open_config(path: str | Path) -> tuple[PreTrainedConfig, Family]:
+    """Return the config and family of a supported checkpoint, without references to remote code.
 
     Raises:
         CheckpointError: the folder or its ``config.json`` is missing or damaged.
@@ -82,10 +82,15 @@ def load_config(path: str | Path) -> PreTrainedConfig:
         from moe_finetune.quantization.formats import format_of  # needs torch, this file does not
 
         format_of(raw, folder / "config.json")
-    family_of(raw)
+    family = family_of(raw)
     config = parse_config(folder)
-    family_of(config)
-    return config
+    check_supported(config, family)
+    return config, family
+
+
+def load_config(path: str | Path) -> PreTrainedConfig:
+    """The config of :func:`open_config`."""
+    return open_config(path)[0]
 
 
 def parse_config(folder: Path) -> PreTrainedConfig:

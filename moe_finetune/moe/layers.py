@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from moe_finetune.errors import CaptureError
 from moe_finetune.losses.base import ModelFacts
 from moe_finetune.losses.record import Projection, ProjectionFactors
-from moe_finetune.models import Family, family_of
+from moe_finetune.models import Family, family_of_model
 from moe_finetune.moe.checkpointing import inside
 from moe_finetune.moe.context import ForwardContext
 from moe_finetune.moe.experts import ExpertsResult
@@ -70,7 +70,7 @@ def backbone_of(model: nn.Module) -> Any:
 
 def family_in(model: nn.Module) -> Family:
     """The family of the model inside PEFT and other wrappers."""
-    return family_of(causal_lm(model).config)
+    return family_of_model(causal_lm(model))
 
 
 def moe_layers(model: nn.Module) -> list[MoeLayer]:
@@ -96,12 +96,11 @@ def moe_layers(model: nn.Module) -> list[MoeLayer]:
 
 def model_facts(model: nn.Module) -> ModelFacts:
     """Facts about the model that loss terms are checked against."""
-    return config_facts(causal_lm(model).config)
+    return config_facts(causal_lm(model).config, family_in(model))
 
 
-def config_facts(config: Any) -> ModelFacts:
+def config_facts(config: Any, family: Family) -> ModelFacts:
     """:func:`model_facts` from a transformers config, before weights are loaded."""
-    family = family_of(config)
     return ModelFacts(
         moe_layers=tuple(family.moe_layers(config)),
         num_experts=family.num_experts(config),

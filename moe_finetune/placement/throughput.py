@@ -112,11 +112,11 @@ def run_bench(bench: Bench, traces: Sequence[RoutingTrace], dry_run: bool = Fals
 
 def make_arms(bench: Bench, traces: Sequence[RoutingTrace]) -> list[Arm]:
     """Round robin and plan for the first trace's checkpoint, plan for every other's."""
-    from moe_finetune.vllm.serve import merged_folder
+    from moe_finetune.vllm.serve import open_merged
 
     arms: list[Arm] = []
     for trace in traces:
-        base = merged_folder(trace.info.checkpoint)
+        base = open_merged(trace.info.checkpoint).folder
         name = checkpoint_name(trace.info.checkpoint)
         for placement in ("round robin", "planned")[bool(arms) :]:
             folder = bench.output / "checkpoints" / f"{len(arms)}-{placement.replace(' ', '-')}"

@@ -12,6 +12,7 @@ import numpy as np
 from moe_finetune.moe.bias import BiasBalancer
 
 if TYPE_CHECKING:
+    from moe_finetune.checkpoint.contents import Checkpoint
     from moe_finetune.routing.measures import Measures
 
 
@@ -26,11 +27,12 @@ def record(
     """Record the checkpoint, with ``adapter`` if given, on ``sequences`` into ``folder``."""
     import torch
 
+    from moe_finetune.checkpoint import open_checkpoint
     from moe_finetune.checkpoint.loading import load_model
     from moe_finetune.models.loading import local_folder
     from moe_finetune.routing.tracing import trace_model
 
-    base = local_folder(checkpoint)
+    base = open_checkpoint(local_folder(checkpoint), values=True, stored=True)
     device = "cuda" if torch.cuda.is_available() else None
     model: Any = load_model(base, dtype=dtype, device_map=device)
     balancer = None
@@ -47,7 +49,7 @@ def record(
     )
 
 
-def with_adapter(model: Any, base: Path, adapter: Path) -> Any:
+def with_adapter(model: Any, base: Path | Checkpoint, adapter: Path) -> Any:
     """``model`` with the adapter over it, through PEFT, in eval mode.
 
     Raises:

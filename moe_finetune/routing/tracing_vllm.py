@@ -54,11 +54,11 @@ def trace_vllm(
         DependencyError: vLLM cannot be used here.
         CaptureError: vLLM cannot load the checkpoint this way, or does not return its routing.
     """
-    from moe_finetune.models.loading import load_config
+    from moe_finetune.models.loading import open_config
     from moe_finetune.moe.layers import config_facts
 
-    config = load_config(checkpoint)
-    facts = config_facts(config)
+    config, family = open_config(checkpoint)
+    facts = config_facts(config, family)
     texts = [ids_T for rows in sequences.values() for ids_T in rows]
     domains = [domain for domain, rows in sequences.items() for _ in rows]
     writer = TraceWriter(

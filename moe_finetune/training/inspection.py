@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.lora.coverage import Coverage, counted, lora_coverage
-from moe_finetune.models import family_of
+from moe_finetune.models import opened_as
 from moe_finetune.models.structure import meta_model
 
 if TYPE_CHECKING:
@@ -114,15 +114,17 @@ def inspect_checkpoint(
         UnsupportedModelError: no family supports its ``model_type``.
         RecipeError: the recipe's LoRA targets match nothing.
     """
-    from moe_finetune.models.loading import load_config
+    from moe_finetune.models.loading import open_config
 
     memory, verdict, unknown = None, None, None
     checkpoint = _opened(source)
-    config = load_config(str(source)) if checkpoint is None else checkpoint.model_config
-    config = copy.deepcopy(config)
-    model = meta_model(config)
+    if checkpoint is None:
+        config, family = open_config(str(source))
+    else:
+        config, family = copy.deepcopy(checkpoint.model_config), checkpoint.family
+    model = opened_as(family, meta_model(config))
     shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
-    coverage = coverage_of_all = counted(shapes, config)
+    coverage = coverage_of_all = counted(shapes, config, family)
     if recipe is not None:
         import torch
 
@@ -142,7 +144,7 @@ def inspect_checkpoint(
                 memory = plan_memory(adapted, recipe, gpus=gpus)
             except UnsupportedModelError as error:
                 unknown = str(error)
-    family, text = family_of(config), config.get_text_config()
+    text = config.get_text_config()
     experts, top_k = family.num_experts(config), family.top_k(config)
     routed = coverage_of_all.groups["routed experts"].parameters
     return Inspection(

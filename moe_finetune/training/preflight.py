@@ -167,7 +167,7 @@ def check_method(start: Start) -> None:
     from moe_finetune.moe.layers import config_facts
 
     options = {name: term.model_dump() for name, term in start.recipe.method.terms.items()}
-    Objective.from_options(options, config_facts(start.config))
+    Objective.from_options(options, config_facts(start.config, start.family))
 
 
 def check_bias_export(start: Start) -> None:
@@ -214,7 +214,7 @@ def check_teacher_routing(start: Start) -> None:
     from moe_finetune.training.teacher import check_teacher
 
     if "teacher_routing" in start.recipe.method.terms:
-        check_teacher(start.config, start.teacher_config)
+        check_teacher((start.config, start.family), start.teacher)
 
 
 def check_suite(start: Start) -> None:

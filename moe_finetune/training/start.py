@@ -58,11 +58,12 @@ class Start:
         return adapts(self.recipe.lora, self.recipe.router.train)
 
     @cached_property
-    def teacher_config(self) -> Any:
-        """transformers' config of the recipe's teacher; None without one."""
-        from moe_finetune.models.loading import load_config
+    def teacher(self) -> tuple[Any, Family]:
+        """transformers' config of the recipe's teacher, and its family."""
+        from moe_finetune.models.loading import open_config
 
-        return None if self.recipe.teacher is None else load_config(self.recipe.teacher)
+        assert self.recipe.teacher is not None
+        return open_config(self.recipe.teacher)
 
 
 def open_start(recipe: Recipe) -> Start:
@@ -74,17 +75,16 @@ def open_start(recipe: Recipe) -> Start:
         RecipeError: ``model.config`` does not fit the checkpoint's.
     """
     from moe_finetune.checkpoint.opened import open_checkpoint
-    from moe_finetune.models import family_of
     from moe_finetune.models.fresh import check_vocabulary, fresh_config
     from moe_finetune.models.loading import load_tokenizer
 
     folder = base_folder(recipe)
     tokenizer_path = recipe.model.tokenizer or folder
     if recipe.model.init == "random":
-        config = fresh_config(folder, recipe.model.config)
+        config, family = fresh_config(folder, recipe.model.config)
         tokenizer = load_tokenizer(tokenizer_path)
         check_vocabulary(config, tokenizer, tokenizer_path)
-        return Start(recipe, folder, config, family_of(config), tokenizer, None)
+        return Start(recipe, folder, config, family, tokenizer, None)
     checkpoint = open_checkpoint(folder, values=True, stored=True)
     tokenizer = load_tokenizer(tokenizer_path)
     config = checkpoint.model_config
@@ -98,11 +98,12 @@ def start_model(start: Start) -> Any:
     resolution of bfloat16; the trainer then computes in ``model.dtype``.
     """
     from moe_finetune.checkpoint.loading import load_model
+    from moe_finetune.models import opened_as
     from moe_finetune.models.fresh import fresh_model
 
     recipe, attention = start.recipe, start.recipe.model.attn_implementation
     if start.checkpoint is None:
-        return fresh_model(start.config, recipe.seed, attention)
+        return opened_as(start.family, fresh_model(start.config, recipe.seed, attention))
     return load_model(
         start.checkpoint,
         dtype=recipe.model.dtype if recipe.lora is not None else "float32",

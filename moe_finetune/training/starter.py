@@ -11,8 +11,7 @@ from moe_finetune.errors import RecipeError, did_you_mean
 from moe_finetune.evaluation.suites import load_suite
 from moe_finetune.io.atomic import refuse_existing, write_new
 from moe_finetune.losses.presets import PRESETS
-from moe_finetune.models import family_of
-from moe_finetune.models.loading import load_config
+from moe_finetune.models.loading import open_config
 from moe_finetune.recipe.data import DataSection, DataSource
 from moe_finetune.recipe.method import WEIGHTED
 from moe_finetune.recipe.schema import recipe_from_tree
@@ -48,8 +47,7 @@ def describe(checkpoint: str) -> tuple[str, Any, Any]:
         CheckpointError: no such checkpoint.
         UnsupportedModelError: no family supports its ``model_type``.
     """
-    config = load_config(checkpoint)
-    family = family_of(config)
+    config, family = open_config(checkpoint)
     layers = family.moe_layers(config)
     summary = (
         f"{config.model_type}, the architecture of {family.title}: {len(layers)} MoE layers, "

@@ -8,7 +8,7 @@ from torch import Tensor
 from moe_finetune.errors import RecipeError
 from moe_finetune.losses.objective import LayerLoss
 from moe_finetune.losses.record import RoutingRecord
-from moe_finetune.models import family_of
+from moe_finetune.models import Family
 from moe_finetune.moe.context import ForwardOverrides
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.training.callback import SpecializationCallback
@@ -55,22 +55,22 @@ class RoutesAsTeacher(_Trainer):
             return hidden(unwrapped_model, *args, **kwargs)
 
 
-def check_teacher(student: Any, teacher: Any) -> None:
+def check_teacher(student: tuple[Any, Family], teacher: tuple[Any, Family]) -> None:
     """Refuse a teacher whose routers do not match the student's one to one.
 
     Args:
-        student, teacher: their transformers configs.
+        student, teacher: transformers config and family of each.
 
     Raises:
         RecipeError: family, MoE layers or number of experts differ.
     """
-    ours, teacher_family = family_of(student), family_of(teacher)
+    (config, ours), (teacher_config, theirs) = student, teacher
     differing = [
         f"{what} {mine} and {other}"
         for what, mine, other in (
-            ("families", ours.name, teacher_family.name),
-            ("MoE layers", ours.moe_layers(student), teacher_family.moe_layers(teacher)),
-            ("numbers of experts", ours.num_experts(student), teacher_family.num_experts(teacher)),
+            ("families", ours.name, theirs.name),
+            ("MoE layers", ours.moe_layers(config), theirs.moe_layers(teacher_config)),
+            ("numbers of experts", ours.num_experts(config), theirs.num_experts(teacher_config)),
         )
         if mine != other
     ]

@@ -13,6 +13,7 @@ from moe_finetune.vllm.lora_support import LORA_RANKS, LoraSupport
 
 if TYPE_CHECKING:
     from moe_finetune.checkpoint.adapter import Adapter
+    from moe_finetune.checkpoint.contents import Checkpoint
 
 
 def named_adapters(arguments: Sequence[str]) -> tuple[tuple[str, Path], ...]:
@@ -37,7 +38,7 @@ def named_adapters(arguments: Sequence[str]) -> tuple[tuple[str, Path], ...]:
 
 
 def checked_adapters(
-    folder: Path, adapters: Sequence[tuple[str, Path]], cpu: bool, scratch: Path
+    base: Checkpoint, adapters: Sequence[tuple[str, Path]], cpu: bool, scratch: Path
 ) -> list[tuple[str, Adapter]]:
     """The adapters in the form that vLLM reads, unchanged or rewritten below ``scratch``.
 
@@ -47,10 +48,8 @@ def checked_adapters(
     """
     from moe_finetune.checkpoint.adapter import BIAS_FILE, open_adapter
     from moe_finetune.checkpoint.gate import check_adapter
-    from moe_finetune.checkpoint.opened import open_checkpoint
     from moe_finetune.checkpoint.peft_form import peft_folder
 
-    base = open_checkpoint(folder)
     readable: list[tuple[str, Adapter]] = []
     for index, (name, path) in enumerate(adapters):
         opened = check_adapter(path, base)
@@ -100,9 +99,9 @@ def _patterns_by_module(adapter: Adapter, output: Path) -> Adapter:
 
 
 def adapter_arguments(
-    folder: Path, adapters: Sequence[tuple[str, Adapter]], support: LoraSupport
+    base: Checkpoint, adapters: Sequence[tuple[str, Adapter]], support: LoraSupport
 ) -> dict[str, list[str]]:
-    """Options that serve ``adapters`` in addition to the base in ``folder``.
+    """Options that serve ``adapters`` in addition to ``base``.
 
     Args:
         support: vLLM's support for the base's class and for each adapter.
@@ -110,9 +109,7 @@ def adapter_arguments(
     Raises:
         AdapterError: vLLM does not support an adapter; the message gives vLLM's reason.
     """
-    from moe_finetune.checkpoint.opened import open_checkpoint
-
-    family = open_checkpoint(folder).family
+    family = base.family
     rank, modules, any_stacks = 1, [], False
     for (name, adapter), refused in zip(adapters, support.refused, strict=True):
         stacks = any(f".{family.experts_name}." in key for key in adapter.tensors)

@@ -10,20 +10,22 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from moe_finetune.errors import CheckpointError, RecipeError
-from moe_finetune.io.checkpoint_files import COPY_AGAIN
-from moe_finetune.io.json_file import read_object
+from moe_finetune.errors import RecipeError
 from moe_finetune.io.run_folder import checkpoint_in, checkpoint_name
 from moe_finetune.vllm.adapters import adapter_arguments, checked_adapters, named_adapters
 from moe_finetune.vllm.install import CPU_KV_CACHE, is_cpu_build, require_vllm
 from moe_finetune.vllm.lora_support import ask_vllm
 
+if TYPE_CHECKING:
+    from moe_finetune.checkpoint.contents import Checkpoint
+
 VLLM = "vllm.entrypoints.cli.main"
 
 
-def merged_folder(source: str | Path) -> Path:
-    """The folder to serve: a run's ``merged/``, a checkpoint folder, or a hub id's local copy.
+def open_merged(source: str | Path) -> Checkpoint:
+    """The checkpoint to serve: a run's ``merged/``, a folder, or a hub id's local copy.
 
     Raises:
         CheckpointError: ``source`` is an adapter, a run that was not merged, or an incomplete
@@ -32,9 +34,7 @@ def merged_folder(source: str | Path) -> Path:
     from moe_finetune.checkpoint.opened import open_checkpoint
     from moe_finetune.models.loading import local_folder
 
-    folder = local_folder(checkpoint_in(source))
-    open_checkpoint(folder, values=True)
-    return folder
+    return open_checkpoint(local_folder(checkpoint_in(source)), values=True)
 
 
 def serve_command(
@@ -108,7 +108,7 @@ def serve(source: str | Path, adapters: Sequence[str], arguments: Sequence[str])
     Raises:
         CheckpointError, AdapterError, RecipeError, DependencyError: before the server starts.
     """
-    folder, name, named = merged_folder(source), checkpoint_name(source), named_adapters(adapters)
+    merged, name, named = open_merged(source), checkpoint_name(source), named_adapters(adapters)
     chosen = read_arguments(name, arguments)
     for base in chosen.served_model_name:
         if base in dict(named):  # vLLM would answer with the base
@@ -122,12 +122,11 @@ def serve(source: str | Path, adapters: Sequence[str], arguments: Sequence[str])
     with tempfile.TemporaryDirectory(prefix="moe-finetune-") as scratch:
         options = None
         if named:
-            readable = checked_adapters(folder, named, cpu, Path(scratch))
-            config = read_object(folder / "config.json", CheckpointError, COPY_AGAIN)
-            architecture = (config.get("architectures") or [""])[0]
+            readable = checked_adapters(merged, named, cpu, Path(scratch))
+            architecture = (merged.config.get("architectures") or [""])[0]
             support = ask_vllm(architecture, [adapter.folder for _, adapter in readable])
-            options = adapter_arguments(folder, readable, support)
-        command = serve_command(folder, name, cpu, arguments, options)
+            options = adapter_arguments(merged, readable, support)
+        command = serve_command(merged.folder, name, cpu, arguments, options)
         if cpu:
             os.environ.update({**CPU_KV_CACHE, **os.environ})
         print(shlex.join(command), file=sys.stderr, flush=True)

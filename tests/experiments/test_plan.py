@@ -91,7 +91,7 @@ def test_a_random_model_is_counted_as_it_is_built(tiny_checkpoint):
     scratch = recipe(
         path, lora=None, model={"path": str(path), "init": "random", "config": changes}
     )
-    built = fresh_model(fresh_config(path, changes), 0)
+    built = fresh_model(fresh_config(path, changes)[0], 0)
     parameters = sum(p.numel() for p in built.parameters())
     size = model_size(scratch)
     assert size.parameters == size.trained == parameters

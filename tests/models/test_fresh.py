@@ -33,7 +33,7 @@ def without_weights(tiny_checkpoint, tmp_path):
 @pytest.mark.parametrize("family", tiny.FAMILY_NAMES)
 def test_every_weight_is_random_and_of_the_families_size(family, without_weights):
     folder = without_weights(family)
-    config = fresh_config(folder, {"num_experts_per_tok": 2, "num_hidden_layers": 2})
+    config, _ = fresh_config(folder, {"num_experts_per_tok": 2, "num_hidden_layers": 2})
     model = fresh_model(config, seed=5)
     assert family_of(config).top_k(config) == 2 and len(model.get_decoder().layers) == 2
     assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -57,7 +57,7 @@ def test_every_weight_is_random_and_of_the_families_size(family, without_weights
 
 @pytest.mark.parametrize("shared", [None, 1])
 def test_shared_experts_come_and_go(shared, without_weights):
-    config = fresh_config(without_weights("deepseek_moe"), {"n_shared_experts": shared})
+    config, _ = fresh_config(without_weights("deepseek_moe"), {"n_shared_experts": shared})
     names = [name for name, _ in fresh_model(config, 0).named_parameters() if "shared" in name]
     assert bool(names) == (shared is not None)
 
@@ -84,7 +84,7 @@ def test_shared_experts_come_and_go(shared, without_weights):
 )
 def test_sizes_that_make_no_model_are_refused(changes, message, without_weights):
     with pytest.raises(RecipeError, match=message):
-        fresh_model(fresh_config(without_weights("qwen3_moe"), changes), 0)
+        fresh_model(fresh_config(without_weights("qwen3_moe"), changes)[0], 0)
 
 
 def test_a_model_without_moe_layers_is_refused(without_weights):
@@ -100,15 +100,16 @@ def test_both_names_of_a_key_are_the_key(key, without_weights):
         raw = json.loads((folder / "config.json").read_text())
         raw = {k: v for k, v in raw.items() if k not in ("num_experts", "num_local_experts")}
         (folder / "config.json").write_text(json.dumps({**raw, written: 12}))
-        config = fresh_config(folder, {key: 7})
+        config, _ = fresh_config(folder, {key: 7})
         assert family_of(config).num_experts(config) == 7
-        assert fresh_config(folder, {}).num_experts == 12
+        assert fresh_config(folder, {})[0].num_experts == 12
 
 
 def test_a_tokenizer_that_is_too_large_is_refused(without_weights):
     folder = without_weights("qwen3_moe")
     with pytest.raises(CheckpointError, match=r"260 tokens, .* vocab_size is 99"):
-        check_vocabulary(fresh_config(folder, {"vocab_size": 99}), load_tokenizer(folder), folder)
+        config, _ = fresh_config(folder, {"vocab_size": 99})
+        check_vocabulary(config, load_tokenizer(folder), folder)
 
 
 def recipe(path: Path | str, **sections) -> Recipe:
@@ -176,7 +177,7 @@ def test_a_run_from_scratch_ends_with_an_ordinary_checkpoint(dtype, without_weig
     assert saved["dtype"] == dtype and saved["num_hidden_layers"] == 4
     trained = load_model(run / "merged")
     assert trained.dtype == getattr(torch, dtype)
-    start = fresh_model(fresh_config(folder, config), seed=3)
+    start = fresh_model(fresh_config(folder, config)[0], seed=3)
     begun = dict(start.named_parameters())
     assert {n for n, _ in trained.named_parameters()} == begun.keys()
     moved = {n for n, p in trained.named_parameters() if not torch.equal(p.float(), begun[n])}

@@ -14,7 +14,7 @@ from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.full_weights import live_weights
 from moe_finetune.training.model_files import StoredWeights
 from moe_finetune.training.resumable import ResumableTrainer
-from moe_finetune.vllm.serve import merged_folder
+from moe_finetune.vllm.serve import open_merged
 from tests import tiny
 from tests.training.cases import collate, rows
 
@@ -64,7 +64,7 @@ def test_a_model_without_an_adapter(tmp_path, family):
     check_fit(opened)
     assert {info.file.name for info in opened.tensors.values()} == {"model.safetensors"}
     assert (folder / "model.safetensors.index.json").is_file()  # or vLLM reads the optimizer, too
-    assert merged_folder(folder) == folder
+    assert open_merged(folder).folder == folder
     assert load_tokenizer(folder).encode("Sum") == tiny.tokenizer().encode("Sum")
     assert torch.equal(logits(load_model(folder, dtype="float32")), logits(model))
     stored, live = StoredWeights(folder, model), live_weights(model)

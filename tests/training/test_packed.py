@@ -12,6 +12,7 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from moe_finetune import cli
+from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.evaluation.transformers_backend import open_transformers
 from moe_finetune.models import FAMILIES, using
 from moe_finetune.models.base import Rows
@@ -176,7 +177,7 @@ def test_rollouts_beside_padding_are_refused(family, recipe, capsys, tmp_path):
 
 
 def test_an_evaluation_beside_padding_takes_one_prompt_at_a_time(recipe, caplog):
-    folder = recipe("minimax").parent / "minimax"
-    model, settings, _ = open_transformers(folder, None, 4, "float32", 0)
+    base = open_checkpoint(recipe("minimax").parent / "minimax", values=True)
+    model, settings, _ = open_transformers(base, None, 4, "float32", 0)
     assert settings["batch_size"] == model.batch_size == 1
     assert "MiniMax-01 computes wrong logits" in caplog.text

@@ -6,6 +6,7 @@ from datasets import Dataset
 
 from moe_finetune.errors import RecipeError
 from moe_finetune.lora.targets import add_lora
+from moe_finetune.models import FAMILIES
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.sections import LoraSection
@@ -119,11 +120,12 @@ def test_the_routers_learn_the_teachers(tmp_path, family, score, checkpointing):
 
 def test_a_teacher_that_does_not_fit_is_refused(tmp_path):
     config = tiny.config("qwen3_moe")
-    check_teacher(config, config)
+    family = FAMILIES["qwen3_moe"]
+    check_teacher((config, family), (config, family))
     other = tiny.config("qwen3_moe")
     other.num_experts, other.num_hidden_layers = 16, 4
     with pytest.raises(RecipeError) as caught:
-        check_teacher(config, other)
+        check_teacher((config, family), (other, family))
     assert "MoE layers [0, 1, 2] and [0, 1, 2, 3]; numbers of experts 12 and 16" in str(
         caught.value
     )

@@ -15,13 +15,14 @@ from safetensors.torch import save_file
 
 from moe_finetune import cli
 from moe_finetune.checkpoint.adapter import open_adapter
+from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.errors import AdapterError, CheckpointError, EvaluationError, RecipeError
 from moe_finetune.evaluation.backends import open_backend
 from moe_finetune.evaluation.parity import parity
 from moe_finetune.evaluation.server import server_models
 from moe_finetune.vllm.adapters import adapter_arguments, checked_adapters, named_adapters
 from moe_finetune.vllm.lora_support import LoraSupport, ask_vllm, support_in_vllm
-from moe_finetune.vllm.serve import merged_folder, serve, serve_command
+from moe_finetune.vllm.serve import open_merged, serve, serve_command
 from tests.checkpoint.helpers import EXPERTS, select
 from tests.checkpoint.helpers import adapter as random_adapter
 from tests.evaluation.local import write_suite
@@ -62,16 +63,16 @@ def test_refused_arguments(argument):
 
 def test_what_is_served(tmp_path, tiny_checkpoint):
     base = tiny_checkpoint("qwen3_moe")
-    assert merged_folder(base) == base
+    assert open_merged(base).folder == base
     run = tmp_path / "run"
     run.mkdir()
     (run / "adapter").mkdir()
     with pytest.raises(CheckpointError, match="moe-finetune merge"):
-        merged_folder(run)
+        open_merged(run)
     (run / "merged").symlink_to(base)
-    assert merged_folder(run) == run / "merged"
+    assert open_merged(run).folder == run / "merged"
     with pytest.raises(CheckpointError, match="no such folder"):
-        merged_folder(tmp_path / "nowhere")
+        open_merged(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(
@@ -97,12 +98,13 @@ def test_a_used_port_is_refused_before_anything_starts(capsys, tiny_checkpoint, 
 
 def test_adapters_by_name_are_served_on_a_gpu(tmp_path, tiny_checkpoint):
     base = tiny_checkpoint("qwen3_moe")
+    checkpoint = open_checkpoint(base)
     law = random_adapter(base, tmp_path / "law", r=9, target_parameters=list(EXPERTS))
     plain = random_adapter(base, tmp_path / "plain", **ATTENTION)
     given = named_adapters([str(law), f"calm={plain}"])
     assert given == (("law", law), ("calm", plain))
-    adapters = checked_adapters(base, given, False, tmp_path / "scratch")
-    found = adapter_arguments(base, adapters, LoraSupport(True, refused=(None, None)))
+    adapters = checked_adapters(checkpoint, given, False, tmp_path / "scratch")
+    found = adapter_arguments(checkpoint, adapters, LoraSupport(True, refused=(None, None)))
     assert found["--max-lora-rank"] == ["16"] and found["--max-loras"] == ["2"]
     assert "--enable-mixed-moe-lora-format" in found and "--enable-lora" in found
     assert [json.loads(module) for module in found["--lora-modules"]] == [
@@ -111,10 +113,10 @@ def test_adapters_by_name_are_served_on_a_gpu(tmp_path, tiny_checkpoint):
     ]
     command = serve_command(base, "base", False, (), found)
     assert pairs(command)["--max-lora-rank"] == "16"
-    alone = adapter_arguments(base, adapters[1:], LoraSupport(True, refused=(None,)))
+    alone = adapter_arguments(checkpoint, adapters[1:], LoraSupport(True, refused=(None,)))
     assert "--enable-mixed-moe-lora-format" not in alone
     stacked = LoraSupport(True, stacked=True, refused=(None, None))
-    assert "--enable-mixed-moe-lora-format" not in adapter_arguments(base, adapters, stacked)
+    assert "--enable-mixed-moe-lora-format" not in adapter_arguments(checkpoint, adapters, stacked)
     for wrong in ([str(law), str(law)], [f"={law}"], ["law="]):
         with pytest.raises(RecipeError, match="--adapter"):
             named_adapters(wrong)
@@ -130,21 +132,23 @@ def test_adapters_by_name_are_served_on_a_gpu(tmp_path, tiny_checkpoint):
 )
 def test_what_no_class_can_serve(tmp_path, tiny_checkpoint, options, cpu, reason):
     base = tiny_checkpoint("deepseek_v2" if "kv_b_proj" in reason else "qwen3_moe")
+    checkpoint = open_checkpoint(base)
     adapter = random_adapter(base, tmp_path / "adapter", **options)
     with pytest.raises(AdapterError) as caught:
-        checked_adapters(base, [("a", adapter)], cpu, tmp_path / "scratch")
+        checked_adapters(checkpoint, [("a", adapter)], cpu, tmp_path / "scratch")
     assert reason in str(caught.value) and "moe-finetune merge" in str(caught.value)
 
 
 def test_chosen_experts_are_filled_up_and_a_bias_is_refused(tmp_path, tiny_checkpoint):
     base = tiny_checkpoint("qwen3_moe")
+    checkpoint = open_checkpoint(base)
     adapter = random_adapter(base, tmp_path / "adapter", **ATTENTION)
     save_file({"bias.1": torch.zeros(12)}, adapter / "router_bias.safetensors")
     with pytest.raises(AdapterError, match="routing bias"):
-        checked_adapters(base, [("a", adapter)], False, tmp_path / "scratch")
+        checked_adapters(checkpoint, [("a", adapter)], False, tmp_path / "scratch")
     whole = random_adapter(base, tmp_path / "whole", target_parameters=list(EXPERTS))
     chosen = select(whole, base, {1: [3, 10]}, tmp_path / "chosen")
-    ((_, filled),) = checked_adapters(base, [("a", chosen)], False, tmp_path / "scratch")
+    ((_, filled),) = checked_adapters(checkpoint, [("a", chosen)], False, tmp_path / "scratch")
     stacks = [key for key in filled.tensors if ".experts." in key]
     assert {key.split(".")[2] for key in stacks} == {"1"}
     assert filled.folder != chosen and filled.metadata.experts is None
@@ -153,11 +157,12 @@ def test_chosen_experts_are_filled_up_and_a_bias_is_refused(tmp_path, tiny_check
 def test_patterns_of_parameters_name_modules_for_vllm(tmp_path, tiny_checkpoint):
     """vLLM would give a router's or shared expert's factors the rank of all others."""
     base = tiny_checkpoint("qwen3_moe")
+    checkpoint = open_checkpoint(base)
     options = {"rank_pattern": {r"mlp\.gate\.weight": 2}, "alpha_pattern": {"gate.weight": 9}}
     adapter = random_adapter(
         base, tmp_path / "adapter", **options, target_parameters=["gate.weight"]
     )
-    ((_, found),) = checked_adapters(base, [("a", adapter)], False, tmp_path / "scratch")
+    ((_, found),) = checked_adapters(checkpoint, [("a", adapter)], False, tmp_path / "scratch")
     assert found.config["rank_pattern"] == {r"mlp\.gate": 2}
     assert found.config["alpha_pattern"] == {"gate": 9}
     assert (found.folder / "adapter_model.safetensors").resolve().parent == adapter
@@ -310,13 +315,14 @@ def test_vllm_knows_every_option(tmp_path, tiny_checkpoint):
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     base = tiny_checkpoint("qwen3_moe")
+    checkpoint = open_checkpoint(base)
     law = random_adapter(base, tmp_path / "law", r=9, target_parameters=list(EXPERTS))
     plain = random_adapter(base, tmp_path / "plain", **ATTENTION)
     given = (("law", law), ("calm", plain))
-    adapters = checked_adapters(base, given, False, tmp_path / "scratch")
+    adapters = checked_adapters(checkpoint, given, False, tmp_path / "scratch")
     support = ask_vllm("Qwen3MoeForCausalLM", [law, plain])  # in a process of its own
     assert support == support_in_vllm("Qwen3MoeForCausalLM", [law, plain])
-    arguments = adapter_arguments(base, adapters, support)
+    arguments = adapter_arguments(checkpoint, adapters, support)
     parser = make_arg_parser(FlexibleArgumentParser())
     found = parser.parse_args(serve_command(base, "base", False, (), arguments)[4:])
     assert found.model_tag == str(base) and found.host == "127.0.0.1"
@@ -335,15 +341,16 @@ def test_vllm_knows_every_option(tmp_path, tiny_checkpoint):
 @needs_vllm
 def test_vllm_is_asked_what_its_classes_support(tmp_path, tiny_checkpoint):
     base = tiny_checkpoint("qwen3_moe")
+    checkpoint = open_checkpoint(base)
     saved = random_adapter(base, tmp_path / "saved", **ATTENTION, modules_to_save=["gate"])
     dora = random_adapter(base, tmp_path / "dora", **ATTENTION, use_dora=True)
     support = support_in_vllm("Qwen3MoeForCausalLM", [saved, dora])
     assert support.supported and support.gated and not support.stacked
     opened = [("saved", open_adapter(saved)), ("dora", open_adapter(dora))]
     with pytest.raises(AdapterError, match=r"modules_to_save.*moe-finetune merge"):
-        adapter_arguments(base, opened, support)
+        adapter_arguments(checkpoint, opened, support)
     with pytest.raises(AdapterError, match=r"DoRA.*moe-finetune merge"):
-        adapter_arguments(base, opened[1:], replace(support, refused=support.refused[1:]))
+        adapter_arguments(checkpoint, opened[1:], replace(support, refused=support.refused[1:]))
     gpt_oss = support_in_vllm("GptOssForCausalLM", [])
     assert gpt_oss.supported and gpt_oss.stacked
     assert support_in_vllm("Glm4MoeForCausalLM", []).supported
@@ -351,7 +358,7 @@ def test_vllm_is_asked_what_its_classes_support(tmp_path, tiny_checkpoint):
     assert not support_in_vllm("NobodysForCausalLM", []).supported
     unknown = LoraSupport(False, refused=(None,))
     with pytest.raises(AdapterError, match="has no LoRA"):
-        adapter_arguments(base, opened[1:], unknown)
+        adapter_arguments(checkpoint, opened[1:], unknown)
 
 
 @pytest.mark.vllm
@@ -362,6 +369,7 @@ def test_vllm_reads_our_ranks_and_scalings(tmp_path, tiny_checkpoint):
     from vllm.lora.peft_helper import PEFTHelper
 
     base = tiny_checkpoint("qwen3_moe")
+    checkpoint = open_checkpoint(base)
     adapter = random_adapter(
         base,
         tmp_path / "adapter",
@@ -370,7 +378,7 @@ def test_vllm_reads_our_ranks_and_scalings(tmp_path, tiny_checkpoint):
         rank_pattern={"mlp.gate.weight": 2, "mlp.experts.gate_up_proj": 6, "o_proj": 3},
         alpha_pattern={"mlp.gate.weight": 5, "mlp.experts.down_proj": 7},
     )
-    ((_, served),) = checked_adapters(base, [("a", adapter)], False, tmp_path / "scratch")
+    ((_, served),) = checked_adapters(checkpoint, [("a", adapter)], False, tmp_path / "scratch")
     helper = PEFTHelper.from_local_dir(str(served.folder), None)
     names = {"q_proj", "k_proj", "v_proj", "o_proj", "gate", "experts"}
     loras = LoRAModel.from_local_checkpoint(
