@@ -1,5 +1,7 @@
 """``serve``: run ``vllm serve`` on a merged checkpoint, or on a base with adapters."""
 
+from __future__ import annotations
+
 import argparse
 import os
 import runpy
