@@ -1,5 +1,6 @@
 """Render conversations with a chat template, in the forms of content and calls it accepts."""
 
+import itertools
 import json
 import math
 import resource
@@ -22,6 +23,8 @@ MARK = "q7Zx"
 """A text that occurs in no conversation."""
 KEY, VALUE = f"k{MARK}", f"v{MARK}"
 _NAME = f"f{MARK}"
+_IDS = "a1b2c3d4e", f"functions.{_NAME}:0"
+"""Ids of a test call: Mistral takes nine letters or digits; Kimi-K2 writes the id and no name."""
 
 
 class RenderingError(DataError):
@@ -119,7 +122,7 @@ class Template:
     def __init__(self, text: str, marked: str | None, variables: Mapping[str, Any]):
         self.text, self.marked, self.variables = text, marked, dict(variables)
         self._kinds: dict[str, str] = {}
-        self._calls: tuple[bool, bool] | None = None
+        self._calls: tuple[bool, bool, str] | None = None
 
     def render(self, turns: Sequence[Turn], extra: Mapping[str, Any], prompt: bool = False) -> str:
         """The text of ``turns``; with ``prompt`` it ends with the generation prompt."""
@@ -171,7 +174,7 @@ class Template:
         turn = {key: value for key, value in turn.items() if key != "train"}
         content = turn.get("content")
         if turn.get("tool_calls"):
-            text, null = self._call_kind()
+            text, null, _ = self._call_kind()
             turn["tool_calls"] = [_with_arguments(call, text) for call in turn["tool_calls"]]
             if content is None:
                 turn["content"] = None if null else ""
@@ -199,20 +202,23 @@ class Template:
             return [question, turn]
         if role != "tool":
             return [turn] if role == "user" else [turn, question]
-        text, null = self._call_kind()
-        called = {"role": "assistant", "content": None if null else "", "tool_calls": [_call(text)]}
-        return [question, called, {**turn, "name": _NAME, "tool_call_id": "a1b2c3d4e"}]
+        text, null, id_ = self._call_kind()
+        content = None if null else ""
+        called = {"role": "assistant", "content": content, "tool_calls": [_call(text, id_)]}
+        return [question, called, {**turn, "name": _NAME, "tool_call_id": id_}]
 
-    def _call_kind(self) -> tuple[bool, bool]:
-        """Whether a call's arguments are JSON text, and whether its turn's content may be null."""
+    def _call_kind(self) -> tuple[bool, bool, str]:
+        """Whether a call's arguments are JSON text, whether its turn's content may be null, and an
+        id that the template accepts.
+        """
         if self._calls is None:
-            for text, null in ((False, True), (False, False), (True, True), (True, False)):
+            for id_, text, null in itertools.product(_IDS, (False, True), (True, False)):
                 content = None if null else ""
-                called = {"role": "assistant", "content": content, "tool_calls": [_call(text)]}
+                called = {"role": "assistant", "content": content, "tool_calls": [_call(text, id_)]}
                 turns: list[Turn] = [{"role": "user", "content": "x"}, called]
                 rendered = self._tried(turns, _NAME, KEY, VALUE)
                 if rendered and "None" not in rendered and f"{{'{KEY}'" not in rendered:
-                    self._calls = text, null
+                    self._calls = text, null, id_
                     break
             else:
                 raise RenderingError(
@@ -220,6 +226,11 @@ class Template:
                     "data.chat_template, or ignore them with data.ignore: [tool_calls]"
                 )
         return self._calls
+
+    @property
+    def writes_ids(self) -> bool:
+        """Whether the template writes a call's id in place of its name, as Kimi-K2's does."""
+        return self._call_kind()[2] == _IDS[1]
 
     def _tried(self, turns: Sequence[Turn], *parts: str) -> str | None:
         """The text of ``turns`` if it contains all ``parts``, else None."""
@@ -243,9 +254,9 @@ class Template:
             raise RenderingError(f"the chat template rejects these messages: {error}") from error
 
 
-def _call(text: bool) -> dict[str, Any]:
+def _call(text: bool, id_: str) -> dict[str, Any]:
     function = {"name": _NAME, "arguments": {KEY: VALUE}}
-    return _with_arguments({"id": "a1b2c3d4e", "type": "function", "function": function}, text)
+    return _with_arguments({"id": id_, "type": "function", "function": function}, text)
 
 
 def _with_arguments(call: Mapping[str, Any], text: bool) -> dict[str, Any]:

@@ -40,7 +40,8 @@ class UnreadFields:
                 if field == "role" or value in (None, "", [], {}):
                     continue
                 thought = isinstance(value, str) and "</think>" in value
-                key = (field, i == 0, previous_role, thought, *kind_of(turn))
+                by_id = field == "tool_calls" and all(map(_id_has_name, value))
+                key = (field, i == 0, previous_role, thought, by_id, *kind_of(turn))
                 if key not in self._unread:
                     self._unread[key] = self._is_unread(turns, i, field, extra)
                 if self._unread[key]:
@@ -66,6 +67,12 @@ class UnreadFields:
                     raise RenderingError(
                         f"turn {index}: 'content': the chat template omits all or part of it; "
                         "choose another with data.chat_template"
+                    )
+                if field == "tool_calls" and self._template.writes_ids:
+                    raise RenderingError(
+                        f"turn {index}: 'tool_calls': the chat template writes a call's id in "
+                        "place of its name; give each call the id functions.NAME:INDEX, and its "
+                        "result the same tool_call_id"
                     )
                 read = "all of them" if field == "tool_calls" else "it"  # some read one call
                 raise RenderingError(
@@ -109,12 +116,21 @@ def kind_of(turn: Turn) -> tuple[Any, ...]:
     return turn["role"], *fields
 
 
+def _id_has_name(call: Mapping[str, Any]) -> bool:
+    return f"functions.{call['function']['name']}:" in str(call.get("id"))
+
+
 def _changes(turn: Turn, field: str) -> Iterator[Turn]:
     """``turn`` with a change in ``field``, once for each part that a template may not read."""
     value = turn[field]
     if field == "tool_calls":
         named, with_argument = copy.deepcopy(value), copy.deepcopy(value)
-        named[-1]["function"]["name"] += MARK
+        # Kimi-K2 writes a call's id in place of its name; the last call whose id lacks it decides.
+        call = next((call for call in reversed(named) if not _id_has_name(call)), named[-1])
+        name = call["function"]["name"]
+        if _id_has_name(call):
+            call["id"] = call["id"].replace(name, f"{name}{MARK}")
+        call["function"]["name"] += MARK
         yield {**turn, field: named}
         function = with_argument[-1]["function"]
         text = isinstance(function["arguments"], str)

@@ -171,6 +171,39 @@ def test_arguments_stay_the_text_that_they_were_where_a_template_writes_text():
         )
 
 
+BY_ID = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}[{{ c['id'] }}|{{ c.function.arguments | tojson }}]"
+    "{% endfor %}{% if m.role == 'tool' %} of {{ m.tool_call_id }}{% endif %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""How Kimi-K2's template writes a call: the id, which has the function's name, and no name."""
+
+
+def test_calls_whose_name_is_in_their_id():
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = BY_ID
+
+    def row(*ids):
+        arguments = {"city": "Bonn"}
+        function = {"type": "function", "function": {"name": "rain", "arguments": arguments}}
+        calls = [{**function, "id": id_} for id_ in ids]
+        result = {"role": "tool", "tool_call_id": ids[-1], "name": "rain", "content": "7 mm"}
+        called = {"role": "assistant", "content": None, "tool_calls": calls}
+        return {"messages": [ASK, called, result, YES]}
+
+    text = learned(row("functions.rain:0", "functions.rain:1"), tokenizer)
+    assert text == (
+        "<|im_start|>user\nWet?<|im_end|><|im_start|>assistant\n"
+        '⟦[functions.rain:0|{"city": "Bonn"}][functions.rain:1|{"city": "Bonn"}]<|im_end|>⟧'
+        "<|im_start|>tool\n7 mm of functions.rain:1<|im_end|>"
+        "<|im_start|>assistant\n⟦Yes.<|im_end|>⟧"
+    )
+    for ids in (["c12345678"], ["c12345678", "functions.rain:1"]):
+        with pytest.raises(DataError, match=r"turn 1.*give each call the id functions\.NAME:INDEX"):
+            learned(row(*ids), tokenizer)
+
+
 THOUGHT = {"role": "assistant", "content": "Yes.", "reasoning_content": "It rains."}
 PARTS = [{"type": "text", "text": "We"}, {"type": "text", "text": "t?"}]
 
