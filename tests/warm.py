@@ -27,6 +27,7 @@ import importlib
 import inspect
 import json
 import os
+import pickle
 import pkgutil
 import runpy
 import signal
@@ -173,8 +174,11 @@ def _spawn(
 
 def _order(given: Mapping[str, Any]) -> dict[str, Any] | None:
     """What is to be run, or None for something that is not run warm."""
-    plain = not given["shell"] and given["preexec_fn"] is None and given["executable"] is None
-    if not plain or isinstance(given["args"], (str, bytes, os.PathLike)):
+    if (
+        given["shell"]
+        or given["executable"] is not None
+        or isinstance(given["args"], (str, bytes, os.PathLike))
+    ):
         return None
     head, *words = [os.fsdecode(word) for word in given["args"]]
     words = words[words[:1] == ["-B"] :]  # what the environment says already
@@ -202,6 +206,7 @@ def _order(given: Mapping[str, Any]) -> dict[str, Any] | None:
         "environment": {os.fsdecode(k): os.fsdecode(v) for k, v in environment.items()},
         "folder": os.fsdecode(given["cwd"] or os.getcwd()),
         "session": bool(given["start_new_session"]),
+        "before": pickle.dumps(given["preexec_fn"]).hex(),
     }
 
 
@@ -290,6 +295,8 @@ def _become(order: dict[str, Any], descriptors: list[int]) -> None:
     """Take on everything by which a new process differs from the one that it was forked from."""
     if order["session"]:
         os.setsid()
+    if before := pickle.loads(bytes.fromhex(order["before"])):
+        before()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     targets = [0, 1, 2, *order["pass"]]

@@ -267,7 +267,8 @@ def serve(
 
     if source.startswith("-"):
         raise typer.BadParameter(f"{source}: give the run or checkpoint before vLLM's options")
-    run_server(source, adapter or (), context.args)
+    if code := run_server(source, adapter or (), context.args):
+        raise typer.Exit(code)
 
 
 @app.command()
@@ -298,7 +299,11 @@ def read_order(file: Path, checkpoint: Path) -> dict[int, list[int]]:
     from moe_finetune.io.checkpoint_files import read_config
     from moe_finetune.placement.plan import PlacementPlan
 
-    if file.is_file() and "format" not in read_mapping(file):
+    if not file.is_file():
+        raise CheckpointError(
+            f"{file}: no such file; give a plan of 'moe-finetune place', or a permutation"
+        )
+    if "format" not in read_mapping(file):
         return read_permutation(file)
     plan = PlacementPlan.read(file)
     model_type = read_config(checkpoint).get("model_type")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from moe_finetune.cli.app import app, write_json
+from moe_finetune.cli.app import app, grouped, write_json
 from moe_finetune.io import write_new
 from moe_finetune.io.run_folder import results_in
 
@@ -26,7 +26,10 @@ class Overflow(enum.StrEnum):
     truncate = "truncate"
 
 
-@app.command("eval")
+@app.command(
+    "eval",
+    cls=grouped({"backend": "Model and backend", "judge": "Judgments by a model or by people"}),
+)
 def evaluate(
     sources: Annotated[
         list[str],
@@ -42,8 +45,35 @@ def evaluate(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder for results.json or the sheets.")
     ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option("--data-dir", help="Folder of local task data.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="Evaluate only the first N items.")
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="LABEL", help="Evaluate only this task; may be repeated."),
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Report what can run, what is missing, and its size; run nothing."
+        ),
+    ] = False,
+    overflow: Annotated[
+        Overflow,
+        typer.Option("--overflow", help="What to do with prompts longer than the context."),
+    ] = Overflow.error,
+    allow_unsafe_local: Annotated[
+        bool, typer.Option("--allow-unsafe-local", help="Run generated programs without a sandbox.")
+    ] = False,
+    seed: Annotated[
+        int, typer.Option("--seed", help="Seed of few-shot examples, bootstraps and vLLM.")
+    ] = 0,
     backend: Annotated[
-        Backend | None, typer.Option("--backend", "-b", help="Default: vllm where usable.")
+        Backend | None,
+        typer.Option("--backend", "-b", help="What runs the model; default: vllm where usable."),
     ] = None,
     adapter: Annotated[
         Path | None, typer.Option("--adapter", help="PEFT adapter to apply (hf only).")
@@ -62,22 +92,24 @@ def evaluate(
             "--candidates", metavar="N", min=1, help="Candidates of --determinantal; default: all."
         ),
     ] = None,
-    data_dir: Annotated[
-        Path | None, typer.Option("--data-dir", help="Folder of local task data.")
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option("--limit", min=1, help="Evaluate only the first N items.")
-    ] = None,
-    only: Annotated[
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="Number format of the computation.")
+    ] = "auto",
+    batch_size: Annotated[
+        str, typer.Option("--batch-size", metavar="N|auto", help="Requests in one batch.")
+    ] = "auto",
+    vllm: Annotated[
         list[str] | None,
-        typer.Option("--only", metavar="LABEL", help="Evaluate only this task; may be repeated."),
-    ] = None,
-    check: Annotated[
-        bool,
         typer.Option(
-            "--check", help="Report what can run, what is missing, and its size; run nothing."
+            "--vllm", metavar="KEY=VALUE", help="Argument of vLLM's engine; may be repeated."
         ),
-    ] = False,
+    ] = None,
+    base_url: Annotated[
+        str | None, typer.Option("--base-url", help="The server's address.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="The model's name on the server.")
+    ] = None,
     parity: Annotated[
         list[Backend] | None,
         typer.Option(
@@ -86,14 +118,6 @@ def evaluate(
             help="Compare the answers of two backends; give it twice.",
         ),
     ] = None,
-    overflow: Annotated[
-        Overflow,
-        typer.Option("--overflow", help="What to do with prompts longer than the context."),
-    ] = Overflow.error,
-    allow_unsafe_local: Annotated[
-        bool,
-        typer.Option("--allow-unsafe-local", help="Run generated programs without a sandbox."),
-    ] = False,
     judge: Annotated[
         str | None,
         typer.Option("--judge", metavar="MODEL", help="Let this model judge the answers."),
@@ -118,25 +142,6 @@ def evaluate(
         Path | None,
         typer.Option("--key", metavar="FILE", exists=True, help="The sheets' key.json."),
     ] = None,
-    vllm: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--vllm", metavar="KEY=VALUE", help="Argument of vLLM's engine; may be repeated."
-        ),
-    ] = None,
-    base_url: Annotated[
-        str | None, typer.Option("--base-url", help="The server's address.")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option("--model", help="The model's name on the server.")
-    ] = None,
-    batch_size: Annotated[
-        str, typer.Option("--batch-size", metavar="N|auto", help="Requests in one batch.")
-    ] = "auto",
-    dtype: Annotated[
-        str, typer.Option("--dtype", help="Number format of the computation.")
-    ] = "auto",
-    seed: Annotated[int, typer.Option("--seed")] = 0,
 ) -> None:
     """Evaluate a checkpoint on a suite; the same command continues an interrupted evaluation.
 

@@ -132,8 +132,13 @@ def headline(values: Mapping[str, Any], output: Path) -> str:
         value = values.get(section)
         return str(value.get(key, default) if isinstance(value, Mapping) else value or default)
 
-    method, rows = of("method", "preset", "no preset"), of("data", "train", "no data")
-    return f"train: {method} on {of('model', 'path', 'no model')} with {rows} -> {output}"
+    preset, rows = of("method", "preset", "none"), of("data", "train", "no data")
+    method = values.get("method")
+    terms = method.get("terms") if isinstance(method, Mapping) else None
+    added = preset if preset != "none" else "its own terms" if terms else "no added losses"
+    stage = values.get("stage") or "sft"
+    model = of("model", "path", "no model")
+    return f"train: {stage} of {model} on {rows} with {added} -> {output}"
 
 
 @app.command()

@@ -78,6 +78,11 @@ def run(request: Request) -> int:
             f"{request.sources[1]} has no results.json; evaluate one checkpoint at a time"
         )
     if request.suite is None:
+        if _validates(request):
+            raise EvaluationError(
+                f"{request.sources[0]} has no {RESULTS_FILE}; give the folder of an evaluation, or "
+                "evaluate now with --suite"
+            )
         raise EvaluationError("no suite; choose one with --suite")
     request = replace(request, sources=[str(checkpoint_in(request.sources[0]))])
     if request.check:

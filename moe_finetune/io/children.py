@@ -1,12 +1,16 @@
 """Child processes: signals are passed on to them, and their output is logged."""
 
+import ctypes
+import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,6 +18,13 @@ from typing import Any
 INTERRUPTED = 130
 MACHINE_FAILURE = 1
 """Exit code of this package's commands if memory or disk is the cause."""
+STOP_SECONDS = 20.0
+"""Time to end for a process that has nothing to save."""
+_PR_SET_PDEATHSIG = 1
+_USUAL_CAUSES = {
+    signal.SIGKILL: "usually because memory ran out",
+    signal.SIGXCPU: "usually because a chat template does not end",
+}
 
 
 @dataclass(frozen=True)
@@ -33,11 +44,14 @@ class Children:
     Attributes:
         running: processes by name.
         asked: signals received, in order.
+        servers: the processes save nothing, so they end within ``STOP_SECONDS`` of a signal, and
+            when this process is killed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, servers: bool = False) -> None:
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         self.asked: list[int] = []
+        self.servers = servers
 
     def start(self, name: str, command: Sequence[str], log: Path, lock: int | None = None) -> int:
         """Start a process that appends its output to ``log``; return the log's size before.
@@ -50,18 +64,24 @@ class Children:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as stream:
             log_start = stream.tell()
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                pass_fds=() if lock is None else (lock,),
-                start_new_session=True,
-            )
+            self.popen(name, command, stdout=stream, stderr=subprocess.STDOUT,
+                       pass_fds=() if lock is None else (lock,))  # fmt: skip
+        return log_start
+
+    def popen(self, name: str, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+        """Start a process with ``options`` of ``subprocess.Popen``."""
+        with_us = partial(_end_with, os.getpid()) if self.servers else None
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=with_us,
+            **options,
+        )
         self.running[name] = process
         for signum in self.asked:  # it came while the process was starting
             process.send_signal(signum)
-        return log_start
+        return process
 
     def ended(self) -> Iterator[tuple[str, int]]:
         for name, process in list(self.running.items()):
@@ -79,15 +99,37 @@ class Children:
         self.asked.append(signum)
         self.send(signum)
 
+    def wait(self) -> None:
+        """Wait until all have ended; kill servers, and what they started, that take too long."""
+        end = time.monotonic() + STOP_SECONDS
+        for process in self.running.values():
+            try:
+                process.wait(max(0.0, end - time.monotonic()) if self.servers else None)
+            except subprocess.TimeoutExpired:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _end_with(parent: int) -> None:
+    """Let the kernel kill this new process when the thread that started it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before the line above
+            os.kill(os.getpid(), signal.SIGKILL)
+
 
 @contextmanager
-def children() -> Iterator[Children]:
+def children(servers: bool = False) -> Iterator[Children]:
     """Start processes inside; SIGINT and SIGTERM are passed on to them.
 
     On exit, processes that still run are stopped and awaited. If a signal came, KeyboardInterrupt
     is raised then.
+
+    Args:
+        servers: see :class:`Children`; the thread that starts them must outlive them.
     """
-    group = Children()
+    group = Children(servers)
     handlers: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         handlers = {n: signal.signal(n, group.note) for n in (signal.SIGINT, signal.SIGTERM)}
@@ -96,8 +138,7 @@ def children() -> Iterator[Children]:
     finally:
         if not group.asked:
             group.send(signal.SIGTERM)
-        for process in group.running.values():
-            process.wait()
+        group.wait()
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
     if group.asked:
@@ -148,13 +189,20 @@ def failure(log: Path, start: int, code: int) -> Failure:
     with log.open("rb") as stream:
         stream.seek(start)
         lines = stream.read().decode("utf-8", "replace").splitlines()
-    machine = code < 0 or code == MACHINE_FAILURE
-    ended = f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
-    if -code == signal.SIGKILL:
-        ended += " (usually because memory ran out)"
+    machine = (code < 0 and code != -signal.SIGXCPU) or code == MACHINE_FAILURE
+    ended = how_it_ended(code)
     errors = [i for i, line in enumerate(lines) if line.startswith("error: ")]
     if errors:
         message = "\n".join(lines[errors[-1] :]).removeprefix("error: ").strip()
         return Failure(message if code > 0 else f"{ended}: {message}", machine)
     last = next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
     return Failure(f"{ended}: {last} (log: {log})", machine)
+
+
+def how_it_ended(code: int) -> str:
+    """An exit code other than 0, or the signal that it stands for, in words."""
+    if code > 0:
+        return f"exit code {code}"
+    signum = signal.Signals(-code)
+    cause = f" ({_USUAL_CAUSES[signum]})" if signum in _USUAL_CAUSES else ""
+    return f"killed by {signum.name}{cause}"

@@ -40,6 +40,8 @@ def enter_folder(output: Path, mark: Path, what: str, resume: bool) -> bool:
             f"{output} already contains {what}; choose another --output, or add --resume to "
             "continue it"
         )
+    if output.exists() and not output.is_dir():
+        raise OutputExistsError(f"{output}: is a file, not a folder; choose another --output")
     if is_taken(output):
         raise OutputExistsError(f"{output} contains other files; choose another --output")
     return False

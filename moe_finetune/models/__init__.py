@@ -94,7 +94,7 @@ def _refusal(config: dict[str, Any]) -> str:
     lines = [
         f"model_type '{model_type}' is not supported{near}",
         None if near else remedy,
-        None if remedy else f"supported: {', '.join(model_types)}",
+        None if remedy else f"docs/models.md lists the {len(model_types)} supported types",
     ]
     return "\n".join(line for line in lines if line)
 

@@ -251,7 +251,7 @@ def measure(bench: Bench, arm: Arm) -> list[float]:
         name: bench.output / "logs" / f"arm-{arm.number}-{name}.log"
         for name in ("server", "client")
     }
-    with children() as group:
+    with children(servers=True) as group:
         starts = {"server": group.start("server", server_command(bench, arm), logs["server"])}
         for turn, count in enumerate(bench.prompts().values()):
             result = arm.result(bench.output, turn)
@@ -259,9 +259,9 @@ def measure(bench: Bench, arm: Arm) -> list[float]:
             client = client_command(bench, arm, turn)
             starts["client"] = group.start("client", client, logs["client"])
             while "client" in group.running:
+                if group.asked:
+                    return []
                 for name, code in group.ended():
-                    if group.asked:
-                        return []
                     if name == "server" or code:
                         reason = failure(logs[name], starts[name], code)
                         raise EvaluationError(f"arm {arm.number}: the {name} failed: {reason}")

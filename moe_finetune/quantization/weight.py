@@ -83,7 +83,7 @@ class QuantizedWeight(Tensor):
     _scales: Tensor
     _layout: _Layout
     _padded: tuple[Tensor, Tensor] | None = None
-    """For a shard, its bytes and scales padded to the first rank's length."""
+    """For a shard and its buffer, bytes and scales padded to the first rank's length."""
 
     @staticmethod
     def __new__(
@@ -163,6 +163,11 @@ class QuantizedWeight(Tensor):
         return self._like(change(self._packed), change(self._scales))
 
     # -- FSDP2 ---------------------------------------------------------------------------------
+
+    @property
+    def _is_buffer(self) -> bool:
+        """Whether this is the padded buffer itself, whose beginning is a shard."""
+        return self._padded is not None and self._padded[0] is self._packed
 
     # The other signature that FSDP2 knows demands parts of the float shard's shape.
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], tuple[_Layout]]:
@@ -316,7 +321,8 @@ def _to_copy(
     parts = self._padded or (self._packed, self._scales)
     packed, scales = (part.to(device, non_blocking=non_blocking) for part in parts)
     units = len(self._packed)
-    copy = self._like(packed[:units], scales[:units], dtype=dtype or self.dtype)
+    own = (packed, scales) if self._is_buffer else (packed[:units], scales[:units])
+    copy = self._like(*own, dtype=dtype or self.dtype)
     if self._padded is not None:
         copy._padded = packed, scales
     return copy
@@ -354,8 +360,8 @@ def _slice(
         unit = layout.rows_per_unit
         if first % unit == 0 and last % unit == 0:
             part = self._units(first // unit, last // unit)
-            if first == 0:
-                part._padded = self._padded or (self._packed, self._scales)
+            if first == 0 and (last == length or self._is_buffer):
+                part._padded = self._padded
             return part
     if layout.stacked and dim == 0:
         return self.dequantize(slice(first, last, step))
@@ -395,7 +401,9 @@ def _new_zeros(self: QuantizedWeight, size: Sequence[int], **_: Any) -> Any:
     unit = layout.rows_per_unit
     if tuple(size[1:]) != self.shape[1:] or size[0] % unit or not layout.whole:
         return NotImplemented
-    return self.on_parts(lambda part: part.new_zeros(size[0] // unit, part.shape[1]))
+    buffer = self.on_parts(lambda part: part.new_zeros(size[0] // unit, part.shape[1]))
+    buffer._padded = buffer._packed, buffer._scales
+    return buffer
 
 
 def _copy(self: QuantizedWeight, source: Tensor, *_: Any) -> Any:

@@ -5,11 +5,11 @@ import enum
 import functools
 import typing
 from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
-from moe_finetune.errors import did_you_mean
 from moe_finetune.recipe.owned import OWNED
 from moe_finetune.recipe.stages import Stage
 from moe_finetune.recipe.validation import in_words
@@ -55,15 +55,25 @@ def ranges() -> dict[str, str]:
     return {name: text for name, (_, text) in _RANGES.items()}
 
 
-def check_trainer(trainer: Mapping[str, Any], stage: Stage) -> Iterator[str]:
-    """Yield a line for each ``trainer:`` key that is unknown, reserved, mistyped or refused."""
+def check_trainer(
+    trainer: Mapping[str, Any],
+    stage: Stage,
+    elsewhere: Callable[[str], str | None] = lambda name: None,
+) -> Iterator[str]:
+    """Yield a line for each ``trainer:`` key that is unknown, reserved, mistyped or refused.
+
+    Args:
+        elsewhere: returns the recipe's key of this name outside ``trainer:``, if there is one.
+    """
     fields, owned = _fields(stage), OWNED | stage.owned
     for name, value in trainer.items():
         if name in owned:
             yield f"trainer.{name}: cannot be set here: {owned[name]}"
         elif name not in fields:
-            hint = did_you_mean(str(name), set(fields) - set(owned))
-            yield f"trainer.{name}: unknown key of TRL's {stage.config}{hint}"
+            near = get_close_matches(str(name), fields.keys() - owned.keys(), n=1, cutoff=0.75)
+            key = near[0] if near else elsewhere(str(name))
+            hint = f"did you mean '{key}'?" if key else "docs/reference/trainer.md lists its keys"
+            yield f"trainer.{name}: unknown key of TRL's {stage.config}; {hint}"
         else:
             expected = _mismatch(fields[name], value) or _out_of_range(name, value)
             if expected:

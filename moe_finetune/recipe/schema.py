@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from moe_finetune.recipe.sections import (
 )
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.recipe.tree import Tree, load_tree, merge_mappings
-from moe_finetune.recipe.validation import from_tree
+from moe_finetune.recipe.validation import from_tree, in_a_section
 
 
 class Recipe(WholeRecipe):
@@ -78,7 +79,10 @@ class Recipe(WholeRecipe):
     @field_validator("stage")
     @classmethod
     def _stage(cls, value: str) -> str:
-        return STAGES[value].name
+        try:
+            return STAGES[value].name
+        except RecipeError as error:
+            raise RecipeError(f"stage: {error}") from None
 
     @field_validator("trainer")
     @classmethod
@@ -86,7 +90,9 @@ class Recipe(WholeRecipe):
         from moe_finetune.recipe.arguments import check_trainer
 
         stage = info.data.get("stage")  # missing if the section itself is invalid
-        problems = list(check_trainer(value, STAGES[stage])) if value and stage else []
+        problems: list[str] = []
+        if value and stage:
+            problems += check_trainer(value, STAGES[stage], partial(in_a_section, cls))
         if problems:
             raise RecipeError("\n".join(problems))
         return value

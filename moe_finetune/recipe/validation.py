@@ -136,19 +136,24 @@ def _is_union_tag(part: str | int) -> bool:
     return part in ("str", "int", "float", "bool") or "[" in part or part[:1].isupper()
 
 
-def _elsewhere(model: type[BaseModel], name: str, prefix: str = "", depth: int = 3) -> str | None:
+def _elsewhere(model: type[BaseModel], name: str) -> str | None:
     """The dotted key of this name in another section; None if none or several have it."""
-    if not prefix and "trainer" in model.model_fields:
+    if "trainer" in model.model_fields:
         stage = STAGES["sft"]
         fields = {field.name for field in dataclasses.fields(stage.config_class())}
         if name in fields - {*OWNED, *stage.owned}:
             return f"trainer.{name}"
+    return in_a_section(model, name)
+
+
+def in_a_section(model: type[BaseModel], name: str, prefix: str = "", depth: int = 3) -> str | None:
+    """The dotted key of this name in a section of ``model``; None if none or several have it."""
     places = []
     for key, field in model.model_fields.items():
         for section in _models(field.annotation) if depth else ():
             if name in section.model_fields:
                 places.append(f"{prefix}{key}.{name}")
-            elif deeper := _elsewhere(section, name, f"{prefix}{key}.", depth - 1):
+            elif deeper := in_a_section(section, name, f"{prefix}{key}.", depth - 1):
                 places.append(deeper)
     places = list(dict.fromkeys(places))
     return places[0] if len(places) == 1 else None

@@ -106,8 +106,21 @@ class RoutingTrace:
             arrays = read_chunk(folder / chunk.file, self.info, chunk, stored)
             if len(stored) < len(names):
                 arrays["domain"] = np.zeros(chunk.tokens, np.int16)  # an import has one domain
+            if "ids" in arrays and not self.path.is_dir():
+                self._refuse_repeated(arrays["ids"])
             yield TraceChunk(start, chunk.tokens, arrays)
             start += chunk.tokens
+
+    def _refuse_repeated(self, ids_TLK: np.ndarray) -> None:
+        """Raise TraceError if a token is sent to an expert twice, which no router does."""
+        sorted_TLK = np.sort(ids_TLK, axis=2)
+        places = np.argwhere(sorted_TLK[..., 1:] == sorted_TLK[..., :-1])
+        if len(places):
+            token, layer, rank = places[0].tolist()
+            raise TraceError(
+                f"{self.path}: layer {self.info.layers[layer]}, token {token}: lists expert "
+                f"{sorted_TLK[token, layer, rank]} more than once; record the trace again"
+            )
 
     def load(self, field: str, domain: str | None = None) -> np.ndarray:
         """One field of the whole trace in memory, in the order of the tokens.

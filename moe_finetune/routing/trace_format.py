@@ -131,7 +131,8 @@ def read_manifest(folder: Path) -> TraceInfo:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(key) for key in first["loc"])
-        raise TraceError(f"{path}: damaged: {where} {first['msg']}; record again") from error
+        problem = f"{where} {first['msg'].removeprefix('Value error, ')}".strip()
+        raise TraceError(f"{path}: damaged: {problem}; record again") from error
     except (OSError, ValueError, AttributeError) as error:
         raise TraceError(
             f"{path}: damaged ({type(error).__name__}: {error}); record again"

@@ -125,6 +125,6 @@ def strength_table(rows: Iterable[Mapping[str, Any]]) -> str:
         table.append((row["term"], weights[0], *shares, *cosines, weights[1]))
     return (
         aligned(table)
-        + "\n%: norm of the loss's gradient in percent of the language loss's, on the parameters "
-        "that train; cos: the cosine between the two"
+        + "\n%: norm of the loss's gradient in percent of that of the trainer's loss, on the "
+        "parameters that train; cos: the cosine between the two"
     )

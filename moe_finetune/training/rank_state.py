@@ -65,7 +65,11 @@ def read_rank(checkpoint: Path, rank: int, world: int, callbacks: list[Any]) -> 
 
 
 def written_by(checkpoint: Path) -> tuple[int, int]:
-    """Number of processes that wrote a checkpoint, and rows of one of their steps."""
+    """Number of processes that wrote a checkpoint, and rows of one of their steps.
+
+    Raises:
+        CheckpointError: the file is damaged, or of a version that did not write these.
+    """
     first = _read_state(checkpoint / rank_file(0))
     return first["world_size"], first["rows"]
 
@@ -81,7 +85,13 @@ def read_tensors(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
 
 def _read_state(file: Path) -> dict[str, Any]:
     metadata, tensors = read_tensors(file)
-    return unpack(json.loads(metadata["state"]), tensors)
+    state = unpack(json.loads(metadata.get("state", "{}")), tensors)
+    if missing := sorted({"world_size", "rows"} - state.keys()):
+        raise CheckpointError(
+            f"{file}: has no {' and no '.join(missing)}; another version wrote this checkpoint, so "
+            "start a new run instead of resuming"
+        )
+    return state
 
 
 def random_state() -> dict[str, Any]:

@@ -98,12 +98,15 @@ def reward_functions(sections: Sequence[RewardSection], columns: Sequence[str]) 
         DependencyError: programs cannot be sandboxed here, or math-verify is missing.
     """
     functions = []
-    for section in sections:
+    for index, section in enumerate(sections):
         if section.file is not None:
             functions.append(_from_file(section))
             continue
         assert section.name is not None
-        function = REWARDS[section.name]
+        try:
+            function = REWARDS[section.name]
+        except RecipeError as error:
+            raise RecipeError(f"rewards.{index}.name: {error}") from None
         needed = READ_BY.get(section.name)
         if needed is None:
             functions.append(_checked(function, f"rewards: '{section.name}'"))

@@ -1,4 +1,4 @@
-"""The strength of each loss term: its gradient norm relative to the language loss's.
+"""The strength of each loss term: its gradient norm relative to that of the trainer's loss.
 
 Definition: over one window (the micro-batches of an optimizer step), a term's *share* is the norm
 of its weighted gradient divided by the norm of the gradient of the trainer's loss, on the same
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TermStrength:
-    """One term's gradient on one window relative to the language loss's.
+    """One term's gradient on one window relative to that of the trainer's loss.
 
     Attributes:
         trains: the parts its own layer's gradient reaches.
@@ -271,7 +271,7 @@ def _finite(row: TermStrength) -> bool:
 
 
 def _report(row: TermStrength) -> None:
-    """Log a line; warn if the term is negligible or dominates the language loss."""
+    """Log a line; warn if the term is negligible or dominates the trainer's loss."""
     if all(share is None for share in row.shares.values()):
         log.info("method.terms.%s: not measured, because %s", row.term, row.missing)
         return
@@ -282,7 +282,7 @@ def _report(row: TermStrength) -> None:
         else f"weight {aim:.3g} would be 10 %, and so would share: 0.1 instead of weight"
     )
     what = f"method.terms.{row.term}: at weight {row.weight:.3g} its gradient is"
-    where = f"of the language loss's on {' and '.join(sorted(row.trains))}"
+    where = f"of that of the trainer's loss on {' and '.join(sorted(row.trains))}"
     if row.share < WHISPER:
         log.warning("%s %.2g %% %s, too little to show: %s", what, 100 * row.share, where, advice)
     elif row.share > DROWNS * (1 + 1e-9):  # a share of 1 is exact only up to the last bits

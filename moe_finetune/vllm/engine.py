@@ -76,10 +76,9 @@ def open_vllm(
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from lm_eval.models.vllm_causallms import VLLM
 
+    silent = {"trust_remote_code": False, "use_tqdm_on_load": False}
     try:
-        lm = VLLM(
-            pretrained=str(folder), batch_size=batch_size, trust_remote_code=False, **arguments
-        )
+        lm = VLLM(pretrained=str(folder), batch_size=batch_size, **{**silent, **arguments})
     except (RuntimeError, ValueError, TypeError) as error:
         raise EvaluationError(f"vLLM cannot load {folder} with {arguments}: {error}") from error
     return lm, {

@@ -156,9 +156,9 @@ def _write_shim(version: str) -> Path:
     return info
 
 
-def require_vllm() -> None:
+def require_vllm(try_import: bool = True) -> None:
     """Raise DependencyError with the remedy unless vLLM can be used here."""
-    status = vllm_status()
+    status = vllm_status(try_import)
     if status.usable:
         return
     remedy = "run 'moe-finetune doctor --fix'" if status.repairable else "or use --backend hf"

@@ -1,10 +1,13 @@
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import typer
 
 from moe_finetune import cli
 from moe_finetune.cli.doctor import Check
@@ -30,6 +33,22 @@ def test_help_has_an_example_that_parses(capsys, verb):
     assert example.startswith(f"moe-finetune {verb} ")
     for option in [word for word in example.split() if word.startswith("--")]:
         assert out.count(option) >= 2, f"{option} of the example is not an option of {verb}"
+
+
+def test_every_option_says_what_it_is():
+    commands = typer.main.get_command(cli.app).commands
+    assert sorted(commands) == VERBS
+    for verb, command in commands.items():
+        assert all(parameter.help for parameter in command.params), verb
+
+
+def test_the_options_of_eval_are_in_groups(capsys):
+    _, text, _ = run(capsys, "eval", "--help")
+    headings = r"\nOptions:\n|\nModel and backend:\n|\nJudgments by .*:\n"
+    _, usual, model, judges = re.split(headings, text)
+    assert "--limit" in usual and "--backend" not in usual
+    assert "--backend" in model and "--judge" not in model
+    assert "--judge " in judges and "--limit" not in judges
 
 
 @pytest.mark.parametrize("verb", ["merge", "study"])
@@ -90,6 +109,22 @@ def test_version(capsys):
     assert code == 0 and out == f"moe-finetune {importlib.metadata.version('moe-finetune')}\n"
 
 
+def test_the_libraries_progress_bars_do_not_show():
+    code = (
+        "import sys\n"
+        "from moe_finetune.cli import main\n"
+        "assert 'tqdm' not in sys.modules and main(['compare']) == 2\n"
+        "from tqdm import tqdm\n"
+        "assert list(tqdm(range(3))) == [0, 1, 2]\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TQDM")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0 and "Missing argument" in done.stderr
+    assert "it/s" not in done.stderr
+
+
 def test_an_unknown_log_format_is_refused(capsys):
     code, _, err = run(capsys, "inspect", "x", "--log-format", "yaml")
     assert code == 2 and err == "error: --log-format yaml: expected text or json\n"
@@ -128,8 +163,10 @@ def test_an_interrupt_that_has_said_how_to_go_on_is_not_said_again(capsys, monke
 @pytest.mark.parametrize(
     ("recipe", "said"),
     [
-        ("model: {path: m}\ndata: {train: d.jsonl}\nmethod: erc\n", "erc on m with d.jsonl"),
-        ("model: m\nmethod: {preset: dpp}\ntrainer: 3\n", "dpp on m with no data"),
+        ("model: {path: m}\ndata: {train: d.jsonl}\nmethod: erc\n", "sft of m on d.jsonl with erc"),
+        ("model: m\nmethod: {preset: dpp}\ntrainer: 3\n", "sft of m on no data with dpp"),
+        ("stage: dpo\nmodel: m\nmethod: none\n", "dpo of m on no data with no added losses"),
+        ("model: m\nmethod: {terms: {erc: {}}}\n", "sft of m on no data with its own terms"),
     ],
 )
 def test_a_run_says_what_it_is_before_anything_is_checked(capsys, tmp_path, recipe, said):
@@ -314,6 +351,20 @@ def test_permute_takes_a_placement_plan(capsys, tiny_checkpoint, tmp_path):
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("plan", "plain")]
     assert weights[0] == weights[1]
     assert weights[0] != (tiny_checkpoint("olmoe") / "model.safetensors").read_bytes()
+
+
+def test_permute_needs_a_file_of_an_order(capsys, tiny_checkpoint, tmp_path):
+    arguments = [tiny_checkpoint("olmoe"), "-p", tmp_path / "gone.json", "-o", tmp_path / "new"]
+    code, _, err = run(capsys, "permute", *arguments)
+    assert code == 2 and "gone.json: no such file; give a plan of 'moe-finetune place'" in err
+    assert "FileNotFoundError" not in err
+
+
+def test_an_output_that_is_a_file_is_called_one(capsys, tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("model: {path: m}\ndata: {train: d.jsonl}\n")
+    code, _, err = run(capsys, "train", recipe, "--dry-run", "--output", recipe)
+    assert code == 2 and f"error: {recipe}: is a file, not a folder; choose another" in err
 
 
 def test_compare_refuses_one_result_and_odd_names(capsys, tmp_path):

@@ -117,6 +117,8 @@ def test_programs_run_without_a_sandbox_only_when_told(run, checkpoint, tmp_path
         (["-s", "SUITE", "-o", "o", "--data-dir", "nowhere"], "nowhere does not exist"),
         (["-s", "GONE", "-o", "o"], "colours_test.jsonl"),
         (["-o", "o"], "no suite; choose one with --suite"),
+        (["--judge", "m"], "has no results.json; give the folder of an evaluation, or evaluate"),
+        (["--sheets", "2", "-o", "o"], "has no results.json; give the folder of an evaluation"),
         (["-s", "SUITE"], "no folder for the results; set --output"),
         (["-s", "SUITE", "-o", "o", "--batch-size", "0"], "--batch-size 0: expected a number"),
         (["-s", "SUITE", "-o", "o", "--overflow", "cut"], "cut"),

@@ -110,6 +110,9 @@ def test_reason_is_the_error_or_the_last_line(tmp_path):
     log.write_text("loading\nsegmentation\n\n")
     assert failure(log, 0, -11) == Failure(f"killed by SIGSEGV: segmentation (log: {log})", True)
     assert "killed by SIGKILL (usually because memory ran out)" in failure(log, 0, -9).reason
+    endless = failure(log, 0, -signal.SIGXCPU)
+    assert "killed by SIGXCPU (usually because a chat template does not end)" in endless.reason
+    assert not endless.machine  # to repeat it would not help
     log.write_text("")
     assert failure(log, 0, 3) == Failure(f"exit code 3: it printed nothing (log: {log})")
 

@@ -2,7 +2,11 @@
 
 import json
 import re
+import signal
 import socket
+import subprocess
+import sys
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -30,7 +34,8 @@ from moe_finetune.placement.throughput import (
 )
 from moe_finetune.routing.trace import RoutingTrace, TraceWriter
 from tests.placement.traces import topical
-from tests.vllm_server import needs_vllm
+from tests.processes import ended
+from tests.vllm_server import ROOT, needs_vllm
 
 ROWS = [
     {"messages": [{"role": "user", "content": f"{n} + 1"}, {"role": "assistant", "content": "?"}]}
@@ -155,6 +160,35 @@ def test_another_server_is_not_measured(inputs, tmp_path):
         with pytest.raises(RecipeError, match="another server uses this port"):
             measure(bench, arm)
     assert not (tmp_path / "b").exists(), "nothing was started"
+
+
+KILLED_BENCH = """
+import sys
+from pathlib import Path
+from moe_finetune.placement import throughput
+sleep = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+throughput.server_command = throughput.client_command = lambda *_: [sys.executable, "-c", sleep]
+rows, output, port = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+bench = throughput.Bench(ranks=3, rows=rows, output=output, port=port)
+throughput.measure(bench, throughput.Arm(0, "base", "planned", output, output, None))
+"""
+
+
+def test_a_killed_bench_leaves_no_server(inputs, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    arguments = [KILLED_BENCH, str(inputs[2]), str(tmp_path / "b"), str(port)]
+    bench = subprocess.Popen([sys.executable, "-c", *arguments], cwd=ROOT)
+    logs = [tmp_path / "b" / "logs" / f"arm-0-{name}.log" for name in ("server", "client")]
+    try:
+        while not all(log.exists() and log.read_text().endswith("\n") for log in logs):
+            assert bench.poll() is None
+            time.sleep(0.05)
+    finally:
+        bench.kill()
+    assert bench.wait() == -signal.SIGKILL
+    assert all(ended(int(log.read_text())) for log in logs)
 
 
 def test_without_gpus_nothing_is_started(inputs, tmp_path, capsys, monkeypatch):

@@ -90,6 +90,19 @@ def test_writing_and_unaligned_parts_are_refused(what, words):
         what(QuantizedWeight.of(stack(), "nf4"))
 
 
+def test_a_slice_takes_nothing_else_along():
+    """A slice from the first expert on is not a shard of FSDP2, whose padding moves with it."""
+    weight = QuantizedWeight.of(torch.randn(EXPERTS, ROWS, COLUMNS), "nf4")
+    buffer = weight.new_zeros(weight.shape)
+    shards = [buffer.narrow(0, 0, length) for length in (EXPERTS, EXPERTS - 1)]
+    for whole in (weight, *shards, *(shard.to(torch.bfloat16) for shard in shards)):
+        part = whole[:2]
+        moved = part.to("meta")
+        assert moved._packed.untyped_storage().nbytes() == part._packed.nbytes
+        sent, _ = part.fsdp_pre_all_gather(None)
+        assert [len(tensor) for tensor in sent] == [2, 2]
+
+
 @pytest.mark.parametrize(("kind", "shape"), [
     ("nf4", (EXPERTS, ROWS, COLUMNS)), ("int8", (ROWS, COLUMNS)), ("nf4", (48, 24)),
 ])  # fmt: skip

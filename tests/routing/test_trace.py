@@ -126,6 +126,14 @@ def test_an_imported_trace_that_is_another_models(tmp_path):
     np.savez(path, ids=ids + 54, weights=weights, seq=arrays["seq_T"])
     with pytest.raises(TraceError, match="got values from 54 to 64, expected 0 to 63"):
         RoutingTrace.open(path).load("ids")
+    np.savez(path, ids=ids, weights=weights, seq=arrays["seq_T"])
+    assert np.array_equal(RoutingTrace.open(path).load("ids"), ids)
+    repeated = ids.copy()
+    repeated[7, 2, 0] = repeated[7, 2, 2]
+    np.savez(path, ids=repeated, weights=weights, seq=arrays["seq_T"])
+    expected = rf"routing_x.npz: layer 3, token 7: lists expert {repeated[7, 2, 0]} more than once"
+    with pytest.raises(TraceError, match=expected):
+        RoutingTrace.open(path).load("ids")
     np.savez(path, ids=ids, weights=weights)
     with pytest.raises(TraceError, match=r"routing_x.npz: not a trace, or damaged .*seq.npy"):
         RoutingTrace.open(path)
@@ -220,7 +228,7 @@ def test_damage_is_found_and_named(tmp_path):
         ("layers", None, "layers Input should be"),
         ("layers", [3, 1, 5, 6], "not ascending"),
         ("num_experts", 10**400, "num_experts"),
-        ("top_k", 12, "top_k 12 of 11"),
+        ("top_k", 12, ": damaged: top_k 12 of 11"),
         ("domains", ["a", "a"], "named twice"),
         ("fields", ["ids", "code"], r"unknown fields \['code'\]"),
         ("fields", ["ids", "ids"], "named twice"),

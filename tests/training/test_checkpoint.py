@@ -17,6 +17,7 @@ from moe_finetune.training.checkpoint import (
     verify_checkpoint,
     write_checkpoint,
 )
+from moe_finetune.training.rank_state import pack_rank, rank_file, written_by
 
 PARTS = [
     lambda folder: write_small(folder, "one.bin", b"first" * 11),
@@ -134,3 +135,15 @@ def test_a_damaged_checkpoint_of_the_same_step_is_replaced(tmp_path):
     (folder / "one.bin").unlink()
     made(tmp_path, 5)
     verify_checkpoint(folder)
+
+
+def test_ranks_of_another_version_are_refused(tmp_path):
+    file = tmp_path / rank_file(0)
+    file.write_bytes(pack_rank({"world_size": 2, "rows": 24}))
+    assert written_by(tmp_path) == (2, 24)
+    file.write_bytes(pack_rank({"world_size": 2}))
+    with pytest.raises(CheckpointError, match=rf"{file.name}: has no rows; another version"):
+        written_by(tmp_path)
+    save_file({"a": torch.ones(3)}, file)
+    with pytest.raises(CheckpointError, match=rf"{file.name}: has no rows and no world_size"):
+        written_by(tmp_path)

@@ -167,11 +167,17 @@ def test_a_preference_without_an_adapter_has_a_model_of_its_own_to_measure_from(
             "rewards: only valid for stage grpo, and this is stage",
         ),
         ("distill", {"teacher": None}, "teacher: required by stage distill"),
-        ("dpo", {"trainer": {"num_generations": 2}}, "unknown key of TRL's DPOConfig"),
+        ("dpo", {"trainer": {"num_generations": 2}}, "unknown key of TRL's DPOConfig; docs/ref"),
+        ("dpo", {"trainer": {"rank": 2}}, "TRL's DPOConfig; did you mean 'lora.rank'?"),
+        ("dpo", {"trainer": {"max_step": 2}}, "DPOConfig; did you mean 'max_steps'?"),
         ("kto", {"trainer": {"max_length": 9}}, "trainer.max_length: cannot be set here"),
-        ("grpo", {"rewards": [{"name": "exact_math"}]}, "did you mean 'exact_match'"),
+        (
+            "grpo",
+            {"rewards": [{"name": "exact_math"}]},
+            "rewards.0.name: unknown reward 'exact_math'; did you mean 'exact_match'",
+        ),
         ("grpo", {"rewards": [{"file": "none.py"}]}, "rewards.file: none.py does not exist"),
-        ("dop", {}, "unknown stage 'dop'; did you mean 'dpo'"),
+        ("dop", {}, "stage: unknown stage 'dop'; did you mean 'dpo'"),
     ],
 )
 def test_what_does_not_fit_a_stage_is_refused(made, tmp_path, stage, changes, said):

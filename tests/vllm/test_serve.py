@@ -54,11 +54,48 @@ def test_the_command_has_our_defaults_and_every_argument():
     assert on_cpu["--dtype"] == "float32" and on_cpu["--attention-backend"] == "CPU_MLA"
 
 
-@pytest.mark.parametrize("argument", ["--trust_remote_code", "--trust-remote", "--max-loras=9"])
-def test_refused_arguments(argument):
-    option = argument.partition("=")[0].replace("_", "-")
+@pytest.mark.parametrize(
+    ("argument", "option"),
+    [
+        ("--trust_remote_code", "--trust-remote-code"),
+        ("--trust-remote", "--trust-remote-code"),
+        ('--mm-processor-kwargs={"trust_remote_code": true}', "--trust-remote-code"),
+        ("--max-loras=9", "--max-loras"),
+    ],
+)
+def test_refused_arguments(argument, option):
     with pytest.raises(RecipeError, match=option):
         serve_command(Path("base"), "base", False, [argument], {"--max-loras": ["2"]})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("port: 8123\ntrust-remote-code: true", "--trust-remote-code: code from a checkpoint"),
+        ("trust_remote: yes", "--trust-remote-code: code from a checkpoint"),
+        ("speculative-config: {model: x, trust_remote_code: true}", "--trust-remote-code: code"),
+        ("- port", "expected options of vllm serve"),
+        ("a: [", "not YAML"),
+    ],
+)
+def test_what_a_file_of_options_may_not_contain(tmp_path, content, message):
+    file = tmp_path / "options.yaml"
+    file.write_text(content)
+    with pytest.raises(RecipeError, match=message):
+        serve_command(Path("base"), "base", False, ["--config", str(file)])
+
+
+def test_a_file_of_options_overrides_our_defaults(tmp_path, tiny_checkpoint):
+    file = tmp_path / "options.yaml"
+    file.write_text("host: 0.0.0.0\nserved_model_name: [mine, calm]\nenforce-eager: false\n")
+    arguments = ["--config", str(file), "--port", "8123"]
+    options = ["--dtype", "float32", "--attention-backend", "CPU_MLA"]
+    assert serve_command(Path("base"), "base", True, arguments)[5:] == [*options, *arguments]
+    with pytest.raises(RecipeError, match="--adapter calm: the base already has this name"):
+        serve(tiny_checkpoint("qwen3_moe"), ["calm=somewhere"], arguments)
+    file.unlink()
+    with pytest.raises(RecipeError, match=r"options.yaml: cannot be read"):
+        serve_command(Path("base"), "base", False, arguments)
 
 
 def test_what_is_served(tmp_path, tiny_checkpoint):
@@ -289,12 +326,12 @@ def test_a_real_server_gives_the_answers_of_transformers_and_stops(warm_vllm, ch
             found = parity(checkpoint, ("hf", "server"), suite, tmp_path / "out", 30,
                            opened={"server": opened})  # fmt: skip
         assert [result.holds for result in found] == [True, True], found
-        children = engines_of(process.pid)
-        assert children
+        children = descendants(process.pid)
+        assert len(children) > 1
     finally:
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(60)
+            assert process.wait(60) == 130
         finally:
             process.kill()
     end = time.monotonic() + 20
@@ -303,9 +340,10 @@ def test_a_real_server_gives_the_answers_of_transformers_and_stops(warm_vllm, ch
     assert not any(map(alive, children))
 
 
-def engines_of(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
     with open(f"/proc/{pid}/task/{pid}/children") as file:
-        return [int(word) for word in file.read().split()]
+        children = [int(word) for word in file.read().split()]
+    return children + [pid for child in children for pid in descendants(child)]
 
 
 @pytest.mark.vllm

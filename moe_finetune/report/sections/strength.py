@@ -1,4 +1,4 @@
-"""The strength of the losses: gradient norms relative to the language loss's, last measured."""
+"""The strength of the losses: gradient norms relative to the trainer's loss, last measured."""
 
 import math
 from collections.abc import Iterator
@@ -21,9 +21,9 @@ def _render(report: Report) -> Markup | None:
     if not rows:
         return None
     intro = (
-        "The norm of each loss's gradient in percent of the language loss's, on the same "
-        "parameters: below 1\u00a0% hardly anything shows, above 100\u00a0% it drowns the language "
-        "loss. Cosine: between the two gradients."
+        "The norm of each loss's gradient in percent of that of the trainer's loss, on the same "
+        "parameters: below 1\u00a0% hardly anything shows, above 100\u00a0% it drowns it. "
+        "Cosine: between the two gradients."
     )
     caption = "Strength of each loss when it was last measured"
     return join([tag("p", intro, class_="intro"), table(caption, ["Loss", *_HEADS], rows)])
