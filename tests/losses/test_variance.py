@@ -14,6 +14,26 @@ def test_worked_by_hand():
     assert variance_loss(scores).item() == pytest.approx(-0.125)
 
 
+def test_gradient_is_the_deviation_without_the_papers_factor():
+    """Eq. 9 of P0 has (N - 1) / N; deviations from a mean sum to 0, so there is none."""
+    scores = make()["logits_TE"].softmax(-1).requires_grad_()
+    tokens, experts = scores.shape
+    (gradient,) = torch.autograd.grad(tokens * variance_loss(scores), scores)
+    deviation = scores.detach() - scores.detach().mean(0)
+    torch.testing.assert_close(gradient, -2 / experts * deviation)
+
+
+def test_the_least_value_has_one_expert_a_token_and_even_load():
+    """-(1 - 1/E)/E; more with an uneven load, or with a token of two experts."""
+    experts = 5
+    even = torch.eye(experts, dtype=torch.float64).repeat(3, 1)
+    least = variance_loss(even).item()
+    assert least == pytest.approx(-(1 - 1 / experts) / experts)
+    uneven, shared = even.clone(), even.clone()
+    uneven[0], shared[0, :2] = even[1], 0.5
+    assert variance_loss(uneven).item() > least and variance_loss(shared).item() > least
+
+
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_term_reads_scores_after_topk(score):
     values, keep = make(), mask(17)
