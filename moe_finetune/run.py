@@ -11,6 +11,7 @@ import shutil
 import time
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +62,7 @@ def run_recipe(
     check_versions("a recipe")
     output = Path(output)
     ranks.join_group()
-    with ranks.others_needed(), ranks.first_alone(lambda: output_lock(output)):
+    with ranks.others_needed(), ranks.first_alone(partial(output_lock, output)):
         return carry_out(recipe, output, resume, ignore_memory, worker, scored)
 
 

@@ -31,3 +31,16 @@ def test_no_test_imports_another():
         if re.match(r"\s*(from|import) tests[.\w]*[. ](import )?test_", line)
     ]
     assert not found, "\n".join(found)
+
+
+def test_underscored_modules_are_imported_in_one_file():
+    """Such a module of a library may change without notice; `torch_extension` says why."""
+    private = re.compile(r"\s*(from \S*\b_\w[\w.]* import|import \S*\b_\w|from \S+ import \(?_\w)")
+    found = {
+        str(path.relative_to(ROOT))
+        for folder in ("moe_finetune", "eval", "docs")
+        for path in (ROOT / folder).rglob("*.py")
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if private.match(line) and "__future__" not in line
+    }
+    assert found == {"moe_finetune/torch_extension.py"}

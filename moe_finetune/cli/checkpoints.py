@@ -181,8 +181,8 @@ def merge(
 
     Example: moe-finetune merge runs/erc --verify --output merged/erc
     """
-    from moe_finetune.checkpoint import merge_adapter
-    from moe_finetune.checkpoint.adapter import read_bias
+    from moe_finetune.checkpoint import merge_adapter, open_checkpoint
+    from moe_finetune.checkpoint.adapter import open_adapter, read_bias
     from moe_finetune.checkpoint.push import check_push, push_checkpoint
     from moe_finetune.models.declared import declare_family_of
     from moe_finetune.models.loading import local_folder
@@ -194,8 +194,9 @@ def merge(
     if push is not None:
         check_push(push)
     bias = None if drop_bias else read_bias(adapter)
+    opened = open_checkpoint(folder, stored=format is StoredAs.base)
     report = merge_adapter(
-        folder,
+        opened,
         adapter,
         output,
         dtype=dtype,
@@ -214,10 +215,11 @@ def merge(
         from moe_finetune.checkpoint.verify import verify_merge
         from moe_finetune.checkpoint.verify_quantized import verify_quantized
 
-        check = verify_merge(folder, adapter, output, bias=bias)
+        parts = opened, open_adapter(adapter), open_checkpoint(output, stored=True)
+        check = verify_merge(*parts, bias=bias)
         print(f"verified: {check.mode} within {check.max_rel:.1e}, bound {check.tolerance:.0e}")
         if report.requantized is None:
-            quantized = verify_quantized(folder, adapter, output, bias)
+            quantized = verify_quantized(*parts, bias)
             if quantized is not None:
                 print(f"verified: {quantized.text()}")
     if push is not None:

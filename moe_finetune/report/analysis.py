@@ -125,7 +125,7 @@ def analyze(
         if backend == "vllm":
             trace_vllm(base.folder, sequences, trace, name=str(source), dtype=dtype, engine=engine)
         else:
-            measures = record(source, trace, sequences, adapter, probabilities, dtype)
+            measures = record(base, str(source), trace, sequences, adapter, probabilities, dtype)
         write_analysis(trace, folder, output, measures, tokenizer)
     return RunFolder(output).page
 

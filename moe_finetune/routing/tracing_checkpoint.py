@@ -17,22 +17,26 @@ if TYPE_CHECKING:
 
 
 def record(
-    checkpoint: str | Path,
+    base: Checkpoint,
+    name: str,
     folder: Path,
     sequences: Mapping[str, Sequence[np.ndarray]],
     adapter: str | Path | None = None,
     probabilities: bool = False,
     dtype: str = "auto",
 ) -> Measures:
-    """Record the checkpoint, with ``adapter`` if given, on ``sequences`` into ``folder``."""
+    """Record ``base``, opened with its values, with ``adapter`` if given.
+
+    Args:
+        name: name of the base, stored in the trace.
+        folder: the trace's folder, new or empty.
+        sequences: by domain, token ids.
+    """
     import torch
 
-    from moe_finetune.checkpoint import open_checkpoint
     from moe_finetune.checkpoint.loading import load_model
-    from moe_finetune.models.loading import local_folder
     from moe_finetune.routing.tracing import trace_model
 
-    base = open_checkpoint(local_folder(checkpoint), values=True, stored=True)
     device = "cuda" if torch.cuda.is_available() else None
     model: Any = load_model(base, dtype=dtype, device_map=device)
     balancer = None
@@ -43,7 +47,7 @@ def record(
         model,
         sequences,
         folder,
-        checkpoint=f"{checkpoint} + {adapter}" if adapter is not None else str(checkpoint),
+        checkpoint=f"{name} + {adapter}" if adapter is not None else name,
         probabilities=probabilities,
         perturbation=balancer,
     )

@@ -222,7 +222,7 @@ def _unchanged(tensor: Tensor) -> Tensor:
 
 def _rank_share(gradient: Tensor) -> Tensor:
     """This rank's part of a gradient averaged over ranks."""
-    if ranks.world_size() == 1:
+    if not ranks.distributed_run():
         return gradient.detach().clone()
     # Experts that are spread over ranks have their gradient in shards; others have all of it.
     distributed_tensor: Any = gradient

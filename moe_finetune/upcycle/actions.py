@@ -18,7 +18,6 @@ from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.models.loading import load_tokenizer, local_folder
 from moe_finetune.recipe.method import resolve_method
 from moe_finetune.upcycle.clustering import cluster_categories
-from moe_finetune.upcycle.dense import load_dense_config
 from moe_finetune.upcycle.files import CLUSTERS_FILE, CURVES, MEASURED_FILE, TABLE_FILE
 from moe_finetune.upcycle.frequencies import count_table, tokenizer_hash
 from moe_finetune.upcycle.texts import SPLITS, Texts, training_texts
@@ -33,7 +32,7 @@ def make_texts(upcycle: Upcycle, attempt: Attempt) -> None:
     recipe, categories = upcycle.recipe, upcycle.categories
     section, seed = recipe.dense.pretrain, recipe.texts.seed
     if section is None:
-        tokenizer = load_tokenizer(upcycle.dense)
+        tokenizer = upcycle.dense_tokenizer
     else:
         tokenizer = train_tokenizer(training_texts(categories, seed), section.vocab_size)
     with _appearing(attempt) as product:
@@ -62,7 +61,7 @@ def make_clusters(upcycle: Upcycle, attempt: Attempt) -> None:
     A given table or the pins may decide the clusters; such a table must have these texts' counts.
     """
     section, names = upcycle.recipe.clusters, upcycle.texts.categories
-    counts_CV = upcycle.texts.counts(int(load_dense_config(upcycle.dense).vocab_size))
+    counts_CV = upcycle.texts.counts(upcycle.vocabulary)
     tokenizer, ready = upcycle.output / "texts", None
     if section.table is not None:
         ready = upcycle.load_table(Path(section.table), tokenizer)

@@ -17,7 +17,7 @@ from moe_finetune.io.json_file import read_object
 from moe_finetune.io.ledger import Ledger, step_error
 from moe_finetune.io.lock import helpers_only
 from moe_finetune.io.run_folder import RunFolder
-from moe_finetune.models.loading import load_tokenizer, local_folder
+from moe_finetune.models.loading import local_folder
 from moe_finetune.upcycle.categories import remark_on_repetitions
 from moe_finetune.upcycle.clustering import sizes_of
 from moe_finetune.upcycle.dense import dense_facts, load_dense_config
@@ -189,7 +189,7 @@ def check(upcycle: Upcycle) -> None:
         open_expert(dense)
         config = load_dense_config(dense)
         check_weights(dense, config)
-        check_vocabulary(load_tokenizer(dense), int(config.vocab_size), dense)
+        check_vocabulary(upcycle.dense_tokenizer, upcycle.vocabulary, dense)
         _check_layer(upcycle.recipe.evaluation.passage_layer, config.num_hidden_layers)
     elif (section := upcycle.recipe.dense.pretrain) is not None:
         _check_layer(upcycle.recipe.evaluation.passage_layer, section.layers)

@@ -12,7 +12,7 @@ from typing import Any
 
 from moe_finetune.io.hashes import KnownDigests, checkpoint_hash
 from moe_finetune.io.ledger import Step
-from moe_finetune.models.loading import load_tokenizer, local_folder
+from moe_finetune.models.loading import local_folder
 from moe_finetune.upcycle import actions
 from moe_finetune.upcycle.frequencies import tokenizer_hash
 from moe_finetune.upcycle.texts import opening_ids
@@ -59,7 +59,7 @@ class Plan:
             "seed": recipe.texts.seed,
             "tokenizer": pretrain.vocab_size
             if pretrain
-            else [tokenizer_hash(upcycle.dense), opening_ids(load_tokenizer(upcycle.dense))],
+            else [tokenizer_hash(upcycle.dense), opening_ids(upcycle.dense_tokenizer)],
         }
         yield Step("texts", partial(actions.make_texts, upcycle), of_texts, stage="dense")
         if pretrain is not None:

@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from moe_finetune.errors import RecipeError
 from moe_finetune.io.json_file import read_object
-from moe_finetune.models.loading import local_folder
+from moe_finetune.models.loading import load_tokenizer, local_folder
 from moe_finetune.upcycle.categories import Category, read_categories
 from moe_finetune.upcycle.dense import load_dense_config
 from moe_finetune.upcycle.files import CLUSTERS_FILE, REMEDY, TABLE_FILE
@@ -44,6 +45,15 @@ class Upcycle:
         """The dense checkpoint from which everything starts."""
         return self.dense_checkpoint or self.output / "dense"
 
+    @cached_property
+    def dense_tokenizer(self) -> Any:
+        return load_tokenizer(self.dense)
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """Number of embeddings of the dense model, which must exist."""
+        return int(load_dense_config(self.dense).vocab_size)
+
     @property
     def experts(self) -> int:
         return self.recipe.clusters.count
@@ -59,5 +69,4 @@ class Upcycle:
 
     def load_table(self, path: Path, tokenizer: Path) -> FrequencyTable:
         """Read a table for this tokenizer and the dense model's vocabulary."""
-        vocabulary = int(load_dense_config(self.dense).vocab_size)
-        return FrequencyTable.load(path, tokenizer_hash(tokenizer), vocabulary, self.experts)
+        return FrequencyTable.load(path, tokenizer_hash(tokenizer), self.vocabulary, self.experts)
