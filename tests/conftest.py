@@ -185,8 +185,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory) -> Path:
+def checkpoint(tiny_checkpoint) -> Path:
     """A tiny Qwen3-MoE with random weights, shared by all tests that only read it."""
-    from tests import tiny
-
-    return tiny.save("qwen3_moe", tmp_path_factory.mktemp("checkpoint") / "qwen3_moe")
+    return tiny_checkpoint("qwen3_moe")

@@ -1,20 +1,12 @@
 import pytest
 
-from tests import tiny
 from tests.checkpoint import helpers
 
 
 @pytest.fixture(scope="session")
-def bases(tmp_path_factory):
-    """family -> its tiny checkpoint, made once."""
-    made = {}
-
-    def get(family: str):
-        if family not in made:
-            made[family] = tiny.save(family, tmp_path_factory.mktemp("base") / family)
-        return made[family]
-
-    return get
+def bases(tiny_checkpoint):
+    """family -> its tiny checkpoint."""
+    return tiny_checkpoint
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_finetune.checkpoint import merge_adapter, open_checkpoint, write_metadata
+from moe_finetune.checkpoint import merge_adapter, write_metadata
 from moe_finetune.errors import (
     AdapterError,
     CheckpointError,
@@ -385,10 +385,3 @@ def test_space_runs_out_while_writing(base, adapter, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, old)
     assert {p.name for p in tmp_path.iterdir()} == {"base", "adapter"}
-
-
-def test_good_checkpoint_opens(base):
-    """The control of this file: the same folder without a defect."""
-    opened = open_checkpoint(base)
-    assert opened.experts == {0: 12, 1: 12, 2: 12}
-    assert opened.family.name == "qwen3_moe"

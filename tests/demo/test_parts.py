@@ -28,15 +28,10 @@ def test_only_what_follows_from_the_same_is_kept(tmp_path):
     assert not (folder / "one").exists() and not Parts(folder).kept("one", "a")
 
 
-def test_a_folder_of_something_else_is_refused(tmp_path):
-    (tmp_path / "mine.txt").touch()
-    with pytest.raises(OutputExistsError, match="contains other files; choose another --output"):
-        Parts(tmp_path)
-
-
-def test_the_steps_of_a_run_or_an_upcycle_are_not_a_demo(tmp_path):
-    (tmp_path / "steps" / "500").mkdir(parents=True)
-    (tmp_path / "steps" / "texts.json").touch()
+@pytest.mark.parametrize("name", ["mine.txt", "steps/texts.json"])  # also steps of a run
+def test_a_folder_of_something_else_is_refused(tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
     with pytest.raises(OutputExistsError, match="contains other files; choose another --output"):
         Parts(tmp_path)
 

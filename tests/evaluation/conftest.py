@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.evaluation import judge_server
 from tests.evaluation.completions_server import Handler
 
 
@@ -17,6 +18,22 @@ def data_folder() -> Path:
     if not (folder / "gsm8k_test.jsonl").is_file():
         pytest.skip(f"no shared data at {folder}; set MOE_FINETUNE_DATA")
     return folder
+
+
+def answering(running: ThreadingHTTPServer) -> Iterator[ThreadingHTTPServer]:
+    """The server while a thread lets it answer."""
+    thread = threading.Thread(target=running.serve_forever, args=(0.01,))
+    thread.start()
+    yield running
+    running.shutdown()
+    thread.join()
+
+
+@pytest.fixture
+def judge() -> Iterator[ThreadingHTTPServer]:
+    """A judge that answers what a test lets it answer."""
+    with judge_server.Server() as running:
+        yield from answering(running)
 
 
 @pytest.fixture
@@ -30,8 +47,4 @@ def server(checkpoint) -> Iterator[ThreadingHTTPServer]:
         running.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         running.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
         running.url = f"http://127.0.0.1:{running.server_address[1]}/v1"
-        thread = threading.Thread(target=running.serve_forever, args=(0.01,))
-        thread.start()
-        yield running
-        running.shutdown()
-        thread.join()
+        yield from answering(running)

@@ -3,7 +3,6 @@
 import csv
 import json
 import shutil
-import threading
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ import yaml
 
 from moe_finetune import cli
 from moe_finetune.evaluation.results import load_results
-from tests.evaluation.judge_server import Server as JudgeServer
 from tests.evaluation.local import write_suite
 
 
@@ -39,16 +37,6 @@ def results(checkpoint, suite, tmp_path_factory):
 def study(results, tmp_path):
     """A copy that a test may add verdicts to."""
     return shutil.copytree(results, tmp_path / "results")
-
-
-@pytest.fixture
-def judge():
-    with JudgeServer() as running:
-        thread = threading.Thread(target=running.serve_forever, args=(0.01,))
-        thread.start()
-        yield running
-        running.shutdown()
-        thread.join()
 
 
 @pytest.fixture

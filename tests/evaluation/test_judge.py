@@ -19,13 +19,8 @@ from tests.evaluation.judge_server import Server
 
 
 @pytest.fixture
-def server():
-    with Server() as running:
-        thread = threading.Thread(target=running.serve_forever, args=(0.01,))
-        thread.start()
-        yield running
-        running.shutdown()
-        thread.join()
+def server(judge):
+    return judge
 
 
 def write_results(folder, answers=("0", "1", "x"), label="sums"):
