@@ -463,3 +463,35 @@ def test_an_error_repeats_paths_that_look_a_little_like_secrets(tmp_path, capsys
     argv = ["train", "recipes/methods/erc.yaml", "-o", str(tmp_path / "out")]
     assert cli.main([*argv, "data.tokenizer=hf_models/x"]) == 2
     assert "override 'data.tokenizer=hf_models/x': " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("streams", ["out", "both"])
+def test_a_closed_pipe_does_not_end_the_work(tmp_path, streams):
+    """``train ... | head -1``, and with ``2>&1``: the work goes on, and says so where it can."""
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from moe_finetune.cli.pipes import closed_pipes_ignored\n"
+        "with closed_pipes_ignored():\n"
+        "    for step in range(20000):\n"
+        "        print('step', step)\n"
+        "        print('log', step, file=sys.stderr) if 'both' in sys.argv else None\n"
+        "    Path(sys.argv[1]).write_text('whole')\n"
+    )
+    file = tmp_path / "result"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(file), streams],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT if streams == "both" else subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert process.stdout.readline() in ("step 0\n", "log 0\n")
+    process.stdout.close()
+    said = process.stderr.read() if streams == "out" else ""
+    assert process.wait(60) == 0 and file.read_text() == "whole"
+    assert said == (
+        "standard output was closed by its reader; the command continues without it\n"
+        if streams == "out"
+        else ""
+    )
