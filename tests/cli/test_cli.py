@@ -11,10 +11,9 @@ import typer
 
 from moe_finetune import cli
 from moe_finetune.cli.doctor import Check
-from moe_finetune.lora.targets import add_lora
 from moe_finetune.placement.plan import PlacementPlan
-from moe_finetune.recipe.sections import LoraSection
 from tests import tiny
+from tests.checkpoint.helpers import adapter as random_adapter
 
 VERBS = sorted(command.name or command.callback.__name__ for command in cli.app.registered_commands)
 
@@ -204,19 +203,7 @@ def test_train_hands_over_the_merged_recipe(capsys, monkeypatch, tmp_path):
 
 @pytest.fixture
 def adapter(tiny_checkpoint, tmp_path) -> Path:
-    """An adapter folder whose factors are not zero, over a tiny checkpoint."""
-    import torch
-
-    base = tiny_checkpoint("olmoe")
-    model = add_lora(tiny.model("olmoe"), LoraSection(rank=8, alpha=8.0), "frozen")
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
-    model.peft_config["default"].base_model_name_or_path = str(base)
-    model.save_pretrained(tmp_path / "run" / "adapter")
-    return tmp_path / "run" / "adapter"
+    return random_adapter(tiny_checkpoint("olmoe"), tmp_path / "run" / "adapter")
 
 
 def test_merge_takes_a_run_or_an_adapter(capsys, adapter, tmp_path):
@@ -425,7 +412,6 @@ def test_merge_writes_the_bias_that_was_trained(capsys, tmp_path, tiny_checkpoin
 
     from moe_finetune.checkpoint.adapter import BIAS_FILE
     from moe_finetune.training.state import save_state
-    from tests.checkpoint.helpers import adapter as random_adapter
 
     bias = {f"bias.{layer}": torch.rand(12) for layer in (1, 2)}
     folders = {}

@@ -6,7 +6,6 @@ relative to its norm), since a token near the edge selects another expert.
 """
 
 import contextlib
-import warnings
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from moe_finetune.lora.targets import add_lora
 from moe_finetune.models import FAMILIES, table
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.specialization import Specialization
-from tests import tiny, tiny_families
+from tests import tiny, tiny_adapter, tiny_families
 
 LOSS, VALUE, GRADIENT = 1.5e-2, 0.08, 0.35
 UNDER_AUTOCAST = {"inkling_text"}
@@ -46,17 +45,8 @@ def once(monkeypatch):
 
 def adapted(base, dtype, router="full"):
     """The model in ``dtype``, its weights rounded to bfloat16 in any case."""
-    torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        lora = LoraSection(rank=4, alpha=8.0)
-        model = add_lora(base.bfloat16().to(dtype), lora, router).train()
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(torch.randn(parameter.shape) * 0.05)
-    return model
+    lora = LoraSection(rank=4, alpha=8.0)
+    return tiny_adapter.adapted(base.bfloat16().to(dtype), router, lora).train()
 
 
 def batch():
