@@ -47,9 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if escaped != argument:  # a file name that is not UTF-8 reaches Python as surrogates
             print(f"error: {escaped}: is not a UTF-8 name; rename the file", file=sys.stderr)
             return 2
-    # Progress is shown by the terminal below; tqdm reads its variable when it is first imported.
-    for variable in ("HF_DATASETS_DISABLE_PROGRESS_BARS", "TQDM_DISABLE"):
-        os.environ.setdefault(variable, "1")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     ours = Terminal("json" if common.json else None, common.quiet, capture=True)
     previous = use_terminal(ours)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[Records()])

@@ -1,5 +1,4 @@
 import json
-import os
 import re
 import subprocess
 import sys
@@ -106,22 +105,6 @@ def test_version(capsys):
 
     code, out, _ = run(capsys, "--version")
     assert code == 0 and out == f"moe-finetune {importlib.metadata.version('moe-finetune')}\n"
-
-
-def test_the_libraries_progress_bars_do_not_show():
-    code = (
-        "import sys\n"
-        "from moe_finetune.cli import main\n"
-        "assert 'tqdm' not in sys.modules and main(['compare']) == 2\n"
-        "from tqdm import tqdm\n"
-        "assert list(tqdm(range(3))) == [0, 1, 2]\n"
-    )
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("TQDM")}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0 and "Missing argument" in done.stderr
-    assert "it/s" not in done.stderr
 
 
 def test_an_unknown_log_format_is_refused(capsys):
