@@ -145,13 +145,12 @@ def hint(annotation: Any) -> str:
 def trainer_table() -> str:
     """Fields of TRL's configs, and those that have another place in a recipe."""
     lines = ["## Set elsewhere", "| key | instead |", "| --- | --- |"]
-    owned = OWNED | {k: v for stage in STAGES.values() for k, v in stage.owned.items()}
-    lines += [f"| `{name}` | {cell(why)} |" for name, why in sorted(owned.items())]
+    lines += [f"| `{name}` | {cell(why)} |" for name, why in sorted(OWNED.items())]
     seen: set[str] = set()
     for stage in STAGES.values():
         fields = [
             field for field in dataclasses.fields(stage.config_class())
-            if field.init and field.name not in owned and (stage.config, field.name) not in seen
+            if field.init and field.name not in OWNED and (stage.config, field.name) not in seen
             and ("SFTConfig", field.name) not in seen
         ]  # fmt: skip
         if not fields:

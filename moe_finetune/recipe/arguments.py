@@ -65,12 +65,12 @@ def check_trainer(
     Args:
         elsewhere: returns the recipe's key of this name outside ``trainer:``, if there is one.
     """
-    fields, owned = _fields(stage), OWNED | stage.owned
+    fields = _fields(stage)
     for name, value in trainer.items():
-        if name in owned:
-            yield f"trainer.{name}: cannot be set here: {owned[name]}"
+        if name in OWNED:
+            yield f"trainer.{name}: cannot be set here: {OWNED[name]}"
         elif name not in fields:
-            near = get_close_matches(str(name), fields.keys() - owned.keys(), n=1, cutoff=0.75)
+            near = get_close_matches(str(name), fields.keys() - OWNED.keys(), n=1, cutoff=0.75)
             key = near[0] if near else elsewhere(str(name))
             hint = f"did you mean '{key}'?" if key else "docs/reference/trainer.md lists its keys"
             yield f"trainer.{name}: unknown key of TRL's {stage.config}; {hint}"

@@ -4,22 +4,13 @@ A new stage is an entry here. Nothing of TRL is imported before it is used.
 """
 
 import importlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from moe_finetune.errors import RecipeError
 from moe_finetune.registry import Registry
 
 Form = Literal["tokens", "preference", "unpaired", "prompts"]
-
-_REPEATED = {
-    "max_length": "set data.max_length",
-    "max_prompt_length": "set data.max_length",
-    "reward_weights": "set rewards[].weight",
-    "teacher_model_name_or_path": "set teacher",
-    "teacher_model_init_kwargs": "the teacher is loaded with the model's settings",
-    "chat_template_kwargs": "set data.chat_template",
-}
 
 
 @dataclass(frozen=True)
@@ -36,7 +27,6 @@ class Stage:
             chosen, rejected), "unpaired" (prompt, completion, label), or "prompts" (a prompt, with
             any fields that its rewards read).
         reference: whether the loss needs the initial model.
-        owned: keys of ``trainer:`` that are set elsewhere in a recipe, and where.
     """
 
     name: str
@@ -46,7 +36,6 @@ class Stage:
     form: Form
     module: str = "trl"
     reference: bool = False
-    owned: dict[str, str] = field(default_factory=lambda: _REPEATED, hash=False)
 
     def trainer_class(self) -> Any:
         return getattr(importlib.import_module(self.module), self.trainer)

@@ -141,7 +141,7 @@ def _elsewhere(model: type[BaseModel], name: str) -> str | None:
     if "trainer" in model.model_fields:
         stage = STAGES["sft"]
         fields = {field.name for field in dataclasses.fields(stage.config_class())}
-        if name in fields - {*OWNED, *stage.owned}:
+        if name in fields - OWNED.keys():
             return f"trainer.{name}"
     return in_a_section(model, name)
 
