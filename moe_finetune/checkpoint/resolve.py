@@ -76,6 +76,7 @@ class _Resolver:
                 depths = sorted(depth for other, depth in pairs if other == path)
                 yield from self._fused(path, layer, self._parameter(path, depth, depths), a, b)
             elif depth:
+                self._check_root(a)
                 raise self._error(a, "nested factors are supported only for fused experts")
             else:
                 yield from self._linear(path, a, b)
@@ -105,12 +106,24 @@ class _Resolver:
                 "them first",
             )
         if disk not in self.base.tensors:
+            self._check_root(key)
             raise self._error(
                 key,
                 f"the base {self.base.folder} has no tensor '{disk}'; "
                 "the adapter was trained on another base",
             )
         return disk
+
+    def _check_root(self, key: str) -> None:
+        """Refuse keys of another class of the same checkpoint: with or without the vision part."""
+        root, backbone = key.partition(".layers.")[0], self.base.family.backbone
+        if root != backbone and {root, backbone} == {"model", "model.language_model"}:
+            raise self._error(
+                key,
+                f"the base's layers are '{backbone}.layers', and the adapter's '{root}.layers': it "
+                "was trained on another class of the checkpoint (with or without its vision part); "
+                "train on the class of load_model, or rename the adapter's tensors",
+            )
 
     # Updates
 

@@ -5,17 +5,20 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from moe_finetune.checkpoint import merge_adapter
 from moe_finetune.checkpoint.load_quantized import load_quantized
 from moe_finetune.checkpoint.opened import open_checkpoint
-from moe_finetune.errors import CheckpointError, UnsupportedModelError
+from moe_finetune.errors import AdapterError, CheckpointError, UnsupportedModelError
 from moe_finetune.models import FAMILIES, family_of, table
 from moe_finetune.models.loading import load_config
 from moe_finetune.models.structure import class_of
 from moe_finetune.moe.hooks import Recorder
 from tests import tiny_families as tiny
+from tests.checkpoint.helpers import randomize
 from tests.tiny_adapter import adapted
 
 WEIGHTS = "model.safetensors"
@@ -185,3 +188,29 @@ def test_other_sizes_in_shards(family, changes, tmp_path):
     with torch.no_grad():
         wanted, found = model(ids_BL()).logits, loaded(tmp_path / "merged")(ids_BL()).logits
     assert torch.allclose(wanted, found, rtol=0, atol=1e-4 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_an_adapter_of_the_text_class_is_named_and_merges_when_it_is_renamed(experts, tmp_path):
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    tiny.model("qwen3_5_moe").save_pretrained(base)
+    text = AutoModelForCausalLM.from_pretrained(base).eval()
+    stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if experts else None
+    settings = LoraConfig(r=3, target_modules=["q_proj"], target_parameters=stacks)
+    model = get_peft_model(text, settings).eval()
+    randomize(model, 3, 0.05)
+    model.save_pretrained(adapter)
+    with torch.no_grad():
+        wanted = model(ids_BL()).logits
+    with pytest.raises(AdapterError, match=r"trained on another class .* or rename the adapter's"):
+        merge_adapter(base, adapter, tmp_path / "refused")
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file(
+        {n.replace(".layers.", ".language_model.layers."): t for n, t in tensors.items()}, file
+    )
+    merge_adapter(base, adapter, tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    with torch.no_grad():
+        found = merged(ids_BL()).logits
+    assert (found - wanted).norm() < 1e-5 * wanted.norm()
