@@ -21,6 +21,7 @@ MACHINE_FAILURE = 1
 STOP_SECONDS = 20.0
 """Time to end for a process that has nothing to save."""
 _PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)  # loaded here: a forked process may not take the loader's lock
 _USUAL_CAUSES = {
     signal.SIGKILL: "usually because memory ran out",
     signal.SIGXCPU: "usually because a chat template does not end",
@@ -114,7 +115,7 @@ class Children:
 def _end_with(parent: int) -> None:
     """Let the kernel kill this new process when the thread that started it ends."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it ended before the line above
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -32,7 +32,7 @@ class Perturbations(Section):
 
 
 class StrengthSection(Section):
-    """When the losses' gradients are measured against the language loss's.
+    """When the losses' gradients are measured against that of the trainer's loss.
 
     ``first``: in the first optimizer step; ``every``: again after each ``every`` steps.
     """

@@ -104,7 +104,7 @@ def _method(preset: str) -> list[str]:
     if set(PRESETS[preset].terms) <= set(WEIGHTED):
         return [_section(method={"preset": preset})]
     return [
-        "# Each loss's gradient, over the language loss's; without it, the paper's weights.",
+        "# Each loss's gradient, over that of the trainer's loss; without it, the paper's weights.",
         _section(method={"preset": preset, "share": 0.1}),
     ]
 
