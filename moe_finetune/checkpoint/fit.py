@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_finetune.checkpoint.contents import Checkpoint, layer_numbers
-from moe_finetune.checkpoint.untrained import untrained
+from moe_finetune.checkpoint.untrained import HEAD, untrained
 from moe_finetune.errors import CheckpointError, UnsupportedModelError, did_you_mean
 from moe_finetune.io.config_file import UNQUANTIZED
 from moe_finetune.io.safetensors_header import FLOATS, INTEGERS, TensorInfo
@@ -23,7 +23,6 @@ from moe_finetune.models.structure import (
     shapes_on_disk,
 )
 
-_HEAD = "lm_head.weight"
 _known: dict[str, Shapes] = {}
 
 
@@ -229,4 +228,4 @@ def places_on_disk(
 
 
 def _tied_head(name: str, config: Any) -> bool:
-    return name.endswith(_HEAD) and bool(getattr(config, "tie_word_embeddings", False))
+    return name.endswith(HEAD) and bool(getattr(config, "tie_word_embeddings", False))

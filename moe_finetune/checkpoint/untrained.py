@@ -20,7 +20,7 @@ COMPUTED = "buffers that loaders compute"
 TIED = "a tied language-model head"
 OTHER = "parts that transformers ignores"
 
-_HEAD = "lm_head.weight"
+HEAD = "lm_head.weight"
 # A buffer that old exports stored and every loader recomputes.
 _INVERSE_FREQUENCIES = ".rotary_emb.inv_freq"
 # Joins embedding and hidden state; every MTP layer has it and no decoder layer does.
@@ -51,7 +51,7 @@ def untrained(names: Iterable[str], config: Any, family: Family | None) -> dict[
     for name, layer in layers.items():
         if name.endswith(_INVERSE_FREQUENCIES):
             parts[name] = COMPUTED
-        elif tied and name.endswith(_HEAD):
+        elif tied and name.endswith(HEAD):
             parts[name] = TIED
         elif layer in predicting:
             parts[name] = MTP

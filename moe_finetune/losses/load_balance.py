@@ -17,6 +17,7 @@ from moe_finetune.losses.tensors import (
     distributed_run,
     full_precision,
     on_host,
+    world_size,
 )
 
 Variant = Literal["switch", "deepseek", "gshard"]
@@ -78,7 +79,7 @@ def load_balancing_loss(
         coefficient_E = scale * load_E / tokens.clamp_min(1).square()
         rank_share = (probs_TE.sum(0) * coefficient_E).sum()
         # The other ranks' share has no gradient here; the mean over ranks divides by their number.
-        return (mass_E * coefficient_E).sum() + _num_ranks() * (rank_share - rank_share.detach())
+        return (mass_E * coefficient_E).sum() + world_size() * (rank_share - rank_share.detach())
     if sequence_lengths is None:
         load_E = _load(chosen_TC, counts_T, num_experts)
         coefficient_E = scale * load_E / counts_T.sum().clamp_min(1).square()
@@ -156,10 +157,6 @@ def _sequence_of_token(sequence_lengths: Tensor, probs_TE: Tensor) -> Tensor:
         )
     ends_S = sequence_lengths.to(probs_TE.device).cumsum(0)
     return torch.searchsorted(ends_S, torch.arange(tokens, device=ends_S.device), right=True)
-
-
-def _num_ranks() -> int:
-    return distributed.get_world_size() if distributed_run() else 1
 
 
 class LoadBalanceOptions(OneValueOptions):

@@ -85,6 +85,11 @@ def distributed_run() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
+def world_size() -> int:
+    """Number of processes of this run."""
+    return distributed.get_world_size() if distributed_run() else 1
+
+
 def blank(tensor: Tensor, mask_T: Tensor | None) -> Tensor:
     """Set rows that do not count to zero, so a NaN there has no effect."""
     if mask_T is None:

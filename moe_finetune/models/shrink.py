@@ -10,11 +10,11 @@ from moe_finetune.errors import CheckpointError
 from moe_finetune.models.base import Family
 from moe_finetune.models.layout import sites
 from moe_finetune.models.structure import class_of, meta_model
+from moe_finetune.models.suggestion import TOP_K
 
 SMALL = 20_000_000
 """Number of parameters up to which a model is used unchanged."""
 
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k", "moe_k")
 _TOWER = 2
 _LAYERS = (4, 6, 9, 16)
 _WIDTHS = (72, 40, 56, 88, 104)
@@ -142,7 +142,7 @@ def _fewer_experts(text: Any, family: Family) -> dict[str, Any]:
     for key, value in plain.items():
         if "expert" in key and value == experts_before and value is not True:
             changes[key] = experts
-        elif key in _TOP_K and value == selected:
+        elif key in TOP_K and value == selected:
             changes[key] = top_k
     return changes
 

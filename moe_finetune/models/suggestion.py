@@ -13,7 +13,7 @@ from moe_finetune.recipe.family import DiskSection, FamilySection
 from moe_finetune.recipe.section import Section
 
 _ASK = "  # declare"
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k", "moe_k")
+TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k", "moe_k")
 _RENORMALIZE = ("norm_topk_prob", "route_norm", "normalize_topk", "norm_expert_weight")
 _SCALING = ("routed_scaling_factor", "route_scale", "router_scaling_factor")
 
@@ -69,7 +69,7 @@ def declaration(config: Any, class_sites: Sequence[Site]) -> list[str]:
         facts["groups"] = f"[n_group, topk_group]{_ASK}: groups of experts, and how many to use"
     read_facts = {
         "num_experts": _named(config, site.num_experts, "expert"),
-        "top_k": _key(config, _TOP_K, "num_experts_per_tok"),
+        "top_k": _key(config, TOP_K, "num_experts_per_tok"),
         "expert_width": _named(config, site.width, "intermediate"),
         "block_path": site.block_path,
         "router_name": router,

@@ -8,7 +8,7 @@ import torch
 from torch import distributed
 
 from moe_finetune.errors import MoeFinetuneError
-from moe_finetune.losses.tensors import distributed_run
+from moe_finetune.losses.tensors import distributed_run, world_size
 
 
 def join_group() -> None:
@@ -22,11 +22,6 @@ def join_group() -> None:
 def rank() -> int:
     """This process's rank; only rank 0 writes files."""
     return distributed.get_rank() if distributed_run() else 0
-
-
-def world_size() -> int:
-    """Number of processes of this run."""
-    return distributed.get_world_size() if distributed_run() else 1
 
 
 def barrier() -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import nn
 
+from moe_finetune.checkpoint.adapter import WEIGHTS as ADAPTER_FILE
 from moe_finetune.errors import CheckpointError, DiskSpaceError
 from moe_finetune.io import clear_leftovers
 from moe_finetune.training import ranks
@@ -39,7 +40,6 @@ from moe_finetune.training.full_weights import live_weights, set_weights
 from moe_finetune.training.model_files import StoredWeights
 from moe_finetune.training.optimizer_state import empty_moments, load_optimizer_state
 from moe_finetune.training.rank_state import read_rank, read_tensors, set_random_state
-from moe_finetune.training.save import ADAPTER_FILE
 from moe_finetune.training.shards import read_shards, stored
 from moe_finetune.training.state import load_state, unpack
 

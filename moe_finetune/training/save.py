@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from moe_finetune.checkpoint.adapter import WEIGHTS as ADAPTER_FILE
 from moe_finetune.checkpoint.card import public_name, write_card
 from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.io import output_folder, sync
@@ -21,7 +22,6 @@ from moe_finetune.training import ranks
 from moe_finetune.training.bias_keep import add_bias, change_config, name_bias, save_beside
 from moe_finetune.training.full_weights import trained_weights, whole_model
 
-ADAPTER_FILE = "adapter_model.safetensors"
 _ADAPTER = "A LoRA adapter for {}, trained with moe-finetune; PEFT loads it."
 
 
