@@ -107,6 +107,12 @@ def test_version(capsys):
     assert code == 0 and out == f"moe-finetune {importlib.metadata.version('moe-finetune')}\n"
 
 
+def test_the_package_runs_as_a_module():
+    command = [sys.executable, "-m", "moe_finetune", "eval", "--no-such-option"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2 and "--no-such-option" in result.stderr
+
+
 def test_an_unknown_log_format_is_refused(capsys):
     code, _, err = run(capsys, "inspect", "x", "--log-format", "yaml")
     assert code == 2 and err == "error: --log-format yaml: expected text or json\n"
