@@ -135,6 +135,12 @@ def _top_T(layer: _Layer) -> np.ndarray:
     return top_choice(index_TK, np.take_along_axis(layer["scores"], index_TK, axis=1))
 
 
+def _drawn(tokens: int, count: int) -> np.ndarray:
+    """Indices of ``count`` of ``tokens`` tokens, or of all if there are fewer; always the same."""
+    count = min(count, tokens)
+    return np.sort(np.random.default_rng(0).choice(tokens, count, replace=False))
+
+
 def _summary(
     layers: Sequence[_Layer], frequencies_VE: np.ndarray, embeddings: int
 ) -> dict[str, float]:
@@ -152,8 +158,9 @@ def _summary(
         note("activation_cosine", gram_cosine(layer["activations"]))
         note("output_cosine", gram_cosine(layer["outputs"]))
         labels_T = _top_T(layer)
-        note("expert_overlap", expert_overlap(layer["inputs"], labels_T, sample=embeddings))
-        note("silhouette", silhouette(layer["inputs"], labels_T, sample=embeddings))
+        chosen = _drawn(len(labels_T), embeddings)
+        note("expert_overlap", expert_overlap(layer["inputs"][chosen], labels_T[chosen]))
+        note("silhouette", silhouette(layer["inputs"][chosen], labels_T[chosen]))
         table = erc_table(layer.router_EH, layer.gate_EDH, alphas=(1,))
         note("erc_loss", table["loss"][1.0])
         note("erc_least_alpha", table["least_alpha"])

@@ -1,5 +1,8 @@
 """Config of DeepSeek-MoE-16B: Llama's fields and those of the MoE blocks, as published."""
 
+# As text: transformers would check evaluated types before our checks, which name a remedy.
+from __future__ import annotations
+
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
