@@ -128,6 +128,16 @@ def test_every_verb_checks_its_adapter(here, refused, verb):
     refused(VERBS[verb], damage(here / "adapter" / ADAPTER, extra, STACK))
 
 
+def test_half_an_adapter(here):
+    """Both factors of a layer are gone: only its config tells."""
+    tensors = load_file(here / "adapter" / ADAPTER)
+    for factor in "AB":
+        del tensors[A.replace("lora_A", f"lora_{factor}")]
+    save_file(tensors, here / "adapter" / ADAPTER, {"format": "pt"})
+    with pytest.raises(AdapterError, match=r"model\.layers\.1\.self_attn\.k_proj\.lora_A\.weight"):
+        check_adapter("adapter", open_checkpoint("base"))
+
+
 def test_an_adapter_of_another_base(here, refused):
     """Equal names and shapes; one number of one expert differs."""
     tensors = load_file(here / "base" / SHARD)
