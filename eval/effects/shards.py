@@ -88,7 +88,7 @@ def _clash(saved: dict[str, Any], settings: dict[str, Any], part: str) -> bool:
     old_part, now = saved.get(part), settings[part]
     if old_part is None:
         return False
-    without = ("arms", "first_seeds")
+    without = ("arms", "first_seeds", "once")  # the last one in studies of earlier versions
     if {k: v for k, v in old_part.items() if k not in without} != {
         k: v for k, v in now.items() if k not in without
     }:

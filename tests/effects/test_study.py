@@ -8,7 +8,7 @@ import yaml
 
 from eval.effects.claims_at_shares import EVEN
 from eval.effects.settings import load_miniature, with_table
-from eval.effects.shards import shards_of
+from eval.effects.shards import STUDY_FILE, shards_of
 from eval.effects.strength import run as run_strength
 from eval.effects.study import effects_of, plan, run
 from moe_finetune.errors import DependencyError, RecipeError
@@ -125,6 +125,10 @@ def test_another_seed_joins_a_study_but_other_settings_do_not(recipe, tmp_path):
     run(recipe(classification=None), output)
     run(recipe(classification=None, seeds=[1, 2, 3]), output, resume=True)
     assert len(list(output.glob("shards/**/*.json"))) == 3
+    saved = json.loads((output / STUDY_FILE).read_text())
+    saved["recovery"]["once"] = []  # before first_seeds
+    (output / STUDY_FILE).write_text(json.dumps(saved))
+    assert run(recipe(classification=None), output, resume=True) == 0
     with pytest.raises(RecipeError, match="other settings under recovery"):
         run(recipe(recovery={**RECOVERY, "trials": 4}), output, resume=True)
 
