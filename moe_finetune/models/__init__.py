@@ -66,7 +66,13 @@ def check_supported(config: Any, family: Family) -> None:
 
 
 def opened_as(family: Family, model: Any) -> Any:
-    """``model``, with a note of its family, which was found when its checkpoint was opened."""
+    """``model``, with a note of its family, which was found when its checkpoint was opened.
+
+    Raises:
+        UnsupportedModelError: transformers' class lacks an option of the config, such as
+            ``topk_method: noaux_tc``, with which :func:`open_checkpoint` opens exports for vLLM.
+    """
+    family.check(model.config)
     model.moe_family = family
     return model
 

@@ -71,12 +71,12 @@ def rehearse(
             model: nn.Module = class_of(config).from_config(
                 config, dtype=torch.bfloat16, attn_implementation=attention
             )
-            opened_as(start.family, model)
     except (ImportError, ValueError) as error:
         raise RecipeError(
             f"model.attn_implementation: '{attention}' cannot be used here: {_short(error)}; "
             "leave it out"
         ) from error
+    opened_as(start.family, model)
     if start.expert_ranks > 1:
         experts = model_facts(model).num_experts
         check_spread(model, experts, start.expert_ranks, ranks.world_size())

@@ -75,6 +75,7 @@ def open_start(recipe: Recipe) -> Start:
         RecipeError: ``model.config`` does not fit the checkpoint's.
     """
     from moe_finetune.checkpoint.opened import open_checkpoint
+    from moe_finetune.models import check_supported
     from moe_finetune.models.fresh import check_vocabulary, fresh_config
     from moe_finetune.models.loading import load_tokenizer
 
@@ -86,8 +87,9 @@ def open_start(recipe: Recipe) -> Start:
         check_vocabulary(config, tokenizer, tokenizer_path)
         return Start(recipe, folder, config, family, tokenizer, None)
     checkpoint = open_checkpoint(folder, values=True, stored=True)
-    tokenizer = load_tokenizer(tokenizer_path)
     config = checkpoint.model_config
+    check_supported(config, checkpoint.family)
+    tokenizer = load_tokenizer(tokenizer_path)
     return Start(recipe, folder, config, checkpoint.family, tokenizer, checkpoint)
 
 

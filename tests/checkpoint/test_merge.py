@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_finetune.checkpoint import merge_adapter, open_checkpoint
 from moe_finetune.checkpoint.adapter import open_adapter
+from moe_finetune.checkpoint.loading import load_model
 from moe_finetune.checkpoint.peft_form import peft_folder
 from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.errors import (
@@ -337,6 +338,9 @@ def test_bias_of_deepseek_v2(bases, adapters, tmp_path):
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     assert (config["topk_method"], config["scoring_func"]) == ("noaux_tc", "softmax")
     assert any("noaux_tc" in note for note in report.plan.notes)
+    assert open_checkpoint(tmp_path / "m").family.name == "deepseek_v2"  # it can be served
+    with pytest.raises(UnsupportedModelError, match="topk_method 'noaux_tc' is not supported"):
+        load_model(tmp_path / "m")
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_moe", "olmoe", "mixtral"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moe_finetune.errors import RecipeError
+from moe_finetune.errors import RecipeError, UnsupportedModelError
 from moe_finetune.moe.bias import BiasBalancer
 from moe_finetune.moe.layers import model_facts
 from moe_finetune.recipe.schema import recipe_from_tree
@@ -63,6 +63,8 @@ def test_deepseek_v2_without_an_adapter(tmp_path, tiny_checkpoint):
     assert torch.equal(saved[BIAS.format(2)], balancer.bias[2])
     assert (config["topk_method"], config["scoring_func"]) == ("noaux_tc", "softmax")
     assert config["dtype"] == "bfloat16"
+    with pytest.raises(UnsupportedModelError, match="topk_method 'noaux_tc' is not supported"):
+        check_inputs(recipe(tmp_path / "merged"))
 
 
 def test_a_family_without_a_place_is_refused_before_the_run(tiny_checkpoint):
