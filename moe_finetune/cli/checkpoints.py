@@ -34,7 +34,7 @@ def inspect(
         bool,
         typer.Option(
             "--strength",
-            help="Measure the recipe's losses against the language loss; loads the model.",
+            help="Measure the recipe's losses against the trainer's loss; loads the model.",
         ),
     ] = False,
     prove: Annotated[

@@ -70,7 +70,7 @@ class TermOptions(BaseModel):
         default=None,
         gt=0,
         allow_inf_nan=False,
-        description="instead of a weight: its gradient norm divided by that of the language loss",
+        description="instead of a weight: its gradient norm divided by that of the trainer's loss",
     )
     target: float | None = Field(
         default=None,
