@@ -9,8 +9,9 @@ from moe_finetune.io.rows import write_jsonl
 from moe_finetune.io.run_folder import RunFolder, read_log
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.tree import Tree
-from moe_finetune.run import run_recipe
+from moe_finetune.run import merge, run_recipe
 from moe_finetune.training.start import open_start, start_model
+from tests.checkpoint.helpers import adapter as random_adapter
 
 
 @pytest.mark.parametrize(
@@ -111,6 +112,22 @@ def test_the_base_is_opened_once(tiny_checkpoint, tmp_path, monkeypatch):
     run_recipe(recipe_from_tree(Tree(tree)), tmp_path / "run")
     assert sorted(calls) == ["load_tokenizer", "parse_config", "read_config", "read_headers"]
     assert asked == 2 * [("qwen3_moe", None)]
+
+
+def test_a_merge_whose_note_was_lost_is_done_again(tiny_checkpoint, tmp_path):
+    """A kill between ``merged/`` and its note in ``summary.json``."""
+    base, run = tiny_checkpoint("olmoe"), RunFolder(tmp_path)
+    tree = {"model": {"path": str(base)}, "data": {"train": "d.jsonl"}, "method": "none"}
+    recipe = recipe_from_tree(Tree(tree))
+    random_adapter(base, run.adapter)
+    run.merged.mkdir()
+    left = run.merged / "left"
+    left.touch()
+    merge(recipe, run, base)
+    assert run.merge_done and not left.exists() and (run.merged / "config.json").is_file()
+    left.touch()
+    merge(recipe, run, base)
+    assert left.exists(), "merged once, not twice"
 
 
 def test_a_trained_model_is_reported_when_its_base_is_gone(tiny_checkpoint, tmp_path):

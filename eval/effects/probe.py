@@ -129,18 +129,16 @@ def measure(
     return metrics, np.stack([_top_T(layer) for layer in ordered], axis=1)
 
 
-def drawn(inputs_TH: np.ndarray, labels_T: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """``count`` tokens' inputs and labels, the same tokens each time; all if there are fewer."""
-    if count >= len(labels_T):
-        return inputs_TH, labels_T
-    chosen = np.sort(np.random.default_rng(0).choice(len(labels_T), count, replace=False))
-    return inputs_TH[chosen], labels_T[chosen]
-
-
 def _top_T(layer: _Layer) -> np.ndarray:
     """The selected expert with the largest weight, for each token."""
     index_TK = layer["index"]
     return top_choice(index_TK, np.take_along_axis(layer["scores"], index_TK, axis=1))
+
+
+def _drawn(tokens: int, count: int) -> np.ndarray:
+    """Indices of ``count`` of ``tokens`` tokens, or of all if there are fewer; always the same."""
+    count = min(count, tokens)
+    return np.sort(np.random.default_rng(0).choice(tokens, count, replace=False))
 
 
 def _summary(
@@ -159,9 +157,10 @@ def _summary(
         note("entropy", routing_entropy(probs_TE))
         note("activation_cosine", gram_cosine(layer["activations"]))
         note("output_cosine", gram_cosine(layer["outputs"]))
-        sample = drawn(layer["inputs"], _top_T(layer), embeddings)
-        note("expert_overlap", expert_overlap(*sample))
-        note("silhouette", silhouette(*sample))
+        labels_T = _top_T(layer)
+        chosen = _drawn(len(labels_T), embeddings)
+        note("expert_overlap", expert_overlap(layer["inputs"][chosen], labels_T[chosen]))
+        note("silhouette", silhouette(layer["inputs"][chosen], labels_T[chosen]))
         table = erc_table(layer.router_EH, layer.gate_EDH, alphas=(1,))
         note("erc_loss", table["loss"][1.0])
         note("erc_least_alpha", table["least_alpha"])

@@ -16,6 +16,7 @@ import yaml
 
 from moe_finetune.errors import (
     CheckpointError,
+    DataError,
     EvaluationError,
     OutputExistsError,
 )
@@ -203,6 +204,23 @@ def test_prompts_that_do_not_fit_are_an_error_that_keeps_finished_tasks(backend,
     results = load_results(tmp_path)
     assert not results["complete"]
     assert list(results["tasks"]) == ["colours"] and results["unfinished"] == ["sums"]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"template": "local_exact"}, EvaluationError, "did you mean 'local_exact_match'"),
+        ({"version": 9.0}, EvaluationError, "has version 1.0 here, but the suite needs 9.0"),
+        ({"shots": 0, "files": {"test": "none.jsonl"}}, DataError, "none.jsonl does not exist"),
+    ],
+)
+def test_a_task_that_cannot_be_found_is_named(backend, suite, tmp_path, change, error, message):
+    task = yaml.safe_load(suite.read_text())["tasks"][0] | change
+    path = suite.parent / "bad.yaml"
+    path.write_text(yaml.safe_dump({"name": "bad", "tasks": [task]}))
+    with pytest.raises(error, match=message):
+        evaluate("unused", path, "hf", tmp_path / "out", opened=backend, progress=False)
+    assert not (tmp_path / "out").exists()
 
 
 def test_bad_checkpoints_and_backends(suite, tmp_path, monkeypatch):

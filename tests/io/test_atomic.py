@@ -1,6 +1,7 @@
 """Files appear whole or not at all, on a full disk too; what a killed writer left is removed."""
 
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -10,7 +11,7 @@ import pytest
 
 from moe_finetune.errors import DiskSpaceError
 from moe_finetune.io import atomic as atomic_module
-from moe_finetune.io import clear_leftovers, contents, write_atomic
+from moe_finetune.io import clear_beside, clear_leftovers, contents, write_atomic
 
 
 def test_whole_with_the_mode_of_any_new_file(tmp_path):
@@ -81,3 +82,23 @@ def test_only_what_dead_writers_left_is_removed(tmp_path):
     finally:
         writers[1].communicate("")
     assert (tmp_path / "deep" / "live").read_text() == "x"
+
+
+def test_only_folders_of_dead_writers_of_the_output_are_removed(tmp_path):
+    """A folder whose writer lives stays, and so does another output's."""
+    live, dead, other = (
+        tmp_path / name
+        for name in (".m.partial-0000000a", ".m.partial-0000000b", ".x.partial-0000000a")
+    )
+    for folder in (live, dead, other):
+        folder.mkdir()
+        (folder / "part").write_text("x")
+    lock = os.open(live, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        clear_beside(tmp_path / "m")
+        assert {p.name for p in tmp_path.iterdir()} == {live.name, other.name}
+    finally:
+        os.close(lock)
+    clear_beside(tmp_path / "m")
+    assert {p.name for p in tmp_path.iterdir()} == {other.name}

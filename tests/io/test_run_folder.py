@@ -54,6 +54,7 @@ def test_a_log_is_read_while_it_is_written(tmp_path):
         ("[1, 2]", "must be an object, not list"),
         ('{"loss": 1.0}', "'step' is None, not a number"),
         ('{"step": true}', "'step' is True"),
+        ('{"step": NaN}', "'step' is nan"),
     ],
 )
 def test_a_damaged_row_is_named(tmp_path, line, problem):

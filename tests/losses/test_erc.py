@@ -87,6 +87,16 @@ def test_equal_and_zero_rows_give_no_noise():
     assert torch.autograd.grad(loss, router)[0].isfinite().all()
 
 
+def test_default_generator_repeats_with_the_seed():
+    values = make()
+    inputs = (values["router_weight_EH"], values["gate_weight_EDH"])
+    losses = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        losses.append(erc_loss(*inputs))
+    assert losses[0] == losses[1] != losses[2]
+
+
 def test_router_grad_false_trains_the_gate_alone():
     values = make()
     router = values["router_weight_EH"].requires_grad_()

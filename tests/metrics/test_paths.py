@@ -103,6 +103,19 @@ def test_domain_information():
         domain_information([[1, 0], [0, 0], [0, 1]])
 
 
+def test_domain_information_against_loop():
+    counts = np.random.default_rng(5).integers(0, 9, size=(3, E))
+    joint = counts / counts.sum()
+    wanted = sum(
+        joint[g, e] * math.log(joint[g, e] / joint[g].sum() / joint[:, e].sum())
+        for g in range(3)
+        for e in range(E)
+        if joint[g, e]
+    )
+    found = domain_information(torch.from_numpy(counts))
+    assert found["mutual_information"] == pytest.approx(wanted, rel=1e-9)
+
+
 def slow_placement(index, ranks):
     tokens, layers, _ = index.shape
     cross, pairs, touched, imbalance = 0, 0, 0, 0.0

@@ -16,14 +16,6 @@ from moe_finetune.models.loading import load_config, load_tokenizer, local_folde
 from tests import tiny
 
 
-@pytest.fixture
-def sharded(tmp_path):
-    """A sharded checkpoint that a test may break."""
-    tiny.model("qwen3_moe").save_pretrained(tmp_path / "m", max_shard_size="300KB")
-    tiny.tokenizer().save_pretrained(tmp_path / "m")
-    return tmp_path / "m"
-
-
 @pytest.mark.parametrize("family", tiny.FAMILY_NAMES)
 def test_a_saved_model_comes_back_whole(family, tiny_checkpoint):
     model, expected = load_model(tiny_checkpoint(family)), tiny.model(family)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_finetune.errors import TraceError
+from moe_finetune.errors import OutputExistsError, TraceError
 from moe_finetune.routing.trace import RoutingTrace, TraceWriter
 from moe_finetune.routing.trace_format import write_chunk
 
@@ -163,6 +163,14 @@ def test_unknown_domain(tmp_path):
     trace = RoutingTrace.open(tmp_path / "t")
     with pytest.raises(TraceError, match="no domain 'code'; it contains law, intent"):
         trace.load("ids", "code")
+
+
+def test_existing_folders_are_not_touched(tmp_path):
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / "mine.txt").write_text("keep")
+    with pytest.raises(OutputExistsError, match="is not empty"):
+        TraceWriter(tmp_path / "t", **FACTS)
+    assert [p.name for p in (tmp_path / "t").iterdir()] == ["mine.txt"]
 
 
 @pytest.mark.parametrize(

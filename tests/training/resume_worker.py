@@ -19,7 +19,7 @@ from moe_finetune import SpecializationCallback
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training import ranks
-from moe_finetune.training.full_weights import trained_weights
+from moe_finetune.training.full_weights import trained_weights, whole_model
 from moe_finetune.training.resumable import ResumableTrainer
 from moe_finetune.training.shards import is_sharded
 from tests import fsdp, tiny
@@ -78,7 +78,8 @@ def train(case: str, folder: Path, resume: Path | None = None) -> dict[str, torc
         rows = [row for row in trainer.state.log_history if "loss" in row]
         (folder / "log.json").write_text(json.dumps(rows))
     weights = trained_weights(trainer.model)
-    assert bool(weights) == (ranks.rank() == 0), "rank 0 alone keeps what is gathered"
+    for kept in (weights, whole_model(trainer.model)):
+        assert bool(kept) == (ranks.rank() == 0), "rank 0 alone keeps what is gathered"
     return {**weights, **callback.table_state()}
 
 

@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from moe_finetune import SpecializationCallback
-from moe_finetune.checkpoint.adapter import BIAS_FILE
-from moe_finetune.errors import CaptureError, ObjectiveError
+from moe_finetune.checkpoint.adapter import BIAS_FILE, read_bias
+from moe_finetune.errors import AdapterError, CaptureError, ObjectiveError
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.recipe.sections import LoraSection
@@ -230,6 +230,9 @@ def test_every_save_of_an_adapter_has_the_bias(tmp_path):
         assert saved.keys() == {f"bias.{n}" for n in own}
         for n, value in own.items():
             assert torch.equal(saved[f"bias.{n}"], value + recall.after[step][f"bias.{n}"])
+        (folder / BIAS_FILE).unlink()
+        with pytest.raises(AdapterError, match=f"{BIAS_FILE}: is missing"):
+            read_bias(folder)
     callback.close()
     made.save_model(str(tmp_path / "closed"))
     assert not (tmp_path / "closed" / BIAS_FILE).exists()

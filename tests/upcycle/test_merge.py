@@ -201,6 +201,12 @@ def test_a_model_without_a_moe_is_refused(experts, tmp_path, changes, said):
         merge_experts([tmp_path / "odd", experts[1]], tmp_path / "moe")
 
 
+def test_fewer_experts_than_a_token_selects_are_refused(experts, tmp_path):
+    with pytest.raises(CheckpointError, match="2 experts with top_k 3"):
+        merge_experts(experts[:2], tmp_path / "moe", top_k=3)
+    assert not (tmp_path / "moe").exists()
+
+
 SERVED = ("llama", "qwen3")
 
 

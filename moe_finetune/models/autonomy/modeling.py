@@ -10,6 +10,9 @@ Shape legend: T tokens, E experts, K selected per token, H hidden, D expert widt
 rows sorted by expert.
 """
 
+# As text: transformers would check evaluated types before our checks, which name a remedy.
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -1,7 +1,6 @@
 """Config of DeepSeek-MoE-16B: Llama's fields and those of the MoE blocks, as published."""
 
-# As text, the fields' types are not checked by ``strict``: files write numbers as integers or
-# floats, and :func:`moe_finetune.models.deepseek_moe.facts.check` names what cannot be used.
+# As text: transformers would check evaluated types before our checks, which name a remedy.
 from __future__ import annotations
 
 from typing import Any
