@@ -140,14 +140,15 @@ def write_tokenized(
         load_from_cache_file=False,
         desc=f"Tokenizing {name}",
     )
-    columns = tokenized.remove_columns(list(COLUMNS)).with_format("numpy")[:]
-    malformed = columns["malformed"] != ""
+    columns = tokenized.remove_columns([*COLUMNS, "malformed"]).with_format("numpy")[:]
+    problems = tokenized["malformed"][:]  # as text: NumPy gives every row the longest one's width
+    first_malformed = next(filter(None, problems), "")
+    malformed = np.array(list(map(bool, problems)))
     kept_rows = ~(columns["dropped"] | columns["unlearned"] | malformed)
     usable = int((~malformed).sum())
     if not usable:
         raise DataError(
-            f"data.{name}: all {len(malformed)} rows are malformed; the first: "
-            f"{columns['malformed'][0]}"
+            f"data.{name}: all {len(malformed)} rows are malformed; the first: {first_malformed}"
         )
     if columns["unlearned"].sum() == usable:
         raise DataError(
@@ -176,7 +177,7 @@ def write_tokenized(
         endless=int(columns["endless"].sum()),
         unanswered=unanswered,
         malformed=int(malformed.sum()),
-        first_malformed=next(iter(columns["malformed"][malformed]), ""),
+        first_malformed=first_malformed,
         sources=np.bincount(columns["source"][kept_rows], minlength=num_sources).tolist(),
         unread=sorted({name for names in set(columns["unread"]) for name in names.splitlines()}),
     )

@@ -2,6 +2,7 @@ import gzip
 import json
 import logging
 import re
+import tracemalloc
 
 import pytest
 
@@ -434,6 +435,20 @@ def test_malformed_rows_are_dropped_where_the_recipe_says_so(
     only = DataSection(train=write("b.jsonl", [bad, bad]), malformed="drop", **options)
     with pytest.raises(DataError, match=r"all 2 rows are malformed; the first: .*b\.jsonl:1: "):
         load_dataset_for(only, tokenizer, 0)
+
+
+def test_a_long_reason_takes_its_length_once(write, tokenizer):
+    tokenizer.chat_template = ALTERNATING.replace("'roles must alternate'", "m['content']")
+    bad = {"messages": [CHAT[1], {**CHAT[1], "content": "x" * 400_000}, CHAT[2]]}
+    source = write("c.jsonl", [{"messages": CHAT}, bad, *[{"messages": CHAT[1:]}] * 300])
+    tracemalloc.start()
+    try:
+        rows = prepare(source, DataSection(train=source, malformed="drop"), tokenizer, "train")
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(rows) == 301
+    assert most < 200e6  # of an array of such texts, each row would take 1.6 MB
 
 
 def test_splitting_strategies_keep_long_texts_and_refuse_chats(write, tokenizer):
