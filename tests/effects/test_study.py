@@ -120,6 +120,16 @@ def test_two_processes_share_a_study(recipe, tmp_path):
         run(path, output, resume=True, part=(3, 2))
 
 
+def test_a_failed_run_is_listed_and_tried_again(recipe, tmp_path, capsys):
+    # Five features in four dimensions do not exist; the classification runs all the same.
+    path, output = recipe(recovery={**RECOVERY, "width": 4}), tmp_path / "out"
+    assert run(path, output) == 2
+    said = capsys.readouterr().out
+    assert "failed: recovery/sweep/seed_1: " in said and "width is 4; it must be at least" in said
+    assert len(list(output.glob("shards/classification/**/*.json"))) == 4
+    assert run(path, output, resume=True) == 2
+
+
 def test_another_seed_joins_a_study_but_other_settings_do_not(recipe, tmp_path):
     output = tmp_path / "out"
     run(recipe(classification=None), output)
