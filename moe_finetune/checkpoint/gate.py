@@ -37,14 +37,15 @@ BASE_KEY = "base_sha256"
 """Key of ``moe_finetune.json``: the fingerprint of the base's tensors."""
 STORED_KEY = "stored_base_sha256"
 """The same for a quantized base; the adapter may also be merged into the unquantized one."""
-# PEFT also saves these where the vocabulary has grown or LoRA is on one of them, and a router's
-# buffer only where the router trains.
-_OPTIONAL = (
+# A router's buffer is saved only where the router trains.
+_MAY_LACK = "e_score_correction_bias"
+# PEFT also saves these where the vocabulary has grown or LoRA is on one of them.
+_MAY_ADD = (
     "embed_tokens.weight",
     "embed_tokens.base_layer.weight",
     "lm_head.weight",
     "lm_head.base_layer.weight",
-    "e_score_correction_bias",
+    _MAY_LACK,
 )
 
 
@@ -135,12 +136,12 @@ def _check_complete(adapter: Adapter, base: Checkpoint) -> None:
     family, selection = base.family, adapter.metadata.experts
     expected = _old_keys(adapter, base) if old else _peft_keys(adapter, base)
     stored = adapter.tensors.keys() | adapter.tables.keys()
-    extra = sorted(key for key in stored - expected if not key.endswith(_OPTIONAL))
+    extra = sorted(key for key in stored - expected if not key.endswith(_MAY_ADD))
     stack = f".{family.experts_path}."
     for key in sorted(expected - stored):
         layer = key.partition(stack)[0].rpartition(".")[2]
         unselected = selection is not None and stack in key and int(layer) not in selection
-        if not unselected and not key.endswith(_OPTIONAL):
+        if not unselected and not key.endswith(_MAY_LACK):
             raise AdapterError(
                 f"{adapter.folder}: adapter tensor '{key}' is missing, which {CONFIG} "
                 f"requires{did_you_mean(key, extra) if extra else '; copy the adapter again'}"

@@ -108,6 +108,20 @@ def test_head_and_embedding(bases, tmp_path):
     assert_same(logits(helpers.load(tmp_path / "moved")), wanted_moved)
 
 
+def test_a_saved_head_that_is_gone(bases, tmp_path):
+    base = bases("qwen3_moe")
+    adapter = helpers.adapter(
+        base, tmp_path / "a", target_parameters=None, modules_to_save=["lm_head", "embed_tokens"]
+    )
+    merge_adapter(base, adapter, tmp_path / "m")
+    assert_same(logits(helpers.load(tmp_path / "m")), logits(helpers.with_adapter(base, adapter)))
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    del tensors["base_model.model.lm_head.weight"]
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    with pytest.raises(AdapterError, match=r"'lm_head\.weight' is missing, which adapter_config"):
+        merge_adapter(base, adapter, tmp_path / "refused")
+
+
 @pytest.mark.parametrize("start", ["eva", "mica"])
 def test_starts_that_leave_the_base(bases, start, tmp_path):
     base = bases("qwen3_moe")
