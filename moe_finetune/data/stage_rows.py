@@ -143,8 +143,10 @@ def _read(
     if not fitting and malformed and not overlong:
         raise DataError(f"data.{name}: all rows are malformed; the first: {malformed[0]}")
     if not fitting:
+        others = f" ({malformed_line(num_malformed, malformed[0])})" if malformed else ""
         raise DataError(
             f"data.{name}: all rows are longer than data.max_length {data.max_length}; raise it"
+            f"{others}"
         )
     log.info("%s data: %d rows of %s", name, len(fitting), ", ".join(FIELDS[stage.form]))
     if malformed:
