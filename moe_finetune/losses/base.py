@@ -202,7 +202,7 @@ class ModelFacts:
     top_k: int
     vocab_size: int
     has_gate: bool = True
-    one_space: bool = True
+    shared_input_space: bool = True
     """Whether router and experts read vectors from the same space."""
     router_rows: bool = True
     """Whether a router has a row for each expert."""

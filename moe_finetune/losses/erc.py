@@ -253,7 +253,7 @@ class Erc(Term):
                 "have none; set `activation: up` or remove the term"
             )
 
-        if not facts.one_space:
+        if not facts.shared_input_space:
             raise ObjectiveError(
                 "method.terms.erc sends the router's rows through the experts, but this model's "
                 "router and experts read different vectors; remove the term"

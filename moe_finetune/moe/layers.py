@@ -108,7 +108,7 @@ def config_facts(config: Any, family: Family) -> ModelFacts:
         vocab_size=config.get_text_config().vocab_size,
         has_gate=family.gated,
         fixed_layers=tuple(family.fixed_layers(config)),
-        one_space=not family.separate_spaces(config),
+        shared_input_space=not family.separate_spaces(config),
         router_rows=not family.self_ranking,
     )
 

@@ -54,7 +54,7 @@ def trace_model(
         records.append(record)
 
     total = sum(len(ids) for texts in sequences.values() for ids in texts)
-    gated = facts.has_gate and facts.one_space
+    gated = facts.has_gate and facts.shared_input_space
     measures = Measures(facts.moe_layers, facts.num_experts, facts.top_k, gated, gated)
     writer = TraceWriter(
         folder,

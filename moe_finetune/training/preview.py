@@ -17,7 +17,7 @@ from moe_finetune.training.run_plan import describe_steps
 from moe_finetune.training.trainer import training_arguments
 
 BINS, BAR = 8, 40
-COLOURED, PLAIN = ("\x1b[32m", "\x1b[0m"), ("⟦", "⟧")
+COLORED, PLAIN = ("\x1b[32m", "\x1b[0m"), ("⟦", "⟧")
 
 
 def preview(recipe: Recipe, rows: int = 3, color: bool = False) -> str:
@@ -35,7 +35,7 @@ def preview(recipe: Recipe, rows: int = 3, color: bool = False) -> str:
     base = local_folder(recipe.model.path, False, recipe.model.revision)
     tokenizer = load_tokenizer(recipe.model.tokenizer or base)
     if STAGES[recipe.stage].form != "tokens":
-        return preview_rows(recipe, tokenizer, rows, COLOURED if color else PLAIN)
+        return preview_rows(recipe, tokenizer, rows, COLORED if color else PLAIN)
     train = load_examples(recipe.data, tokenizer, recipe.seed).train
     lengths_N = np.array([len(ids) for ids in train["input_ids"]])
     with tempfile.TemporaryDirectory() as folder:
@@ -43,7 +43,7 @@ def preview(recipe: Recipe, rows: int = 3, color: bool = False) -> str:
     examples = [
         f"row {index}: {len(row['input_ids'])} tokens, "
         f"{sum(label != IGNORED for label in row['labels'])} learned\n"
-        + marked(row["input_ids"], row["labels"], tokenizer, COLOURED if color else PLAIN)
+        + marked(row["input_ids"], row["labels"], tokenizer, COLORED if color else PLAIN)
         for index, row in enumerate(train.select(range(min(rows, len(train)))), 1)
     ]
     return "\n\n".join(

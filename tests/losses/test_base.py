@@ -129,4 +129,4 @@ def test_terms_on_the_selection_leave_out_layers_that_look_experts_up(name):
 
 def test_erc_needs_router_and_experts_in_one_space():
     with pytest.raises(ObjectiveError, match="router and experts read different vectors"):
-        Objective.from_options({"erc": {"weight": 1.0}}, replace(FACTS, one_space=False))
+        Objective.from_options({"erc": {"weight": 1.0}}, replace(FACTS, shared_input_space=False))

@@ -210,7 +210,7 @@ def test_every_preset_reaches(family):
     for preset in set(PRESETS) - NEEDS_A_FILE:
         for name, term in resolve_method(preset).terms.items():
             options[name] = term.model_dump()
-    if not (facts.has_gate and facts.one_space):
+    if not (facts.has_gate and facts.shared_input_space):
         with pytest.raises(ObjectiveError, match="erc"):
             Objective.from_options(options, facts)
         del options["erc"]

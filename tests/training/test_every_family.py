@@ -26,7 +26,7 @@ def presets_of(family):
     carried = {}
     for name in names:
         options = PRESETS[name].method()
-        if not (facts.has_gate and facts.one_space):
+        if not (facts.has_gate and facts.shared_input_space):
             options["terms"].pop("erc", None)
         carried[name] = options
     if family in STANDARD_WEIGHTS:
