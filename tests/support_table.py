@@ -62,8 +62,6 @@ def in_vllm(family: Family, registry: dict[str, set[str]]) -> str:
 
 def router(family: Family) -> str:
     """The score function, and what is particular about the selection."""
-    if family.self_ranking:
-        return "none: softmax of norms"
     parts = [family.score]
     if family.disk.router_bias is not None:
         parts.append("bias")
@@ -102,7 +100,7 @@ def full(registry: dict[str, set[str]]) -> Iterator[str]:
     for family in sorted(FAMILIES.values(), key=lambda family: (family.model_type, family.part)):
         shared = " with shared experts" if family.shared_targets else ""
         shared = f", the language part{shared}" if family.part else shared
-        trains = "from scratch" if family.self_ranking else f"yes{shared}"
+        trains = f"yes{shared}"
         files = ", ".join(opens.get(family.name, [])) or "class only"
         served = in_vllm(family, registry)
         yield (

@@ -2,8 +2,8 @@
 
 ``<!-- demo: ARM -->`` begins a table of what an arm changed at the demo's length, over seeds,
 ``<!-- arms: NAME -->`` one of what every arm of a study ended with,
-``<!-- effects: NAME: 1 2 14/ARM -->`` one of effects of a study, ``<!-- cost: NAME -->`` one of a
-step's time and memory by arm; ``<!-- end of figures -->`` ends it.
+``<!-- effects: NAME: 1 2 14/ARM -->`` one of effects of a study;
+``<!-- end of figures -->`` ends it.
 ``python docs/site/figures.py`` (``make tables``) writes them; a test asks that they are current.
 """
 
@@ -21,9 +21,7 @@ PAGES = [
     *(ROOT / "recipes" / name for name in ("README.md", "studies/README.md")),
     *sorted((ROOT / "recipes" / "papers").glob("*.md")),
 ]
-TABLE = re.compile(
-    r"(<!-- (demo|arms|effects|cost): (.+?) -->\n).*?(<!-- end of figures -->)", re.S
-)
+TABLE = re.compile(r"(<!-- (demo|arms|effects): (.+?) -->\n).*?(<!-- end of figures -->)", re.S)
 
 
 def result(name: str) -> dict[str, Any]:
@@ -100,18 +98,9 @@ def _effect(row: dict[str, Any]) -> str:
     return f"{head} | {means} | {spread} | {row['verdict']} |"
 
 
-def cost_rows(name: str) -> Iterator[str]:
-    """A step's time and peak memory by arm, as multiples of the first."""
-    yield "| model | weights, million | time of a step | peak memory |"
-    yield "| --- | --- | --- | --- |"
-    for arm, row in result(name)["arms"].items():
-        weights = number(row["weights"] / 1e6)
-        yield f"| {arm} | {weights} | {number(row['time'])} | {number(row['memory'])} |"
-
-
 def written(text: str) -> str:
     """A page with its tables made anew."""
-    makers = {"demo": demo_rows, "arms": arm_rows, "effects": effect_rows, "cost": cost_rows}
+    makers = {"demo": demo_rows, "arms": arm_rows, "effects": effect_rows}
     return TABLE.sub(lambda m: m[1] + "\n".join(makers[m[2]](m[3])) + "\n" + m[4], text)
 
 

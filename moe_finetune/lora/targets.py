@@ -45,8 +45,6 @@ def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
     from peft import LoraConfig
 
     family = family_in(model)
-    if family.self_ranking:
-        raise RecipeError(f"lora: {family.title} supports only full training; set lora: null")
     names = [name for name, _ in model.named_modules()]
     modules: list[str] = []
     parameters: list[str] = []

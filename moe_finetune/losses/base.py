@@ -204,8 +204,6 @@ class ModelFacts:
     has_gate: bool = True
     shared_input_space: bool = True
     """Whether router and experts read vectors from the same space."""
-    router_rows: bool = True
-    """Whether a router has a row for each expert."""
     fixed_layers: tuple[int, ...] = ()
     """MoE layers whose experts are looked up by token, so training cannot change the selection."""
 
@@ -229,8 +227,6 @@ class Term(ABC):
     """Whether it is a hinge: 0, without a gradient, once its goal is met."""
     selection: ClassVar[bool] = False
     """Whether it acts on the selection: skipped in layers that look experts up by token."""
-    router_rows: ClassVar[bool] = False
-    """Whether it reads the router's weight."""
 
     def __init__(self, options: TermOptions):
         self.options = options
@@ -270,11 +266,6 @@ class Term(ABC):
                 )
         if self.selection:
             self._leave_out(facts)
-        if self.router_rows and not facts.router_rows:
-            raise ObjectiveError(
-                f"method.terms.{self.name} reads the router's rows, but this model's experts "
-                "rank themselves without a router; remove the term (weight: 0)"
-            )
 
     def _leave_out(self, facts: ModelFacts) -> None:
         self._left_out = frozenset(facts.fixed_layers)

@@ -236,7 +236,6 @@ class Erc(Term):
     Options = ErcOptions
     options: ErcOptions
     hinge = True
-    router_rows = True
 
     def __init__(self, options: ErcOptions):
         super().__init__(options)

@@ -68,7 +68,6 @@ def layer_loss(
         num_experts=record.logits_TE.shape[-1],
         top_k=record.index_TK.shape[-1],
         vocab_size=2**31,
-        router_rows=record.router_weight_EH is not None,
     )
     if moe_layers is None and any(
         options.get("layers", "all") != "all" for options in terms.values()

@@ -57,8 +57,7 @@ class RoutingRecord:
         mask_T: bool, True where a token counts.
         token_ids_T: input ids, or None when the model was called with embeddings.
         sequence_lengths: tokens of each sequence, in the order of T; sums to T.
-        router_weight_EH: the router's effective weight, adapter included; None if experts rank
-            themselves without a router.
+        router_weight_EH: the router's effective weight, adapter included.
         score: "softmax", "sigmoid" or "sqrtsoftplus".
         expert_factors: the effective projections of the experts, by name.
     """
@@ -70,7 +69,7 @@ class RoutingRecord:
     weights_TK: Tensor
     mask_T: Tensor
     score: str
-    router_weight_EH: Tensor | None
+    router_weight_EH: Tensor
     token_ids_T: Tensor | None = None
     sequence_lengths: Tensor | None = None
     activations_TKD: Tensor | None = None

@@ -143,7 +143,6 @@ class SpanOrthogonality(Term):
     reads = "expert outputs"
     trains = frozenset({"experts"})
     needs = frozenset({"outputs"})
-    router_rows = True  # from which a target's weight is found
     Options = SpanOrthogonalityOptions
     options: SpanOrthogonalityOptions
 

@@ -33,7 +33,6 @@ class RouterOrthogonality(Term):
     reads = "router weight"
     trains = frozenset({"router"})
     Options = OneValueOptions
-    router_rows = True
 
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
         assert record.router_weight_EH is not None

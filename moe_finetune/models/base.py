@@ -98,8 +98,6 @@ class Family:
             experts' arguments.
         router_logits: the module in the router whose output is the logits, if the router returns
             none.
-        self_ranking: whether the module at ``router_name`` contains a part of each expert, which
-            ranks it, instead of a row; such experts run themselves and train in full.
         gated: whether experts have a gate projection, ``gate_up_proj``, or only ``up_proj``.
         renormalize, scaling: what happens to the selected scores before they weight the experts.
         own_weights: why the weights do not follow from these, so experts cannot be selected again.
@@ -126,7 +124,6 @@ class Family:
     router_returns: tuple[str, ...] = ("logits", "weights", "index")
     router_logits: str | None = None
     experts_name: str = "experts"
-    self_ranking: bool = False
     gated: bool = True
     num_experts: Callable[[Any], int] = lambda config: config.num_experts
     renormalize: Callable[[Any], bool] = lambda config: bool(config.norm_topk_prob)

@@ -139,8 +139,6 @@ def _other_choice(layer: MoeLayer, rule: Rule, selected: int) -> str | None:
     """Why the router does not select any k experts by score, or None."""
     if layer.index in layer.family.fixed_layers(layer.experts.config):
         return "its experts are looked up by token"
-    if layer.family.self_ranking:
-        return "its experts rank themselves and have no router scores"
     if selected < 2:
         return "it selects only one expert per token, so no two experts can be similar"
     if rule.groups > 1:

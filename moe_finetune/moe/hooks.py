@@ -322,16 +322,12 @@ def _experts_function(
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
-    *projected: Tensor,
 ) -> Tensor:
-    """The experts function ``moe_finetune`` in transformers; calls the recorded layer's.
-
-    ``projected``: further arguments of self-ranking experts.
-    """
+    """The experts function ``moe_finetune`` in transformers; calls the recorded layer's."""
     run = self.__dict__.get("_moe_finetune")
     if run is None:
         raise CaptureError(
             "experts_implementation 'moe_finetune' is set on a model that is not being recorded; "
             "use SpecializationCallback or Recorder, or set another implementation"
         )
-    return run(hidden_states, top_k_index, top_k_weights, *projected)
+    return run(hidden_states, top_k_index, top_k_weights)

@@ -25,11 +25,7 @@ def make_record(layer: MoeLayer, context: ForwardContext) -> RoutingRecord:
     assert context.tokens is not None
     logits_TE, weights_TK, index_TK = layer.router_output
     result = layer.result
-    weight_EH = None
-    if not layer.family.self_ranking:
-        # Rows beyond the routed experts' belong to shared ones.
-        rows_RH = router_weight(layer.router, layer.family.router_weight)
-        weight_EH = rows_RH[: logits_TE.shape[1]]
+    rows_RH = router_weight(layer.router, layer.family.router_weight)
     return RoutingRecord(
         layer=layer.index,
         inputs_TH=layer.router_input,
@@ -38,7 +34,8 @@ def make_record(layer: MoeLayer, context: ForwardContext) -> RoutingRecord:
         weights_TK=weights_TK,
         mask_T=context.tokens.mask_T,
         score=layer.family.score,
-        router_weight_EH=weight_EH,
+        # rows beyond the routed experts' belong to shared ones
+        router_weight_EH=rows_RH[: logits_TE.shape[1]],
         token_ids_T=context.tokens.ids_T,
         sequence_lengths=context.tokens.sequence_lengths,
         activations_TKD=result.activations_TKD,

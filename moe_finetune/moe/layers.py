@@ -109,7 +109,6 @@ def config_facts(config: Any, family: Family) -> ModelFacts:
         has_gate=family.gated,
         fixed_layers=tuple(family.fixed_layers(config)),
         shared_input_space=not family.separate_spaces(config),
-        router_rows=not family.self_ranking,
     )
 
 

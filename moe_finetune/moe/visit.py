@@ -30,7 +30,6 @@ from moe_finetune.moe.lora_factors import (
     variants,
 )
 from moe_finetune.moe.perturbation import Perturbation
-from moe_finetune.moe.self_ranking import check_plain, run_self_ranking
 from moe_finetune.moe.spread import local, run_spread, spread_of
 
 Run = Callable[..., ExpertsResult]
@@ -118,9 +117,9 @@ class LayerVisits:
 
     def before_experts(self, module: nn.Module, args: tuple) -> tuple:
         """Reroute the arguments of experts that run themselves after a router of scores."""
-        hidden_TH, index_TK, weights_TK, *projected = args
+        hidden_TH, index_TK, weights_TK = args
         weights_TK, index_TK = self._route(weights_TK, index_TK)
-        return (hidden_TH, index_TK, weights_TK, *projected)
+        return hidden_TH, index_TK, weights_TK
 
     def run_experts_of(
         self,
@@ -128,23 +127,20 @@ class LayerVisits:
         hidden_TH: Tensor,
         index_TK: Tensor,
         weights_TK: Tensor,
-        *projected: Tensor,
     ) -> Tensor:
         """The experts' forward: route, run, and store what the record needs."""
         if not self.router_selects:
             weights_TK, index_TK = self._route(weights_TK, index_TK)
-        if self.layer.family.self_ranking:
-            result = self._run_self_ranking(experts, hidden_TH, index_TK, weights_TK, projected)
-            projection = None
-        else:
-            stacks = self._stacks(experts)
-            run = partial(run_spread, spread) if (spread := spread_of(experts)) else run_experts
-            weights_TK, index_TK = self._perturbed(run, stacks, hidden_TH, index_TK, weights_TK)
-            result = run(hidden_TH, index_TK, weights_TK, stacks, self._needs())
-            projection = partial(projection_factors, experts, stacks.lora_up, stacks.lora_down)
+        stacks = self._stacks(experts)
+        run = partial(run_spread, spread) if (spread := spread_of(experts)) else run_experts
+        weights_TK, index_TK = self._perturbed(run, stacks, hidden_TH, index_TK, weights_TK)
+        result = run(hidden_TH, index_TK, weights_TK, stacks, self._needs())
         context = self.layer.context
         if context is not None and context.wanted:
-            self.layer.result, self.layer.projection = result, projection
+            self.layer.result = result
+            self.layer.projection = partial(
+                projection_factors, experts, stacks.lora_up, stacks.lora_down
+            )
         return result.out_TH
 
     def _stacks(self, experts: Any) -> Experts:
@@ -181,19 +177,6 @@ class LayerVisits:
         if layer.router_output is not None:
             layer.router_output = (layer.router_output[0], weights_TK, index_TK)
         return weights_TK, index_TK
-
-    def _run_self_ranking(
-        self,
-        experts: Any,
-        hidden_TH: Tensor,
-        index_TK: Tensor,
-        weights_TK: Tensor,
-        projected: tuple[Tensor, ...],
-    ) -> ExpertsResult:
-        _, wrappers = parameter_wrappers(self.layer.outer_experts)
-        check_plain(self.layer, wrappers, self._expert_dropout)
-        needs = self._needs()
-        return run_self_ranking(experts, hidden_TH, index_TK, weights_TK, projected, needs)
 
     def _needs(self) -> frozenset[str]:
         """The experts' results that losses and observers read in this forward."""

@@ -113,12 +113,9 @@ def router_values(record: RoutingRecord, gates: bool = True) -> dict[str, float]
     """Metrics of one layer's weights: the router's cosine, epsilon and norms; ERC with gates.
 
     ``erc_loss`` is at alpha 1, ``erc_loss_alpha_2`` to ``_5`` at alpha 2 to 5 (P2 Tables 2, 3).
-    Experts that rank themselves have no router and no values.
 
     The gates are read a few experts at a time, because all of a layer's gates may not fit.
     """
-    if record.router_weight_EH is None:
-        return {}
     # A copy: numpy would share a CPU weight's memory, which FSDP2 frees after the layer.
     router_EH = record.router_weight_EH.detach().clone().float()
     rows_E = router_EH.norm(dim=-1).cpu().numpy()

@@ -140,8 +140,6 @@ def test_paper1_pretrain_by_hand():
         ("paper1_pretrain", "glm_4_5_air", "shared-large-lb", 7.0, 0.60),
         ("paper2_pretrain", "olmoe_1b_7b", "e64-erc", 3.0, None),
         ("paper2_pretrain", "olmoe_1b_7b", "e256-erc", 15.0, None),
-        ("paper2_pretrain", "olmoe_1b_7b", "e64-autonomy", 3.0, None),
-        ("paper2_pretrain", "olmoe_1b_7b", "e256-autonomy", 15.0, None),
     ],
 )
 def test_pretrained_sizes_are_the_papers(

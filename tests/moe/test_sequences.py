@@ -7,7 +7,6 @@ import torch
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from moe_finetune.models import FAMILIES
-from moe_finetune.models.autonomy.modeling import AutonomyConfig, AutonomyForCausalLM
 from moe_finetune.models.base import Rows
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.sequences import separate
@@ -25,16 +24,9 @@ NAMES = sorted(FAMILIES)
 
 def made(name, **changes):
     """A tiny model; in float64 no two experts' scores are nearly equal."""
-    if name == "autonomy_of_experts":
-        torch.manual_seed(0)
-        sizes = {"hidden_size": 42, "intermediate_size": 21, "num_attention_heads": 3}
-        sizes |= {"num_hidden_layers": 2, "num_experts": 7, "num_experts_per_tok": 3}
-        sizes |= {"gate_rank": 11, "initializer_range": 0.3, "vocab_size": 300}
-        model = AutonomyForCausalLM(AutonomyConfig(**sizes, pad_token_id=None)).eval()
-    else:
-        maker = tiny if name in tiny.FAMILY_NAMES and not changes else tiny_families
-        model = maker.model(name, **changes)
-        model.set_experts_implementation("eager")
+    maker = tiny if name in tiny.FAMILY_NAMES and not changes else tiny_families
+    model = maker.model(name, **changes)
+    model.set_experts_implementation("eager")
     # Its softmax in float32 turns an additive mask of float64 into nan.
     return model if name == "granitemoe_swa" else model.double()
 
