@@ -142,6 +142,7 @@ def train_arm(upcycle: Upcycle, seed: int, name: str, attempt: Attempt) -> None:
         f"seed-{seed}.{name}",
         method=None if arm.start == "dense" else arm.method,
         lora=recipe.finetune.lora,
+        router_learning_rate=arm.router_learning_rate,
     )
 
 

@@ -117,6 +117,9 @@ class ArmSection(Section):
     trainer: dict[str, Any] = Field(
         default={}, description="fields of SFTConfig over `finetune.trainer`"
     )
+    router_learning_rate: float | None = Field(
+        default=None, gt=0, description="learning rate of the routers; default: the trainer's"
+    )
 
     @field_validator("method", mode="before")
     @classmethod
@@ -132,6 +135,8 @@ class ArmSection(Section):
                 "expert_steps: only valid with start: dense, because the experts of "
                 f"'{self.start}' are already trained; leave it out"
             )
+        if self.start == "dense" and self.router_learning_rate is not None:
+            raise ValueError("router_learning_rate: an arm that starts from 'dense' has no router")
         if self.method.bias_update is not None:
             raise ValueError(
                 "method.bias_update: these checkpoints cannot store a routing bias; leave it out"

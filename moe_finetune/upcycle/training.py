@@ -42,6 +42,7 @@ class Job:
         lora: an adapter that is merged afterwards; None trains the whole model.
         routers_only: train only the routers, on the method's losses; the language model's loss is
             not computed, and the logged loss is the method's.
+        router_learning_rate: of the routers; None is the trainer's.
     """
 
     start: Path
@@ -52,6 +53,7 @@ class Job:
     method: Method | None = None
     lora: LoraSection | None = None
     routers_only: bool = False
+    router_learning_rate: float | None = None
 
     @property
     def recipe(self) -> Recipe:
@@ -132,7 +134,7 @@ def build(
     import torch
 
     from moe_finetune.losses.inject import CollectedLosses
-    from moe_finetune.moe.layers import backbone_of
+    from moe_finetune.moe.layers import backbone_of, moe_layers
     from moe_finetune.recipe.stages import STAGES
     from moe_finetune.training.callback import SpecializationCallback
     from moe_finetune.training.callback_order import add_callbacks
@@ -141,6 +143,17 @@ def build(
     from moe_finetune.training.trainer import trainer_of, training_arguments
 
     plain: Any = trainer_of(STAGES["sft"])
+
+    class ArmTrainer(plain):
+        """Trains routers with a learning rate of their own."""
+
+        def create_optimizer(self, model: Any = None) -> Any:
+            optimizer = super().create_optimizer(model)
+            if job.router_learning_rate is not None:
+                layers = moe_layers(self.model)
+                routers = {id(weight) for each in layers for weight in each.router.parameters()}
+                _split_groups(optimizer, routers, job.router_learning_rate)
+            return optimizer
 
     class RouterTrainer(plain):
         """Trains on only the method's losses, without the head and the language model's loss.
@@ -170,7 +183,7 @@ def build(
 
     arguments = training_arguments(recipe, work_folder)
     arguments.dataset_kwargs = {"skip_prepare_dataset": True}  # rows already have their length
-    trainer = (RouterTrainer if job.routers_only else plain)(
+    trainer = (RouterTrainer if job.routers_only else ArmTrainer)(
         model=model,  # type: ignore[arg-type]
         args=arguments,
         train_dataset=job.rows,
@@ -186,6 +199,15 @@ def build(
     trainer.guard = NumericsGuard(work_folder, "stop", callback)
     add_callbacks(trainer, RunLog(work_folder), trainer.guard)
     return trainer, callback.close
+
+
+def _split_groups(optimizer: Any, apart: set[int], learning_rate: float) -> None:
+    """Move the parameters whose id is in ``apart`` to groups with ``learning_rate``."""
+    for group in list(optimizer.param_groups):
+        moved = [parameter for parameter in group["params"] if id(parameter) in apart]
+        if moved:
+            group["params"] = [p for p in group["params"] if id(p) not in apart]
+            optimizer.add_param_group({**group, "params": moved, "lr": learning_rate})
 
 
 def dense_lora(model: Any, lora: LoraSection | None) -> Any:

@@ -215,7 +215,8 @@ def test_the_papers_recipe_takes_a_file_of_ones_own(tmp_path):
     )
     recipe = load_upcycle_recipe([ROOT / "recipes/upcycle/paper.yaml", own])
     assert list(recipe.arms) == [
-        "dense", "dense_experts_rate", "btx", "btx_balance", "svmoe_balance", "svmoe"
+        "dense", "dense_experts_rate", "btx", "btx_steps", "btx_router_rate", "btx_balance",
+        "svmoe_balance", "svmoe",
     ]  # fmt: skip
     assert (recipe.clusters.count, recipe.merge.top_k) == (8, 2)
     pinned = {names.index(name): n for name, n in recipe.clusters.pinned.items()}
@@ -245,12 +246,17 @@ def test_the_miniature_is_the_papers_setting():
     recipe = load_upcycle_recipe([ROOT / "recipes/upcycle/miniature.yaml"])
     assert (recipe.clusters.count, recipe.merge.top_k) == (8, 2)
     assert list(recipe.arms) == [
-        "dense", "dense_experts_rate", "btx", "btx_balance", "svmoe_balance", "svmoe"
+        "dense", "dense_experts_rate", "btx", "btx_steps", "btx_router_rate", "btx_balance",
+        "svmoe_balance", "svmoe",
     ]  # fmt: skip
     rates = [recipe.trainer_of(recipe.arms[n])["learning_rate"] for n in list(recipe.arms)[:2]]
     assert rates == [5e-4, recipe.experts.trainer["learning_rate"]]
     assert recipe.trainer_of(recipe.arms["dense"])["max_steps"] == 30 + 40
     assert recipe.trainer_of(recipe.arms["svmoe"])["max_steps"] == 40
+    router = recipe.router.trainer
+    steps = recipe.trainer_of(recipe.arms["btx_steps"])["max_steps"]
+    assert steps == router["max_steps"] + 40, "as many as SvMoE's router stage and fine-tuning"
+    assert recipe.arms["btx_router_rate"].router_learning_rate == router["learning_rate"]
     balance = recipe.arms["btx_balance"].method.terms["load_balance"]
     assert (balance.weight, balance.variant, balance.probabilities) == (0.01, "gshard", "topk")
     assert not recipe.arms["btx"].method.terms and len(recipe.seeds) >= 3

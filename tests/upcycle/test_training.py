@@ -96,6 +96,36 @@ def test_the_head_is_not_computed_for_the_routers(merged, tmp_path):
     assert gates and all(gate.isfinite().all() for gate in gates)
 
 
+def test_routers_have_a_learning_rate_of_their_own(merged, tmp_path):
+    """One step of plain SGD: the routers move ten times as far as at the trainer's rate."""
+    trainer = {
+        "max_steps": 1,
+        "per_device_train_batch_size": 2,
+        "optim": "sgd",
+        "learning_rate": 0.01,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+    }
+    before, after = load_model(merged, dtype="float32").state_dict(), {}
+    for rate in (None, 0.1):
+        job = Job(
+            merged,
+            _rows(2),
+            trainer,
+            3,
+            "float32",
+            method=resolve_method("none"),
+            router_learning_rate=rate,
+        )
+        run_job(job, tmp_path / f"work{rate}", tmp_path / f"out{rate}")
+        after[rate] = load_model(tmp_path / f"out{rate}", dtype="float32").state_dict()
+    for name, weight in before.items():
+        steps = [after[rate][name] - weight for rate in (None, 0.1)]
+        factor = 10 if name.endswith("mlp.gate.weight") else 1
+        assert factor == 1 or steps[0].abs().max() > 1e-5
+        torch.testing.assert_close(steps[1], factor * steps[0], atol=2e-6, rtol=1e-3)
+
+
 def _rows(seed):
     rows_RS = np.random.default_rng(seed).integers(4, 260, (24, LENGTH))
     return Dataset.from_dict({"input_ids": rows_RS.tolist()})
