@@ -41,7 +41,8 @@ class UnreadFields:
                     continue
                 thought = isinstance(value, str) and "</think>" in value
                 by_id = field == "tool_calls" and all(map(_id_has_name, value))
-                key = (field, i == 0, previous_role, thought, by_id, *kind_of(turn))
+                several = isinstance(value, list) and len(value) > 1  # some read only the first
+                key = (field, i == 0, previous_role, thought, by_id, several, *kind_of(turn))
                 if key not in self._unread:
                     self._unread[key] = self._is_unread(turns, i, field, extra)
                 if self._unread[key]:

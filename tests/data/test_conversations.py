@@ -160,6 +160,17 @@ def test_a_row_that_was_refused_is_refused_again():
             learned(OPENAI, tokenizer)
 
 
+def test_a_second_call_is_refused_also_after_a_row_with_a_single_one():
+    """gpt-oss's template writes one call per turn; a second one would vanish."""
+    tokenizer = tokenizer_of("gptoss")
+    assert "Bonn" in learned(TRL, tokenizer)
+    calls = [{"name": "rain", "arguments": {"city": city}} for city in ("Bonn", "Kiel")]
+    called = {"role": "assistant", "tool_calls": calls}
+    row = {"messages": [ASK, called, *TRL["messages"][2:]], "tools": TOOLS}
+    with pytest.raises(DataError, match="'tool_calls': the chat template does not read all"):
+        learned(row, tokenizer)
+
+
 def test_arguments_stay_the_text_that_they_were_where_a_template_writes_text():
     """DeepSeek-V3's template adds the arguments to a text, which an object is not."""
     called = "⟦<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>rain\n```json\n"

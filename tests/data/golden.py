@@ -1,0 +1,76 @@
+"""Token ids and labels of TRL's published templates on fourteen kinds of rows, as short hashes.
+
+``python -m tests.data.golden`` rewrites ``golden_labels.json``. A null is a row that is refused,
+because the template cannot render it or would lose a part of it.
+"""
+
+import hashlib
+import importlib.resources
+import json
+from pathlib import Path
+
+from moe_finetune.data.rows import Former
+from moe_finetune.data.tokenize import tokenize_row
+from moe_finetune.errors import DataError
+from tests.conversations import ASK, OPENAI, SHAREGPT, TOOLS, TRL, YES, tokenizer_of
+
+FILE = Path(__file__).with_name("golden_labels.json")
+FOLDER = importlib.resources.files("trl") / "chat_templates"
+TEMPLATES = sorted(
+    path.name.removesuffix(".jinja")
+    for path in FOLDER.iterdir()
+    if path.name.endswith(".jinja") and "_training" not in path.name
+)
+WHY, CLOUDS = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Clouds."}
+THOUGHT = {**YES, "reasoning_content": "It rains."}
+CITIES = [
+    {"type": "function", "function": {"name": "rain", "arguments": {"city": city}}}
+    for city in ("Bonn", "Kiel")
+]
+RESULTS = [{"role": "tool", "name": "rain", "content": text} for text in ("7 mm", "8 mm")]
+PARTS = [{"type": "text", "text": "We"}, {"type": "text", "text": "t?"}]
+ROWS = {
+    "chat": {"messages": [ASK, YES]},
+    "system": {"messages": [{"role": "system", "content": "Be brief."}, ASK, YES]},
+    "chats": {"messages": [ASK, YES, WHY, CLOUDS]},
+    "one of two": {"messages": [ASK, {**YES, "train": False}, WHY, CLOUDS]},
+    "parts": {"messages": [{"role": "user", "content": PARTS}, YES]},
+    "tools": TRL,
+    "tools as text": OPENAI,
+    "tools of ShareGPT": SHAREGPT,
+    "tools without a schema": {"messages": TRL["messages"]},
+    "call and prose": {
+        "messages": [ASK, {**YES, "content": "Let me see.", "tool_calls": CITIES[:1]},
+                     RESULTS[0], YES],
+        "tools": TOOLS,
+    },
+    "parallel calls": {
+        "messages": [ASK, {"role": "assistant", "tool_calls": CITIES}, *RESULTS, YES],
+        "tools": TOOLS,
+    },
+    "reasoning": {"messages": [ASK, THOUGHT]},
+    "reasoning twice": {"messages": [ASK, THOUGHT, WHY, {**CLOUDS, "reasoning_content": "Hm."}]},
+    "reasoning and call": {
+        "messages": [ASK, {**THOUGHT, "content": "", "tool_calls": CITIES[:1]}, RESULTS[0], YES],
+        "tools": TOOLS,
+    },
+}  # fmt: skip
+
+
+def hashes(template: str) -> dict[str, str | None]:
+    """The hash of each row's ids and labels with this template."""
+    tokenizer, result = tokenizer_of(template), {}
+    for name, row in ROWS.items():
+        try:
+            tokens = tokenize_row(Former()("f:1", row), tokenizer, True)
+        except DataError:
+            result[name] = None
+        else:
+            text = json.dumps([list(tokens.input_ids), tokens.labels])
+            result[name] = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return result
+
+
+if __name__ == "__main__":
+    answers = {template: hashes(template) for template in TEMPLATES}
+    FILE.write_text(json.dumps(answers, indent=0) + "\n")

@@ -1,0 +1,12 @@
+import json
+
+import pytest
+
+from tests.data.golden import FILE, TEMPLATES, hashes
+
+GOLDEN = json.loads(FILE.read_text())
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_learned_tokens_stay_those_that_were_checked(template):
+    assert hashes(template) == GOLDEN[template]
