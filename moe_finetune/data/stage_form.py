@@ -1,7 +1,7 @@
-"""Rows of preferences, labels or prompts, checked and brought into their stage's form.
+"""Rows of preferences or prompts, checked and brought into their stage's form.
 
-Forms: ``{"prompt", "chosen", "rejected"}``, ``{"prompt", "completion", "label"}`` and ``{"prompt",
-...}`` with any other fields that a reward reads. A text is used unchanged; a list of turns goes
+Forms: ``{"prompt", "chosen", "rejected"}`` and ``{"prompt", ...}`` with any other fields that a
+reward reads. A text is used unchanged; a list of turns goes
 through the chat template with the row's ``tools`` and ``variables``, see
 :mod:`moe_finetune.data.turns`. A row that has none of them is refused with its file and line.
 """
@@ -17,7 +17,6 @@ from moe_finetune.recipe.stages import Stage
 
 FIELDS: dict[str, tuple[str, ...]] = {
     "preference": ("prompt", "chosen", "rejected"),
-    "unpaired": ("prompt", "completion", "label"),
     "prompts": ("prompt",),
 }
 _BESIDE = ("tools", "functions", "system", "chat_template_kwargs", "images", "image", "videos",
@@ -58,7 +57,7 @@ class StageFormer:
 
     def __call__(self, location: str, row: Row) -> Row:
         """Return the row in its form; raise DataError with ``location`` if it has none."""
-        row = _published(renamed(location, row, self.columns), self.form)
+        row = _published(renamed(location, row, self.columns))
         if self.form == "preference" and "prompt" not in row:
             row = {**row, **_common_prompt(location, row)}
         for field in self._fields:
@@ -68,19 +67,14 @@ class StageFormer:
                     f"and this one has {', '.join(map(str, row)) or 'no fields'}. Map your "
                     "fields with data.columns"
                 )
-        texts = [field for field in self._fields if field != "label"]
-        if len({type(row[field]) for field in texts}) > 1:
+        if len({type(row[field]) for field in self._fields}) > 1:
             raise DataError(
-                f"{location}: {', '.join(texts)} mix texts and turns; use only texts, or only "
-                "lists of {role, content}"
+                f"{location}: {', '.join(self._fields)} mix texts and turns; use only texts, or "
+                "only lists of {role, content}"
             )
         formed = {field: row[field] for field in self._fields}
-        for field in texts:
+        for field in self._fields:
             formed |= self._checked(location, field, row)
-        if "label" in self._fields and not isinstance(row["label"], bool):
-            raise DataError(
-                f"{location}: 'label': must be true or false, not {short(row['label'])}"
-            )
         if self.form == "preference" and row["chosen"] == row["rejected"]:
             raise DataError(
                 f"{location}: 'chosen' and 'rejected' are equal, so neither is preferred; remove "
@@ -176,8 +170,8 @@ def _common_prompt(location: str, row: Row) -> Row:
     return {"prompt": common, "chosen": chosen[cut:], "rejected": rejected[cut:]}
 
 
-def _published(row: Row, form: str) -> Row:
-    """Rename OpenAI's and ShareGPT's fields of preferences and labels to ours."""
+def _published(row: Row) -> Row:
+    """Rename OpenAI's and ShareGPT's fields of preferences to ours."""
     row = dict(row)
     if isinstance(row.get("input"), dict) and {"preferred_output", "non_preferred_output"} <= set(
         row
@@ -186,16 +180,11 @@ def _published(row: Row, form: str) -> Row:
         row |= {"prompt": request.get("messages"), "tools": request.get("tools")}
         row["chosen"] = row.pop("preferred_output")
         row["rejected"] = row.pop("non_preferred_output")
-    if "kto_tag" in row and "label" not in row:
-        row["label"] = row.pop("kto_tag")
     turns = row.get("messages", row.get("conversations"))
     if "prompt" not in row and isinstance(turns, list):
         row.pop("messages", row.pop("conversations", None))
-        if form == "unpaired" and "completion" not in row:
-            row |= {"prompt": turns[:-1], "completion": turns[-1:]}
-        else:
-            row["prompt"] = turns
-    for field in ("chosen", "rejected", "completion"):
+        row["prompt"] = turns
+    for field in ("chosen", "rejected"):
         if isinstance(row.get(field), dict):
             row[field] = [row[field]]
     return row

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 log = logging.getLogger(__name__)
-TURNS = ("prompt", "chosen", "rejected", "completion")
+TURNS = ("prompt", "chosen", "rejected")
 """Fields that are texts or turns."""
 MEASURED = 256
 """Number of rows per source on which routing is measured."""
@@ -253,7 +253,7 @@ def prompt_and_answer(row: Row, tokenizer: Any, answer: str | None = None) -> To
     Args:
         answer: the field of the answer; default: the preferred one.
     """
-    answer = answer or next((name for name in ("chosen", "completion") if name in row), None)
+    answer = answer or ("chosen" if "chosen" in row else None)
     prompt = row["prompt"]
     if answer is None:
         chat = isinstance(prompt, list)

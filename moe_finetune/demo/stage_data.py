@@ -1,12 +1,11 @@
-"""The demo's data for the other stages: preferences, labels, prompts and texts.
+"""The demo's data for the other stages: preferences, prompts and texts.
 
 ``write_stage_data(folder, seed)`` writes these files, byte-identical on the same Python:
 
-* from training facts, ``preferences.jsonl`` (``prompt``, ``chosen``, ``rejected``),
-  ``labels.jsonl`` (``prompt``, ``completion``, ``label``) and ``prompts.jsonl`` (``prompt``,
-  ``answer``); a wrong answer has one digit changed;
-* from held-out facts, ``prompts_test.jsonl``; * ``texts.jsonl`` (``text``), the documents that
-fine-tuning draws on.
+* from training facts, ``preferences.jsonl`` (``prompt``, ``chosen``, ``rejected``) and
+  ``prompts.jsonl`` (``prompt``, ``answer``); a wrong answer has one digit changed;
+* from held-out facts, ``prompts_test.jsonl``;
+* ``texts.jsonl`` (``text``), the documents that fine-tuning draws on.
 """
 
 import random
@@ -29,7 +28,7 @@ def wrong_answer(problem: Problem, rng: random.Random) -> int:
 
 
 def write_stage_data(folder: str | Path, seed: int = 0, rows: int = ROWS) -> Path:
-    """Write the five files into ``folder``, created if missing, and return it."""
+    """Write the four files into ``folder``, created if missing, and return it."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(f"{seed}/stages")
@@ -40,17 +39,6 @@ def write_stage_data(folder: str | Path, seed: int = 0, rows: int = ROWS) -> Pat
         (
             {"prompt": p.prompt, "chosen": f" {p.answer}", "rejected": f" {wrong}"}
             for p, wrong in pairs
-        ),
-    )
-    write_jsonl(
-        folder / "labels.jsonl",
-        (
-            {
-                "prompt": p.prompt,
-                "completion": f" {wrong if i % 2 else p.answer}",
-                "label": not i % 2,
-            }
-            for i, (p, wrong) in enumerate(pairs)
         ),
     )
     prompts = ({"prompt": p.prompt, "answer": str(p.answer)} for p in problems)

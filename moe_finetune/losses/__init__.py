@@ -14,13 +14,12 @@ from moe_finetune.losses.released import SoftmaxVariance, SpanOrthogonality
 from moe_finetune.losses.router_orthogonality import RouterOrthogonality
 from moe_finetune.losses.specialization import Specialization
 from moe_finetune.losses.supervised_routing import SupervisedRouting
-from moe_finetune.losses.teacher_routing import TeacherRouting
 from moe_finetune.losses.variance import Variance
 from moe_finetune.losses.z_loss import ZLoss
 
 for term in (
     *(LoadBalance, ZLoss, Orthogonality, Variance, Specialization, Coupling, Erc),
-    *(RouterOrthogonality, Dpp, Ncl, SupervisedRouting, TeacherRouting),
+    *(RouterOrthogonality, Dpp, Ncl, SupervisedRouting),
     *(SoftmaxVariance, SpanOrthogonality),
 ):
     TERMS.register(term.name, term)

@@ -184,13 +184,11 @@ class LayerContext:
         previous: the MoE layer below, or None in the first one.
         first_visit: False when a checkpointed layer runs again; state changes only when True.
         draws: random numbers of this forward that a recomputation must reuse, by name.
-        teacher_logits_TE: a teacher's router logits for the same tokens, or None.
     """
 
     previous: PreviousLayer | None = None
     first_visit: bool = True
     draws: dict[str, Tensor] = field(default_factory=dict)
-    teacher_logits_TE: Tensor | None = None
 
 
 @dataclass(frozen=True)

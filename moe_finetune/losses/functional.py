@@ -14,7 +14,6 @@ from moe_finetune.losses.released import softmax_variance_loss, span_orthogonali
 from moe_finetune.losses.router_orthogonality import router_orthogonality_loss
 from moe_finetune.losses.specialization import specialization_from_gram, specialization_loss
 from moe_finetune.losses.supervised_routing import supervised_routing_loss
-from moe_finetune.losses.teacher_routing import teacher_routing_loss
 from moe_finetune.losses.variance import variance_loss
 from moe_finetune.losses.z_loss import router_z_loss
 
@@ -38,7 +37,6 @@ __all__ = [
     "specialization_from_gram",
     "specialization_loss",
     "supervised_routing_loss",
-    "teacher_routing_loss",
     "transition_table",
     "variance_loss",
 ]

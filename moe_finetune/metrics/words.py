@@ -32,12 +32,6 @@ WORDS: dict[str, Word] = {
     ),
     "routing/max_violation_worst_layer": Word("MaxVio of the worst layer", "0 is even", -1),
     "routing/dead_experts": Word("Dead experts", "never chosen, mean over layers", -1),
-    "routing/kl_from_reference": Word(
-        "Routing KL", "nats, of the policy's router from the reference's; 0 is unmoved"
-    ),
-    "routing/changed_from_reference": Word(
-        "Changed experts", "share of tokens whose experts are not the reference's"
-    ),
     "entropy": Word("Token entropy", "nats, of the model's next-token predictions"),
     "eval_entropy": Word(
         "Token entropy, validation", "nats, of the model's next-token predictions"

@@ -7,8 +7,8 @@ before one backward or with a backward in another thread.
 """
 
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor
@@ -34,11 +34,9 @@ class ForwardOverrides:
 
     Attributes:
         route: reads or replaces each router's selection; called last, at every visit of a layer.
-        teacher: a teacher's router logits (T, E), by decoder layer.
     """
 
     route: Route | None = None
-    teacher: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -220,7 +220,6 @@ class LayerVisits:
                         previous=previous,
                         first_visit=first_visit,
                         draws=context.draws.setdefault(layer.index, {}),
-                        teacher_logits_TE=context.overrides.teacher.get(layer.index),
                     ),
                 )
         passed_up = self._for_next(objective, record)

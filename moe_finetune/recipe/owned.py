@@ -10,8 +10,6 @@ OWNED = {
     "max_length": "set data.max_length",
     "max_prompt_length": "set data.max_length",
     "reward_weights": "set rewards[].weight",
-    "teacher_model_name_or_path": "set teacher",
-    "teacher_model_init_kwargs": "the teacher is loaded with the model's settings",
     "chat_template_kwargs": "set data.chat_template",
     "truncation_mode": "set data.overlong",
     "completion_only_loss": "set data.completion_only_loss",

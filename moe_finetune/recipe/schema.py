@@ -18,6 +18,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from moe_finetune.errors import RecipeError
 from moe_finetune.recipe.data import DataSection, Paths
+from moe_finetune.recipe.dropped import without_dropped
 from moe_finetune.recipe.family import DECLARED
 from moe_finetune.recipe.lora import LoraSection
 from moe_finetune.recipe.method import Method, resolve_method
@@ -40,12 +41,10 @@ from moe_finetune.recipe.validation import from_tree, in_a_section
 class Recipe(WholeRecipe):
     """A complete description of a run. A ``model.family`` is registered in the process.
 
-    ``rewards`` belong to stage grpo, ``teacher`` to stage distill.
+    ``rewards`` belong to stage grpo.
     """
 
-    stage: str = Field(
-        default="sft", description="`sft`, `pretrain`, `dpo`, `kto`, `orpo`, `grpo` or `distill`"
-    )
+    stage: str = Field(default="sft", description="`sft`, `pretrain`, `dpo` or `grpo`")
     model: ModelSection = Field(description="the checkpoint to start from")
     method: Method = Field(
         default=Method(preset="none"), description="a preset's name, or a mapping"
@@ -69,7 +68,6 @@ class Recipe(WholeRecipe):
     rewards: list[RewardSection] = Field(
         default=[], description="for stage grpo: a name, or a mapping"
     )
-    teacher: str | None = Field(default=None, description="folder or hub id")
 
     @field_validator("method", mode="before")
     @classmethod
@@ -142,7 +140,7 @@ def load_recipe(paths: Sequence[str | Path] | str | Path, overrides: Sequence[st
 
 def recipe_from_tree(tree: Tree) -> Recipe:
     """Validate merged values; raise a RecipeError with the place of each problem."""
-    return from_tree(Recipe, tree)
+    return from_tree(Recipe, without_dropped(tree))
 
 
 def _conflicts(recipe: Recipe) -> Iterator[str]:
@@ -169,13 +167,4 @@ def _stage_conflicts(recipe: Recipe) -> Iterator[str]:
         yield (
             "rewards: required by stage grpo, but missing; choose one (exact_match, boxed, "
             "code) or a file with your function"
-        )
-    if recipe.teacher is not None and stage != "distill":
-        yield f"teacher: only valid for stage distill, and this is stage {stage}; leave it out"
-    if recipe.teacher is None and stage == "distill":
-        yield "teacher: required by stage distill, but missing; give a checkpoint"
-    if "teacher_routing" in recipe.method.terms and stage != "distill":
-        yield (
-            "method.terms.teacher_routing: only valid for stage distill, and this is stage "
-            f"{stage}; leave it out"
         )

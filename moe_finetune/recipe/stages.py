@@ -10,7 +10,7 @@ from typing import Any, Literal
 from moe_finetune.errors import RecipeError
 from moe_finetune.registry import Registry
 
-Form = Literal["tokens", "preference", "unpaired", "prompts"]
+Form = Literal["tokens", "preference", "prompts"]
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,10 @@ class Stage:
     Attributes:
         name: value of ``stage:``.
         title: name for display.
-        module: where TRL has the two classes.
         trainer: TRL's trainer.
         config: its arguments, a dataclass whose fields are the keys of ``trainer:``.
         form: the form of its rows: "tokens" (ids and labels, made here), "preference" (prompt,
-            chosen, rejected), "unpaired" (prompt, completion, label), or "prompts" (a prompt, with
-            any fields that its rewards read).
+            chosen, rejected), or "prompts" (a prompt, with any fields that its rewards read).
         reference: whether the loss needs the initial model.
     """
 
@@ -34,14 +32,13 @@ class Stage:
     trainer: str
     config: str
     form: Form
-    module: str = "trl"
     reference: bool = False
 
     def trainer_class(self) -> Any:
-        return getattr(importlib.import_module(self.module), self.trainer)
+        return getattr(importlib.import_module("trl"), self.trainer)
 
     def config_class(self) -> Any:
-        return getattr(importlib.import_module(self.module), self.config)
+        return getattr(importlib.import_module("trl"), self.config)
 
 
 STAGES: Registry[Stage] = Registry("stage", RecipeError)
@@ -50,12 +47,6 @@ for _stage in (
     Stage("pretrain", "continued pretraining", "SFTTrainer", "SFTConfig", "tokens"),
     Stage("dpo", "direct preference optimization", "DPOTrainer", "DPOConfig", "preference",
           reference=True),
-    Stage("kto", "Kahneman-Tversky optimization", "KTOTrainer", "KTOConfig", "unpaired",
-          reference=True),
-    Stage("orpo", "odds ratio preference optimization", "ORPOTrainer", "ORPOConfig", "preference",
-          module="trl.experimental.orpo"),
     Stage("grpo", "group relative policy optimization", "GRPOTrainer", "GRPOConfig", "prompts"),
-    Stage("distill", "on-policy distillation", "DistillationTrainer", "DistillationConfig",
-          "prompts"),
 ):  # fmt: skip
     STAGES.register(_stage.name, _stage)

@@ -31,10 +31,11 @@ def from_tree(
         lines = describe(model, error)
     except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON escapes allow
         lines = [f"{error.object!a} contains characters that cannot be encoded in UTF-8"]
-    raise refused("\n".join(_placed(tree, line) for line in lines))
+    raise refused("\n".join(placed(tree, line) for line in lines))
 
 
-def _placed(tree: Tree, line: str) -> str:
+def placed(tree: Tree, line: str) -> str:
+    """``line``, which starts with a dotted key, with the file and line that set the key."""
     key = tuple(int(p) if p.isdigit() else p for p in line.partition(": ")[0].split("."))
     origin = tree.origin(key)
     return f"{origin}: {line}" if origin else line

@@ -209,14 +209,6 @@ def check_router(start: Start) -> None:
         )
 
 
-def check_teacher_routing(start: Start) -> None:
-    """Refuse a teacher whose routers do not fit the model's."""
-    from moe_finetune.training.teacher import check_teacher
-
-    if "teacher_routing" in start.recipe.method.terms:
-        check_teacher((start.config, start.family), start.teacher)
-
-
 def check_suite(start: Start) -> None:
     """Refuse an evaluation whose tasks or data are missing."""
     from moe_finetune.evaluation.catalog import prepare
@@ -239,6 +231,5 @@ START_CHECKS: tuple[Callable[[Start], None], ...] = (
     check_bias_export,
     check_rows,
     check_router,
-    check_teacher_routing,
     check_suite,
 )

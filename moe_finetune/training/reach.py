@@ -3,7 +3,6 @@
 import copy
 import logging
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,6 @@ from moe_finetune.losses.base import Term
 from moe_finetune.losses.inject import PerTermLosses
 from moe_finetune.losses.objective import LayerLoss, Objective
 from moe_finetune.losses.record import RoutingRecord
-from moe_finetune.moe.context import ForwardOverrides
 from moe_finetune.moe.grouped import Kernel
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import backbone_of, in_mode, inside
@@ -63,7 +61,7 @@ def check_reach(
 
     joins = PerTermLosses()
     recorder = Recorder(model, probed, observers=[note], kernel=kernel)
-    recorder.change(joins=joins, overrides=partial(_even_teacher, objective, device))
+    recorder.change(joins=joins)
     reached: dict[str, list[str]] = {}
     loss: Tensor | None = None
     with (
@@ -95,13 +93,6 @@ def _zero_loss(model: nn.Module, vocabulary: int, device: torch.device) -> Tenso
     mask = torch.ones_like(ids)
     output = unwrapped(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=1)
     return output.logits.float().sum() * 0.0
-
-
-def _even_teacher(objective: Objective, device: torch.device, rows: int) -> ForwardOverrides:
-    """A teacher that spreads the probe's tokens evenly over the experts."""
-    tokens, experts = rows * PROBE_TOKENS[1], objective.facts.num_experts
-    even_TE = torch.zeros(tokens, experts, device=device)
-    return ForwardOverrides(teacher=dict.fromkeys(objective.facts.moe_layers, even_TE))
 
 
 def _gradients(

@@ -61,6 +61,7 @@ def rehearse(
     from moe_finetune.models import opened_as
     from moe_finetune.moe.layers import model_facts
     from moe_finetune.moe.spread import check_spread
+    from moe_finetune.training.rewards import reward_functions
 
     recipe, tokenizer = start.recipe, start.tokenizer
     # A model notes kernels and dtype in its config, and the run's is the merge's and verify's too.
@@ -94,29 +95,12 @@ def rehearse(
     plan.remarks.extend(unknown)
     if not ignore_memory:
         _check_memory(plan)
-    _check_second(start, train)
+    reward_functions(recipe.rewards, train.column_names)
     # Trainers that hold a second model cannot be built without weights; several processes build
     # theirs together, with the launcher's plugins, once.
     if ranks.world_size() == 1 and STAGES[recipe.stage].form == "tokens":
         _with_culprit(recipe, lambda tried: _build(tried, model, tokenizer, train, validation))
     return plan
-
-
-def _check_second(start: Start, train: Dataset) -> None:
-    """Check that rows have the rewards' fields and the teacher has the model's vocabulary."""
-    from moe_finetune.training.rewards import reward_functions
-
-    recipe = start.recipe
-    reward_functions(recipe.rewards, train.column_names)
-    if recipe.teacher is not None:
-        teacher_size, ours = (
-            config.get_text_config().vocab_size for config in (start.teacher[0], start.config)
-        )
-        if teacher_size != ours:
-            raise RecipeError(
-                f"teacher: {recipe.teacher} has a vocabulary of {teacher_size} tokens but the "
-                f"model has {ours}; their distributions cannot be compared"
-            )
 
 
 def check_arguments(recipe: Recipe) -> None:

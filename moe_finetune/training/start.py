@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,14 +55,6 @@ class Start:
         from moe_finetune.lora.targets import adapts
 
         return adapts(self.recipe.lora, self.recipe.router.train)
-
-    @cached_property
-    def teacher(self) -> tuple[Any, Family]:
-        """transformers' config of the recipe's teacher, and its family."""
-        from moe_finetune.models.loading import open_config
-
-        assert self.recipe.teacher is not None
-        return open_config(self.recipe.teacher)
 
 
 def open_start(recipe: Recipe) -> Start:
@@ -123,11 +114,6 @@ def expert_ranks(recipe: Recipe) -> int:
     return ranks.world_size() if spread == "all" else spread
 
 
-def second_model(start: Start) -> Any:
-    """The teacher of a distillation, or the reference of a preference stage."""
-    from moe_finetune.checkpoint.loading import load_model
-
-    recipe = start.recipe
-    if recipe.teacher is None:
-        return start_model(start).requires_grad_(False)
-    return load_model(recipe.teacher, dtype=recipe.model.dtype).requires_grad_(False)
+def reference_model(start: Start) -> Any:
+    """The reference of a preference stage."""
+    return start_model(start).requires_grad_(False)

@@ -12,11 +12,9 @@ from moe_finetune.lora.coverage import lora_coverage
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.moe.offload import offload_experts
 from moe_finetune.recipe.schema import Recipe
-from moe_finetune.recipe.stages import STAGES
 from moe_finetune.training import ranks
 from moe_finetune.training.callback_order import add_callbacks
 from moe_finetune.training.continued_adapter import continue_adapter
-from moe_finetune.training.drift import watch_drift
 from moe_finetune.training.keep_steps import KeepSteps
 from moe_finetune.training.numerics import make_deterministic
 from moe_finetune.training.preflight import Inputs
@@ -24,7 +22,7 @@ from moe_finetune.training.resumable import find_checkpoint
 from moe_finetune.training.save import name_base, run_metadata, save_trained
 from moe_finetune.training.signals import StopOnSignal
 from moe_finetune.training.snapshot import sample_examples, take_snapshot
-from moe_finetune.training.start import Start, second_model, start_model
+from moe_finetune.training.start import Start, reference_model, start_model
 from moe_finetune.training.trainer import build_trainer
 
 log = logging.getLogger(__name__)
@@ -44,7 +42,7 @@ def train(recipe: Recipe, run: RunFolder, inputs: Inputs, resume: bool = False) 
         inputs.rendering,
         inputs.train,
         inputs.validation,
-        functools.partial(second_model, start),
+        functools.partial(reference_model, start),
         checkpoint,
     )
     if start.adapted:
@@ -65,8 +63,6 @@ def train(recipe: Recipe, run: RunFolder, inputs: Inputs, resume: bool = False) 
     # All ranks take it, because the experts may be spread over them.
     if ranks.any_rank(ranks.rank() == 0 and not run.routing_before.exists()):
         take(run.routing_before)
-    if STAGES[recipe.stage].form != "tokens":
-        watch_drift(trainer, callback, sample)
     add_callbacks(trainer, KeepSteps(recipe, output, model, start.tokenizer, callback))
     if checkpoint:
         trainer.args.eval_on_start = False

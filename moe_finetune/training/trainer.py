@@ -28,7 +28,6 @@ from moe_finetune.training.run_log import (
     RunLog,
     with_weights,
 )
-from moe_finetune.training.teacher import RoutesAsTeacher
 
 _Trainer: Any = object
 log = logging.getLogger(__name__)
@@ -140,17 +139,13 @@ class RunTrainer(GuardedTrainer, ResumableTrainer):
             super()._move_model_to_device(model, device)
 
 
-_OF_STAGE: dict[str, tuple[type, ...]] = {
-    "grpo": (FollowsRollouts, ResumesRollouts),
-    "distill": (RoutesAsTeacher, ResumesRollouts),
-}
-
-
 @functools.cache
 def trainer_of(stage: Stage) -> Any:
     """TRL's trainer class for ``stage`` with the run's mixins."""
     base = stage.trainer_class()
-    mixins = (RunTrainer, *_OF_STAGE.get(stage.name, ()))
+    mixins: tuple[type, ...] = (RunTrainer,)
+    if stage.name == "grpo":
+        mixins += (FollowsRollouts, ResumesRollouts)
     return type(f"Run{base.__name__}", (*mixins, base), {"__doc__": RunTrainer.__doc__})
 
 
@@ -161,7 +156,7 @@ def build_trainer(
     tokenizer: Any,
     train: Any,
     validation: Any,
-    other: Callable[[], Any] | None = None,
+    reference: Callable[[], Any] | None = None,
     checkpoint: Path | None = None,
 ) -> tuple[RunTrainer, SpecializationCallback]:
     """Build TRL's trainer with the method's callback attached, the run's log and its guards.
@@ -169,8 +164,8 @@ def build_trainer(
     Args:
         train: rows in the form of the stage.
         validation: the same, or None.
-        other: makes the second model that some stages need: the teacher, or without an adapter to
-            disable, the reference.
+        reference: makes the reference model of a stage that needs one and has no adapter to
+            disable.
         checkpoint: the checkpoint that training will resume from.
     """
     callback = SpecializationCallback(
@@ -186,15 +181,14 @@ def build_trainer(
         train_dataset=train,
         eval_dataset=validation,
         processing_class=tokenizer,
-        **_stage_arguments(recipe, train.column_names, other),
+        **_stage_arguments(recipe, train.column_names, reference),
     )
     for printer in (ProgressCallback, PrinterCallback):  # LiveTable shows what they would print
         trainer.remove_callback(printer)
     callback.attach(trainer)
     trainer.loraplus_lr_ratio = recipe.lora.loraplus_lr_ratio if recipe.lora else None
-    if isinstance(trainer, FollowsRollouts | RoutesAsTeacher):
-        trainer.callback = callback
     if isinstance(trainer, FollowsRollouts):
+        trainer.callback = callback
         trainer.replay = recipe.router.replay
     numbers = recipe.numerics
     trainer.guard = NumericsGuard(output, numbers.on_nan, callback, stage.form != "prompts")
@@ -227,17 +221,13 @@ def _arguments_from(checkpoint: Path | None, recipe: Recipe, output: Path) -> An
 
 
 def _stage_arguments(
-    recipe: Recipe, columns: list[str], other: Callable[[], Any] | None
+    recipe: Recipe, columns: list[str], reference: Callable[[], Any] | None
 ) -> dict[str, Any]:
     """A stage's trainer arguments in addition to model, arguments and data."""
     from moe_finetune.training.rewards import reward_functions
 
     if recipe.rewards:
         return {"reward_funcs": reward_functions(recipe.rewards, columns)}
-    if other is None:
-        return {}
-    if recipe.teacher is not None:
-        return {"teacher_model": other()}
-    if STAGES[recipe.stage].reference and recipe.lora is None:
-        return {"ref_model": other()}
+    if reference is not None and STAGES[recipe.stage].reference and recipe.lora is None:
+        return {"ref_model": reference()}
     return {}

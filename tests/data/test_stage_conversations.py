@@ -1,4 +1,4 @@
-"""Turns of preferences, labels and prompts: the tokens that TRL's trainers make of them, by hand.
+"""Turns of preferences and prompts: the tokens that TRL's trainers make of them, by hand.
 
 What an answer is judged by is between ⟦ and ⟧.
 """
@@ -31,11 +31,6 @@ PREFERENCES = {
         "chosen": {"from": "gpt", "value": "Yes."},
         "rejected": {"from": "gpt", "value": "No."},
     },
-}
-LABELS = {
-    "trl": {"prompt": CALLED, "completion": [YES], "label": True, "tools": TOOLS},
-    "sharegpt": {**SHAREGPT, "kto_tag": False},
-    "messages": {"messages": [*CALLED, YES], "tools": TOOLS, "label": True},
 }
 ASKED = (
     "<|im_start|>user\nWet?<|im_end|>\n<|im_start|>assistant\n"
@@ -85,28 +80,16 @@ def test_dpo(tokenizer, tmp_path, layout):
     assert tokenizer.decode(row["rejected_ids"]) == "No.<|im_end|>\n"
 
 
-@pytest.mark.parametrize("layout", LABELS)
-def test_kto(tokenizer, tmp_path, layout):
-    examples = load("kto", LABELS[layout], tokenizer, tmp_path)
-    row = trainer_of("kto", examples, tmp_path).train_dataset[0]
-    prompt = tokenizer.decode(row["prompt_ids"])
-    assert prompt.endswith(ASKED) and '"description": "Rain?"' in prompt.removesuffix(ASKED)
-    assert ("Be brief." in prompt) == (layout == "sharegpt") and row["label"] != (
-        layout == "sharegpt"
-    )
-    assert tokenizer.decode(row["completion_ids"]) == "Yes.<|im_end|>\n"
-
-
-def test_orpo_and_grpo_give_the_template_what_the_first_turn_carries(tokenizer, tmp_path):
+def test_dpo_and_grpo_give_the_template_what_the_first_turn_carries(tokenizer, tmp_path):
     from trl.data_utils import maybe_apply_chat_template
 
-    rows = load("orpo", PREFERENCES["trl"], tokenizer, tmp_path)
+    rows = load("dpo", PREFERENCES["trl"], tokenizer, tmp_path)
     text = maybe_apply_chat_template(rows.train[0], rows.tokenizer)
     assert text["prompt"].endswith(ASKED) and '"description": "Rain?"' in text["prompt"]
     assert (text["chosen"], text["rejected"]) == ("Yes.<|im_end|>\n", "No.<|im_end|>\n")
     asked = {"prompt": CALLED, "tools": TOOLS, "answer": "7"}
     rows = load("grpo", asked, tokenizer, tmp_path)
-    given = [rows.train[0]["prompt"]]  # as GRPO's and distillation's trainers do
+    given = [rows.train[0]["prompt"]]  # as GRPO's trainer does
     (ids,) = rows.tokenizer.apply_chat_template(
         conversation=given, tools=None, add_generation_prompt=True, tokenize=True, return_dict=True
     )["input_ids"]
@@ -145,7 +128,7 @@ def test_what_is_measured_is_what_is_judged(tokenizer, tmp_path):
          r"turn 1: 'thinking': the chat template does not read it"),
         ("grpo", {"prompt": [ASK], "images": ["a.png"]}, r"'images': only text can be"),
         ("grpo", {"prompt": [{**ASK, "name": "Ann"}]}, r"turn 0: 'name'"),
-        ("kto", {"prompt": [ASK], "completion": [YES], "label": True, "tools": "{"}, "not JSON"),
+        ("dpo", {"prompt": [ASK], "chosen": [YES], "rejected": [NO], "tools": "{"}, "not JSON"),
     ],
 )  # fmt: skip
 def test_what_would_be_lost_is_refused(tokenizer, tmp_path, stage, row, said):

@@ -120,9 +120,7 @@ def test_a_library_without_source_is_refused(tmp_path):
 def test_the_stages_data_prefer_right_answers(tmp_path):
     folders = [write_stage_data(tmp_path / name, rows=60) for name in ("a", "b")]
     files = sorted(path.name for path in folders[0].iterdir())
-    assert files == [
-        "labels.jsonl", "preferences.jsonl", "prompts.jsonl", "prompts_test.jsonl", "texts.jsonl",
-    ]  # fmt: skip
+    assert files == ["preferences.jsonl", "prompts.jsonl", "prompts_test.jsonl", "texts.jsonl"]
     for name in files:
         assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
 
@@ -133,8 +131,6 @@ def test_the_stages_data_prefer_right_answers(tmp_path):
     for row in rows(folders[0] / "preferences.jsonl"):
         assert right(row["prompt"], row["chosen"]) and row["chosen"] != row["rejected"]
         assert len(row["chosen"]) == len(row["rejected"])
-    labels = [row["label"] for row in rows(folders[0] / "labels.jsonl")]
-    assert labels == [True, False] * 30
     prompts = {row["prompt"] for row in rows(folders[0] / "prompts.jsonl")}
     held_out = [row["prompt"] for row in rows(folders[0] / "prompts_test.jsonl")]
     assert not prompts & set(held_out)

@@ -62,7 +62,6 @@ def make(size="odd", seed=0, dtype=torch.float64):
     values = {
         "probs_TE": probs,
         "logits_TE": logits,
-        "teacher_logits_TE": 0.7 * upper + 0.4,
         "index_TK": index,
         "scores_TK": scores,
         "scores_TE": torch.zeros_like(probs).scatter(-1, index, scores),
@@ -217,17 +216,6 @@ CASES = [
         reference.supervised_routing,
         ("logits_TE", "token_ids_T", "token_frequencies_VE"),
         ("logits_TE",),
-    ),
-    *(
-        Case(
-            f"teacher_routing-{score}",
-            functional.teacher_routing_loss,
-            reference.teacher_routing,
-            ("logits_TE", "teacher_logits_TE"),
-            ("logits_TE",),
-            options={"score": score},
-        )
-        for score in ("softmax", "sigmoid", "sqrtsoftplus")
     ),
 ]
 

@@ -77,23 +77,6 @@ def z_loss(logits_TE, mask_T=None):
     return over_tokens(one, mask_T, logits_TE.shape[0])
 
 
-def teacher_routing(logits_TE, teacher_logits_TE, mask_T=None, score="softmax"):
-    def spread(logits):
-        one = {
-            "softmax": lambda x: x.exp(),
-            "sigmoid": lambda x: 1 / (1 + (-x).exp()),
-            "sqrtsoftplus": lambda x: (1 + x.exp()).log().sqrt(),
-        }[score]
-        scores = [one(x) for x in logits]
-        return [s / sum(scores) for s in scores]
-
-    def one(t):
-        teacher, student = spread(teacher_logits_TE[t].detach()), spread(logits_TE[t])
-        return sum(p * (p / q).log() for p, q in zip(teacher, student, strict=True))
-
-    return over_tokens(one, mask_T, logits_TE.shape[0])
-
-
 def orthogonality(
     outputs_TKH,
     scores_TK=None,

@@ -17,7 +17,6 @@ REACH = {
     "z_loss": ({}, {"router"}, True),
     "variance": ({}, {"router"}, True),
     "supervised_routing": ({}, {"router"}, True),
-    "teacher_routing": ({}, {"router"}, True),
     "orthogonality": ({}, {"gate_up", "down"}, True),
     "orthogonality-one_sided": ({"one_sided": True}, {"gate_up", "down"}, True),
     "specialization": ({}, {"gate_up"}, True),
@@ -51,8 +50,7 @@ def loss_in_the_last_layer(model, term):
         model(**tiny.batch())
         lower, last = records[-2:]
         previous = PreviousLayer(lower.layer, lower.distribution_TE, lower.index_TK)
-        teacher = last.logits_TE.detach().roll(1, 0)
-        loss = term.loss(last, LayerContext(previous=previous, teacher_logits_TE=teacher))
+        loss = term.loss(last, LayerContext(previous=previous))
     return loss, recorder.layers
 
 

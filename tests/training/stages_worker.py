@@ -52,20 +52,12 @@ PAIRS = [
     {"prompt": f"Say {n} ", "chosen": f"yes {n * n:02d}", "rejected": f"no, {9 - n}"}
     for n in range(6)
 ]
-UNPAIRED = [
-    {"prompt": pair["prompt"], "completion": pair[name], "label": name == "chosen"}
-    for pair in PAIRS
-    for name in ("chosen", "rejected")
-]
 PROMPTS = [{"prompt": f"{n} + {n} = "} for n in range(6)]
 ROWS = {
     "sft": [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in PAIRS],
     "pretrain": [{"text": f"There were {n} trees."} for n in range(6)],
     "dpo": PAIRS,
-    "orpo": PAIRS,
-    "kto": UNPAIRED,
     "grpo": PROMPTS,
-    "distill": PROMPTS,
 }
 REWARD = """
 def reward(completion_ids, **_):
@@ -92,10 +84,9 @@ def recipe(case: str, folder: Path) -> Any:
     stage = {PLAIN: "sft", RAGGED: "grpo"}.get(case, case)
     file = folder / f"{stage}-{ranks.rank()}.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS[stage]))
-    each = {"kto": 6}.get(stage, 3)
     trainer = {
         "max_steps": 1,
-        "per_device_train_batch_size": each,
+        "per_device_train_batch_size": 3,
         "gradient_accumulation_steps": WORLD // ranks.world_size(),
         "max_grad_norm": 0.0,
         "logging_steps": 1,
@@ -103,9 +94,7 @@ def recipe(case: str, folder: Path) -> Any:
         "report_to": [],
     }
     if stage == "grpo":
-        trainer |= {"num_generations": 3, "beta": 0.1}
-    if stage in ("grpo", "distill"):
-        trainer |= {"max_completion_length": LENGTH}
+        trainer |= {"num_generations": 3, "beta": 0.1, "max_completion_length": LENGTH}
     tree = {
         "stage": stage,
         "model": {"path": "unused", "dtype": "float32"},
@@ -123,8 +112,6 @@ def recipe(case: str, folder: Path) -> Any:
         reward.write_text(REWARD)
         tree["rewards"] = [{"file": str(reward)}]
         tree["router"] = {"replay": case == RAGGED}
-    if stage == "distill":
-        tree["teacher"] = "unused"
     return recipe_from_tree(Tree(tree))
 
 
@@ -141,14 +128,6 @@ def student(mode: str) -> torch.nn.Module:
     built = add_lora(base, made, "full")
     random_factors(built, 0.05)
     return built
-
-
-def teacher() -> torch.nn.Module:
-    """Another model of the same vocabulary."""
-    model = tiny.model("qwen3_moe", num_hidden_layers=2)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(1.5)
-    return model.requires_grad_(False)
 
 
 class Fixed(LogitsProcessor):
@@ -187,7 +166,7 @@ def step(case: str, folder: Path, mode: str) -> tuple[dict[str, torch.Tensor], d
     data = load_for_stage(asked, tokenizer).train
     output = folder / f"{case}-{mode}"
     output.mkdir(exist_ok=True)
-    trainer, callback = build_trainer(asked, output, student(mode), tokenizer, data, None, teacher)
+    trainer, callback = build_trainer(asked, output, student(mode), tokenizer, data)
     Fixed.ragged = case == RAGGED
     held = Gradients()
     trainer.add_callback(held)

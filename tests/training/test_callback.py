@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import Trainer, TrainerState
 from trl import SFTConfig, SFTTrainer
 
@@ -200,25 +199,6 @@ def test_a_frozen_model_is_refused_though_its_embeddings_have_a_gradient():
     objective = Objective.from_options({"variance": {"weight": 0.1}}, model_facts(model))
     with pytest.raises(ObjectiveError, match="variance: its gradient reaches no trainable"):
         check_reach(model, objective)
-
-
-@pytest.mark.parametrize("config", [PromptTuningConfig, PrefixTuningConfig])
-def test_a_teacher_of_routing_needs_the_tokens_of_the_student(config):
-    """Prefixes are keys and values; virtual tokens are tokens that no teacher routes."""
-    model = get_peft_model(
-        tiny.model("qwen3_moe"), config(task_type="CAUSAL_LM", num_virtual_tokens=5)
-    )
-    routers = [name for name, _ in model.named_parameters() if name.endswith("mlp.gate.weight")]
-    for name in routers:
-        model.get_parameter(name).requires_grad_(True)
-    objective = Objective.from_options({"teacher_routing": {"weight": 1.0}}, model_facts(model))
-    if config is PromptTuningConfig:
-        with pytest.raises(ValueError, match=r"shape \(48, 12\), expected \(T=58, E=12\)"):
-            check_reach(model, objective)
-        return
-    reached = check_reach(model, objective)["teacher_routing"]
-    assert routers and set(routers) < set(reached)
-    assert any("prompt_encoder" in name for name in reached)
 
 
 def test_the_trainers_own_balance_loss_is_refused(tmp_path):

@@ -3,7 +3,7 @@
 Counted, in bytes on one device:
 
 1. ``weights``: every parameter as stored, quantized or not, and the adapter (:mod:`.weights`); a
-   reference's or teacher's weights (:mod:`.stage`).
+   reference's weights (:mod:`.stage`).
 2. ``optimizers``: states of trained parameters, and the working memory of an update.
 3. ``profile``: activations. A short model of the same layers runs forward and backward on fake
    tensors, and :mod:`.borders` counts the storages alive between its layers: what each layer keeps

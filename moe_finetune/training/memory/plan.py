@@ -50,7 +50,7 @@ class MemoryPlan:
         host: bytes in the host's pinned memory, or shared with it.
         tokens: tokens of a micro-batch.
         head: working memory of head and loss.
-        second: bytes of a reference's or teacher's weights.
+        second: bytes of a reference's weights.
         stage: description of the stage's micro-batch.
     """
 
@@ -210,7 +210,7 @@ def _without_gradients(
     layer = max(layer.forward for layer in profile.layers) + weights.opened
     if shape.concurrent:
         activations = profile.before + sum(layer.kept for layer in profile.layers)
-        yield gradients, activations, layer, "forward of the reference or teacher"
+        yield gradients, activations, layer, "forward of the reference"
     if shape.generated:
         tokens = shape.length
         by_layer = [shape.generated * (fixed + token * tokens) for fixed, token in profile.cache]

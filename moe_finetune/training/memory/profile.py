@@ -156,13 +156,10 @@ def _step(model: Any, recipe: Recipe, device: Device, borders: Borders, losses: 
         if name != "coupling" or len(facts.moe_layers) > 1
     }
     noise = TrainingNoise(recipe.method.perturbations)
-    # The fused head's loss is made below the call that has the labels, which count as many tokens.
-    whole_call = recipe.stage in ("orpo", "distill")
     recorder = Recorder(
         model,
         Objective.from_options(chosen, facts) if chosen else None,
         perturbation=noise if noise.active else None,
-        token_mask=recipe.method.token_mask if whole_call else "attention",
         dropout=recipe.lora.dropout if recipe.lora else 0.0,
         kernel="grouped",
     )

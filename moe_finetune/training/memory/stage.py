@@ -30,7 +30,7 @@ class StepShape:
         generated: rows that the model itself generates at once; 0 if vLLM does or none are
             generated.
         concurrent: whether a forward without gradients runs while the training graph is alive.
-        second: the second model in memory: "reference", "teacher" or None.
+        second: the second model in memory: "reference" or None.
     """
 
     rows: int
@@ -56,7 +56,7 @@ def step_shape(recipe: Recipe) -> StepShape:
     batch = int(trainer.get("per_device_train_batch_size", 8))
     prompt = recipe.data.max_length
     second = "reference" if STAGES[stage].reference and recipe.lora is None else None
-    if stage in ("dpo", "orpo"):  # chosen and rejected in one batch
+    if stage == "dpo":  # chosen and rejected in one batch
         batch *= 2
     if STAGES[stage].form != "prompts":
         stored = bool(trainer.get("precompute_ref_log_probs", False))
@@ -71,18 +71,9 @@ def step_shape(recipe: Recipe) -> StepShape:
         windows = int(trainer.get("gradient_accumulation_steps", 1))
         windows = int(trainer.get("steps_per_generation") or windows)
         generated = int(trainer.get("generation_batch_size") or batch * windows)
-    if stage == "distill":
-        second = "teacher"
-    elif recipe.lora is None and float(trainer.get("beta", defaults["beta"].default)) > 0:
+    if recipe.lora is None and float(trainer.get("beta", defaults["beta"].default)) > 0:
         second = "reference"
-    return StepShape(
-        batch,
-        prompt + int(longest),
-        prompt,
-        generated,
-        concurrent=stage == "distill",
-        second=second,
-    )
+    return StepShape(batch, prompt + int(longest), prompt, generated, second=second)
 
 
 def second_model_bytes(recipe: Recipe, shape: StepShape, model: int) -> int:
@@ -90,20 +81,11 @@ def second_model_bytes(recipe: Recipe, shape: StepShape, model: int) -> int:
     if shape.second is None:
         return 0
     item = 4 if recipe.model.dtype == "float32" else 2
-    if recipe.teacher is None:
-        return item * model
-    from moe_finetune.models.loading import load_config
-    from moe_finetune.models.structure import meta_model
-
-    return item * sum(p.numel() for p in meta_model(load_config(recipe.teacher)).parameters())
+    return item * model
 
 
 def stage_loss(model: Any, ids: Tensor, recipe: Recipe, device: Device) -> Tensor:
     """A scalar whose graph stores what TRL's loss for the stage stores of head and logits."""
-    if recipe.stage == "orpo":
-        return _odds_ratio(model, ids)
-    if recipe.stage == "distill":
-        return _divergence(model, ids, recipe)
     smoothing = float(recipe.trainer.get("label_smoothing_factor", 0.0))
     if not smoothing or STAGES[recipe.stage].form != "tokens":
         return _log_probabilities(model, ids, device)
@@ -128,36 +110,6 @@ def _log_probabilities(model: Any, ids: Tensor, device: Device) -> Tensor:
         *(hidden.flatten(0, 1), head, None, ids[:, 1:].flatten(), 1.0, tile, None, 1.0, outputs)
     )
     return -log_probs.sum() / ids.numel()
-
-
-def _odds_ratio(model: Any, ids: Tensor) -> Tensor:
-    """Cross-entropy and log-probabilities from whole logits, float32 as in accelerate."""
-    from trl.trainer.utils import selective_log_softmax
-
-    logits = model(input_ids=ids, use_cache=False).logits.float()
-    chosen = logits[: ids.shape[0] // 2, :-1].contiguous()
-    labels = ids[: ids.shape[0] // 2, 1:].contiguous()
-    loss = torch.nn.functional.cross_entropy(chosen.flatten(0, 1), labels.flatten())
-    return loss - selective_log_softmax(logits[:, :-1], ids[:, 1:].clone()).mean()
-
-
-def _divergence(model: Any, ids: Tensor, recipe: Recipe) -> Tensor:
-    """Both models' logits in tiles; the teacher is assumed to be as wide as the model."""
-    from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
-
-    from moe_finetune.moe.layers import backbone_of
-
-    hidden = backbone_of(model)(input_ids=ids, use_cache=False).last_hidden_state
-    head, taught = model.get_output_embeddings().weight, hidden.detach().clone()
-    default: Any = STAGES[recipe.stage].config_class().__dataclass_fields__["beta"].default
-    beta = float(recipe.trainer.get("beta", default))
-    student, teacher = (states.flatten(0, 1) for states in (hidden, taught))
-    temperature, scale = 1.0, 1.0
-    divergence, _ = ChunkedDivergenceFunction.apply(
-        *(student, head, None, teacher, head, None),
-        *(beta, temperature, scale, None, scale, None),
-    )
-    return divergence.sum() / ids.numel()
 
 
 def cache_bytes(model: Any) -> list[tuple[int, int]]:

@@ -113,7 +113,7 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
     stored = ", ".join(f"{size / GIB:.2f} {name}" for name, size in plan.weights_by.items())
     rows = [
         ("weights", plan.weights, stored),
-        *([("second", plan.second, "weights of the reference or teacher")] if plan.second else []),
+        *([("second", plan.second, "weights of the reference")] if plan.second else []),
         ("adapter", plan.adapter, "float32"),
         ("optimizer", plan.optimizer, _states(plan)),
         ("gradients", plan.gradients, f"then; {plan.all_gradients / GIB:.2f} when all are there"),

@@ -196,8 +196,6 @@ def test_the_step_of_each_stage():
     assert step_shape(staged("dpo")) == StepShape(6, 96, 96, concurrent=True)
     assert step_shape(staged("dpo", lora=False)).second == "reference"
     assert step_shape(staged("dpo", precompute_ref_log_probs=True)) == StepShape(6, 96, 96)
-    assert step_shape(staged("kto")) == StepShape(3, 96, 96, concurrent=True)
-    assert step_shape(staged("orpo")) == StepShape(6, 96, 96)
     more = {"gradient_accumulation_steps": 4, "max_completion_length": 32}
     grpo = step_shape(staged("grpo", sections=REWARDS, **more))
     assert grpo == StepShape(3, 128, 96, generated=12)
@@ -213,12 +211,11 @@ def test_a_token_mask_of_labels_has_the_same_plan():
     assert plan_recipe(config, by_labels).total == plan_recipe(config, recipe(method=method)).total
 
 
-def test_what_stages_add_to_the_plan(tiny_checkpoint):
+def test_what_stages_add_to_the_plan():
     config = tiny.config("qwen3_moe")
-    plans = {stage: plan_recipe(config, staged(stage)) for stage in ("sft", "dpo", "orpo")}
-    assert plans["dpo"].tokens == 2 * plans["sft"].tokens == plans["orpo"].tokens
+    plans = {stage: plan_recipe(config, staged(stage)) for stage in ("sft", "dpo")}
+    assert plans["dpo"].tokens == 2 * plans["sft"].tokens
     assert 1.8 < plans["dpo"].kept / plans["sft"].kept < 2.01
-    assert plans["orpo"].head > 6 * 96 * config.vocab_size * 4  # whole logits in float32
     second = plan_recipe(config, staged("dpo", lora=False)).second
     assert second == plans["sft"].weights
     more = {"max_completion_length": 700, "gradient_accumulation_steps": 1333}
@@ -226,10 +223,6 @@ def test_what_stages_add_to_the_plan(tiny_checkpoint):
     assert grpo.moment == "generating 3999 rows of 796 tokens"
     a_token = 2 * config.num_key_value_heads * config.head_dim * 2  # keys, values; bfloat16
     assert grpo.kept == 3999 * 796 * a_token * (config.num_hidden_layers + 1)
-    teacher = str(tiny_checkpoint("olmoe"))
-    taught = plan_recipe(config, staged("distill", sections={"teacher": teacher}))
-    stored = sum(f.stat().st_size for f in tiny_checkpoint("olmoe").glob("*.safetensors"))
-    assert taught.second == pytest.approx(stored / 2, rel=0.02)  # float32 on disk
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])

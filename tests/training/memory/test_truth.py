@@ -29,7 +29,6 @@ SETTINGS = {
     ),
     "experts": ("deepseek_v3", "specialization_coupling", ["experts"], {}, "measuring"),
     "pairs": ("qwen3_moe", "aux_loss", EVERYTHING, {"stage": "dpo"}, "forward of the ref"),
-    "odds": ("qwen3_moe", "none", EVERYTHING, {"stage": "orpo"}, "backward"),
     "plain": ("mixtral", "none", EVERYTHING, {"per_device_train_batch_size": 6}, "head and loss"),
 }  # fmt: skip
 

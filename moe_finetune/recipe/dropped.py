@@ -1,0 +1,66 @@
+"""Keys that recipes of earlier versions have, and what replaces each.
+
+A run folder's ``recipe.yaml`` has every key of the version that wrote it. So a dropped key at its
+old default, or null, is read and ignored; any other value is refused with its replacement.
+"""
+
+from typing import Any
+
+from moe_finetune.errors import RecipeError
+from moe_finetune.recipe.tree import Key, Tree, dotted
+from moe_finetune.recipe.validation import placed
+
+OTHER_TRAINERS = "SpecializationCallback adds the method to TRL's own trainer, see docs/stages.md"
+KEYS: dict[str, tuple[Any, str]] = {
+    "teacher": (None, f"stage distill was dropped; {OTHER_TRAINERS}"),
+}
+"""Dotted key, ``*`` for any loss -> its old default, and what to do instead."""
+VALUES: dict[str, dict[str, str]] = {
+    "stage": dict.fromkeys(
+        ("kto", "orpo", "distill"),
+        f"was dropped (kept: sft, pretrain, dpo, grpo); {OTHER_TRAINERS}",
+    ),
+}
+"""Dotted key -> values that were dropped, and what to do instead."""
+TERMS = {"teacher_routing": "was dropped with stage distill; remove it (weight: 0)"}
+"""Dropped losses, and what to do instead."""
+
+
+def without_dropped(tree: Tree) -> Tree:
+    """``tree`` without dropped keys at their old default.
+
+    Raises:
+        RecipeError: a dropped key has another value; a line for each.
+    """
+    problems: list[str] = []
+    values = _kept(tree.values, (), problems)
+    if problems:
+        raise RecipeError("\n".join(placed(tree, line) for line in problems))
+    return Tree(values, tree.origins)
+
+
+def _kept(values: dict[str, Any], above: Key, problems: list[str]) -> dict[str, Any]:
+    kept = {}
+    for name, value in values.items():
+        key = (*above, name)
+        problem = _problem(key, value)
+        if problem is None:
+            kept[name] = _kept(value, key, problems) if isinstance(value, dict) else value
+        elif problem:
+            problems.append(f"{dotted(key)}: {problem}")
+    return kept
+
+
+def _problem(key: Key, value: Any) -> str | None:
+    """Why a dropped key is refused; "" if it is ignored, None if it is not dropped."""
+    of_term = key[:2] == ("method", "terms") and len(key) > 2
+    if of_term and len(key) == 3 and key[2] in TERMS:
+        removed = value is None or (isinstance(value, dict) and value.get("weight") == 0)
+        return "" if removed else TERMS[str(key[2])]
+    name = dotted(("method", "terms", "*", *key[3:]) if of_term else key)
+    if isinstance(value, str) and value in VALUES.get(name, {}):
+        return f"{value!r} {VALUES[name][value]}"
+    if name not in KEYS:
+        return None
+    default, instead = KEYS[name]
+    return "" if value is None or value == default else instead

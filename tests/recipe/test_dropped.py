@@ -1,0 +1,35 @@
+"""Dropped keys: ignored at their old default, otherwise refused with their replacement."""
+
+import pytest
+
+from moe_finetune.errors import RecipeError
+from moe_finetune.recipe.schema import load_recipe
+
+RECIPE = "model: {path: m}\ndata: {train: a.jsonl}\n"
+DEFAULTS = ["teacher=null"]
+REFUSED = [
+    ("teacher=other", "teacher: stage distill was dropped; SpecializationCallback"),
+    ("stage=kto", "stage: 'kto' was dropped (kept: sft, pretrain, dpo, grpo); Special"),
+    ("stage=orpo", "stage: 'orpo' was dropped"),
+    ("stage=distill", "stage: 'distill' was dropped"),
+    ("method.terms.teacher_routing={weight: 1.0}", "method.terms.teacher_routing: was dropped"),
+]
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "my.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+def test_old_defaults_are_ignored(recipe):
+    assert load_recipe(recipe, DEFAULTS).hash == load_recipe(recipe).hash
+
+
+@pytest.mark.parametrize(("override", "message"), REFUSED)
+def test_other_values_are_refused_in_one_line(recipe, override, message):
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(recipe, [override])
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"override '{override}': ")
