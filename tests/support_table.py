@@ -17,7 +17,7 @@ from tests.published import fixture
 from tests.vllm.families import OTHERS, TESTED
 
 README, MODELS = ROOT / "README.md", ROOT / "docs" / "models.md"
-DATA = ROOT / "docs" / "data.md"
+PACKED = ROOT / "docs" / "packed-rows.md"
 POPULAR = (
     *("qwen3_moe", "deepseek_v2", "deepseek_v3", "deepseek_moe", "qwen2_moe", "gpt_oss"),
     *("glm4_moe", "qwen3_next", "qwen3_5_moe", "mixtral", "olmoe"),
@@ -144,7 +144,7 @@ def tables() -> dict[Path, str] | None:
     if file is None:
         return None
     registry = architectures(file)
-    made = {MODELS: full(registry), README: short(registry), DATA: packed()}
+    made = {MODELS: full(registry), README: short(registry), PACKED: packed()}
     return {page: "\n".join(lines) + "\n" for page, lines in made.items()}
 
 
