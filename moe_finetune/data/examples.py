@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from moe_finetune.data.prepared import data_key, date_of, prepared_once
 from moe_finetune.data.readers import SourceReader, draw, listed
 from moe_finetune.data.rows import Form
-from moe_finetune.data.sources import source_identity
+from moe_finetune.data.sources import files_line, source_identity
 from moe_finetune.data.tokenize import depends_on_date, on_day, set_chat_template, today
 from moe_finetune.data.tokenized import Counts, write_tokenized
 from moe_finetune.errors import DataError
@@ -132,6 +132,9 @@ def prepare(
                 )
         return counts
 
+    for source in chosen:
+        if files := files_line(source.path, source.split or data.split):
+            log.info("%s data: %s", name, files)
     for line in detected(chosen, data):
         log.info("%s data: %s", name, line)
     dataset, counted, was_prepared = prepared_once(key, make)

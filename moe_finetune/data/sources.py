@@ -8,6 +8,7 @@ from moe_finetune.errors import DataError, did_you_mean, reason_of
 from moe_finetune.io.hashes import sha256_file
 from moe_finetune.io.hub import check_hub
 from moe_finetune.io.rows import TABLES, Placed, kind_of, placed_rows, without_nulls
+from moe_finetune.io.split_files import SAVED, data_files, files_of
 
 _SUFFIXES = (*TABLES, ".txt")
 
@@ -16,8 +17,8 @@ def read_rows(source: str, split: str = "train") -> Iterator[Placed]:
     """Yield ``(location, row)`` of a file, a folder of files, a saved dataset, or a hub dataset.
 
     The location is ``file:line`` for JSONL and CSV and ``file: row N`` (from 1) otherwise. A hub id
-    may name a configuration: ``openai/gsm8k:main``. A ``.txt`` file is one row of ``text``; in a
-    folder with files of rows it counts as a note and is skipped.
+    may name a configuration: ``openai/gsm8k:main``. A ``.txt`` file is one row of ``text``. Of a
+    folder, the files of ``split`` are read, see :mod:`moe_finetune.io.split_files`.
 
     Raises:
         DataError: no such file or dataset, or a line cannot be parsed.
@@ -46,7 +47,8 @@ def source_identity(source: str, split: str = "train") -> list[Any]:
     if path.is_file():
         return [[kind_of(path), sha256_file(path)]]
     if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.is_file())
+        saved = sorted(p for p in path.rglob("*") if p.is_file())
+        files = saved if _is_saved(path) else files_of(path, split)
         return [split, *([str(p.relative_to(path)), sha256_file(p)] for p in files)]
     if _names_a_file(source):
         raise DataError(f"no data file or folder {source} (relative to {Path.cwd()})")
@@ -58,18 +60,31 @@ def _names_a_file(source: str) -> bool:
     return kind_of(path) in _SUFFIXES or path.is_absolute() or source.startswith((".", "~"))
 
 
+def files_line(source: str, split: str) -> str | None:
+    """Which files of a folder are read, and which are not; None for any other source."""
+    folder = Path(source).expanduser()
+    if not folder.is_dir() or _is_saved(folder):
+        return None
+    chosen = files_of(folder, split)
+    others = [path.name for path in data_files(folder) if path not in chosen]
+    notes = [path.name for path in sorted(folder.iterdir()) if kind_of(path) == ".txt"]
+    others += [name for name in notes if name not in {path.name for path in chosen}]
+    skipped = f" (not read: {', '.join(dict.fromkeys(others))})" if others else ""
+    return f"{source}: {', '.join(path.name for path in chosen)}{skipped}"
+
+
+def _is_saved(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in SAVED)
+
+
 def _read_folder(folder: Path, split: str) -> Iterator[Placed]:
     from datasets import load_from_disk
 
-    if (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file():
+    if _is_saved(folder):
         saved: Any = load_from_disk(str(folder))
         yield from _from_datasets(str(folder), saved, split)
         return
-    files = sorted(p for p in folder.iterdir() if p.is_file() and kind_of(p) in _SUFFIXES)
-    if not files:
-        raise DataError(f"the folder {folder} has no files of type {', '.join(_SUFFIXES)}")
-    tables = [file for file in files if kind_of(file) in TABLES]
-    for file in tables or files:
+    for file in files_of(folder, split):
         yield from placed_rows(file)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from moe_finetune.data.examples import Examples, load_examples
 from moe_finetune.data.readers import DROP_REMEDY, SourceReader, draw, listed, malformed_line
 from moe_finetune.data.rendering import RenderingError
+from moe_finetune.data.sources import files_line
 from moe_finetune.data.stage_form import FIELDS, StageFormer
 from moe_finetune.data.tokenize import (
     Tokens,
@@ -118,6 +119,8 @@ def _read(
     for index, source in enumerate(listed(sources, name)):
         first = len(fitting)
         reader = _source(stage, source, data, seed + index, rewards)
+        if files := files_line(source.path, reader.split):
+            log.info("%s data: %s", name, files)
         rows = iter(reader)
         if data.limit is not None:
             rows = draw(rows, data.limit, seed, f"data.limit of data.{name}")

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
+from moe_finetune.io.split_files import has_validation
 from moe_finetune.recipe.section import Section
 from moe_finetune.recipe.stages import STAGES
 
@@ -61,7 +62,9 @@ class DataSection(Section):
 
     train: Paths = Field(description="training data: file, folder, hub id, or a list of them")
     validation: Paths | None = Field(
-        default=None, description="held-out data for the validation loss: as `train`"
+        default=None,
+        description="held-out data for the validation loss: as `train`; default: the validation "
+        "files of a folder that is `train`",
     )
     format: Literal["auto", "messages", "prompt_completion", "text"] = Field(
         default="auto", description="`auto` detects it from the rows"
@@ -114,6 +117,23 @@ class DataSection(Section):
     num_proc: int | None = Field(
         default=None, ge=1, description="number of processes that prepare the data"
     )
+
+    @model_validator(mode="after")
+    def _validation_of_folders(self) -> DataSection:
+        """Validate on the validation files of a folder, also of ``train``'s if none are named."""
+        named = self.train if self.validation is None else self.validation
+        if self.split == "train":
+            sources = [DataSource(path=source) if isinstance(source, str) else source
+                       for source in (named if isinstance(named, list) else [named])]  # fmt: skip
+            folders = [s.split is None and has_validation(s.path) for s in sources]
+            split = {"split": "validation"} | ({} if self.validation else {"limit": None})
+            read: list[Source] = [
+                source.model_copy(update=split) if folder else source
+                for source, folder in zip(sources, folders, strict=True)
+                if folder or self.validation
+            ]
+            self.validation = read if any(folders) else self.validation
+        return self
 
     @field_validator("date", mode="before")
     @classmethod
