@@ -2,13 +2,13 @@
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from moe_finetune.io import write_new
 
@@ -24,31 +24,6 @@ class Verbs(TyperGroup):
             if not str(interrupt):  # else training has reported what is saved and how to go on
                 print("interrupted", file=sys.stderr)
             raise
-
-
-def grouped(headings: Mapping[str, str]) -> type[TyperCommand]:
-    """The class of a verb whose help starts a new list at some options.
-
-    Args:
-        headings: by the name of the first parameter below each.
-    """
-
-    class Grouped(TyperCommand):
-        def format_options(self, ctx: Any, formatter: Any) -> None:
-            sections: dict[str, list[tuple[str, str]]] = {}
-            current = "Options"
-            for parameter in self.get_params(ctx):
-                current = headings.get(str(parameter.name), current)
-                heading = "Options" if parameter.name == "help" else current
-                if parameter.param_type_name == "argument":
-                    heading = "Arguments"
-                if record := parameter.get_help_record(ctx):
-                    sections.setdefault(heading, []).append(record)
-            for heading, records in sections.items():
-                with formatter.section(heading):
-                    formatter.write_dl(records)
-
-    return Grouped
 
 
 app = typer.Typer(

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from moe_finetune.cli.app import app, grouped, write_json
-from moe_finetune.io import write_new
-from moe_finetune.io.run_folder import results_in
+from moe_finetune.cli.app import app, write_json
+from moe_finetune.io import output_lock, write_new
+from moe_finetune.io.run_folder import RESULTS_FILE, checkpoint_in, results_in
 
 
 class Backend(enum.StrEnum):
@@ -26,24 +26,16 @@ class Overflow(enum.StrEnum):
     truncate = "truncate"
 
 
-@app.command(
-    "eval",
-    cls=grouped({"backend": "Model and backend", "judge": "Judgments by a model or by people"}),
-)
+@app.command("eval")
 def evaluate(
-    sources: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="CHECKPOINT|RESULTS...",
-            help="Run, checkpoint folder or hub id; finished results for --judge and --sheets.",
-            show_default=False,
-        ),
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="Run, checkpoint folder or hub id.")
     ],
     suite: Annotated[
         str | None, typer.Option("--suite", "-s", help="Name or YAML file of a suite.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder for results.json or the sheets.")
+        Path | None, typer.Option("--output", "-o", help="Folder for results.json.")
     ] = None,
     data_dir: Annotated[
         Path | None, typer.Option("--data-dir", help="Folder of local task data.")
@@ -110,88 +102,62 @@ def evaluate(
     model: Annotated[
         str | None, typer.Option("--model", help="The model's name on the server.")
     ] = None,
-    parity: Annotated[
-        list[Backend] | None,
-        typer.Option(
-            "--parity",
-            metavar="BACKEND",
-            help="Compare the answers of two backends; give it twice.",
-        ),
-    ] = None,
-    judge: Annotated[
-        str | None,
-        typer.Option("--judge", metavar="MODEL", help="Let this model judge the answers."),
-    ] = None,
-    judge_url: Annotated[
-        str | None,
-        typer.Option("--judge-url", metavar="URL", help="The judge's endpoint; default: OpenAI."),
-    ] = None,
-    sheets: Annotated[
-        int | None,
-        typer.Option(
-            "--sheets", metavar="N", min=1, help="Write blinded sheets of N items for people."
-        ),
-    ] = None,
-    annotations: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--annotations", metavar="FILE", exists=True, help="Filled-in sheet, one per annotator."
-        ),
-    ] = None,
-    key: Annotated[
-        Path | None,
-        typer.Option("--key", metavar="FILE", exists=True, help="The sheets' key.json."),
-    ] = None,
 ) -> None:
     """Evaluate a checkpoint on a suite; the same command continues an interrupted evaluation.
 
     Example: moe-finetune eval runs/erc/merged --suite gsm8k --backend vllm --output eval/erc
 
-    \b
-    What can run here?          eval CHECKPOINT -s paper0 --data-dir DATA --check
-    Same answers on backends?   eval CHECKPOINT -s demo -o parity --parity vllm --parity hf
-    A model as judge:           eval eval/erc --judge gpt-4o
-    People, blinded:            eval eval/aux eval/erc --sheets 100 -o study
-    Their answers:              eval eval/aux eval/erc --annotations F.csv --key study/.../key.json
+    What can run here, without a model: eval CHECKPOINT -s paper0 --data-dir DATA --check
     """
-    from moe_finetune.evaluation.commands import Request, run
-    from moe_finetune.recipe.tree import load_tree
-
     if batch_size != "auto" and not (batch_size.isdigit() and int(batch_size)):
         raise typer.BadParameter(f"--batch-size {batch_size}: expected a number or auto")
-    code = run(
-        Request(
-            sources,
-            suite,
-            output,
+    if suite is None:
+        raise typer.BadParameter("--suite: name the suite to evaluate, for example gsm8k")
+    from moe_finetune.evaluation.suites import load_suite, select
+
+    chosen = load_suite(suite)
+    if only:
+        chosen = select(chosen, only)
+    checkpoint = str(checkpoint_in(checkpoint))
+    if check:
+        from moe_finetune.evaluation.offline import check_suite, render_checks
+        from moe_finetune.models.loading import load_tokenizer
+
+        checks = check_suite(
+            chosen, data_dir, load_tokenizer(checkpoint), limit, allow_unsafe_local
+        )
+        print(render_checks(checks))
+        if not all(task.runnable or task.external for task in checks):
+            raise typer.Exit(2)
+        return
+    if output is None:
+        raise typer.BadParameter("--output: name the folder for the results")
+    with output_lock(output):
+        from moe_finetune.evaluation.engine import evaluate as run_suite
+        from moe_finetune.evaluation.results import results_text
+        from moe_finetune.recipe.tree import load_tree
+
+        results = run_suite(
+            checkpoint,
+            chosen,
+            backend=backend.value if backend else None,
+            output=output,
             data_dir=data_dir,
             limit=limit,
-            only=only or (),
-            check=check,
-            parity=[kind.value for kind in parity or []],
+            seed=seed,
             overflow=overflow.value,
             allow_unsafe_local=allow_unsafe_local,
-            judge=judge,
-            judge_url=judge_url,
-            sheets=sheets,
-            annotations=annotations or (),
-            key=key,
-            backend=backend.value if backend else None,
-            engine={
-                "vllm": load_tree([], vllm or []).values,
-                "base_url": base_url,
-                "model": model,
-                "batch_size": batch_size if batch_size == "auto" else int(batch_size),
-                "adapter": adapter,
-                "determinantal": determinantal,
-                "candidates": candidates,
-                "dtype": dtype,
-                "seed": seed,
-            },
+            vllm=load_tree([], vllm or []).values,
+            base_url=base_url,
+            model=model,
+            batch_size=batch_size if batch_size == "auto" else int(batch_size),
+            adapter=adapter,
+            determinantal=determinantal,
+            candidates=candidates,
+            dtype=dtype,
         )
-    )
-    if code:
-        raise typer.Exit(code)
+        print(results_text(results))
+        print(f"results: {output / RESULTS_FILE}")
 
 
 @app.command()

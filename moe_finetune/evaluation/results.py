@@ -83,6 +83,17 @@ def load_results(path: str | Path) -> Results:
     return content  # type: ignore[return-value]
 
 
+def results_text(results: Results) -> str:
+    """A line for each task: its score, standard error and items."""
+    lines = []
+    for label, task in results["tasks"].items():
+        value, stderr = task["value"], task["stderr"]
+        score = "not scored" if value is None else f"{value:.4f}"
+        error = f" ± {stderr:.4f}" if stderr is not None else ""
+        lines.append(f"{label}: {task['metric']} {score}{error} (n={task['n']})")
+    return "\n".join(lines)
+
+
 def step_results(run: Path) -> dict[int, Results]:
     """The results of the scored states of ``evaluation.every``, by step.
 

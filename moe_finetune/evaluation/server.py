@@ -1,24 +1,38 @@
-"""A running server behind lm-eval's client; every reply is validated before it is scored."""
+"""A running server behind lm-eval's client; every reply is validated before it is scored.
+
+A redirect is an error: the user did not choose the other address, and it must not get the key.
+"""
 
 import io
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import httpx
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 
 from moe_finetune.errors import EvaluationError, did_you_mean
-from moe_finetune.evaluation.exchange import ServerError, ask, check_address, failure
 from moe_finetune.io.checkpoint_files import read_config
 from moe_finetune.io.environment import package_versions
 from moe_finetune.io.hashes import checkpoint_hash, sha256_json
+from moe_finetune.io.json_file import JsonError, parse_json
 
 REQUEST_SECONDS, TRIES = 300, 4
 # Rounding in float32 may give a token of probability 1 a log-probability slightly above 0.
 _ROUNDING = 1e-3
 _LOWEST = 1e30
+_TRANSIENT = (408, 409, 425, 429, 500, 502, 503, 504)
+
+
+class ServerError(EvaluationError):
+    """A server refuses a request; ``transient`` if the same request may succeed later."""
+
+    def __init__(self, message: str, transient: bool = False):
+        super().__init__(message)
+        self.transient = transient
 
 
 class BadReply(EvaluationError):
@@ -96,16 +110,51 @@ class CheckedCompletions(LocalCompletionsAPI):
         return [text(only_choice(outputs))]
 
 
+def failure(status: int, text: str, headers: Mapping[str, str]) -> ServerError:
+    """Return the error for a reply with a status other than 200."""
+    if 300 <= status < 400 and "Location" in headers:
+        return ServerError(
+            f"HTTP {status}: it redirects to {headers['Location']}, and redirects are not "
+            "followed; give the final address"
+        )
+    return ServerError(f"HTTP {status}: {text[:500].strip()}", status in _TRANSIENT)
+
+
+def check_address(url: str) -> str:
+    """``url`` without slashes at its end.
+
+    Raises:
+        EvaluationError: not a web address, or one that contains a password, which would be stored
+            and printed.
+    """
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        raise EvaluationError(f"base_url: '{url}' is not an http address") from None
+    if parts.username is not None or parts.password is not None:
+        raise EvaluationError(
+            f"base_url: the address contains a user name or password; give the address of "
+            f"{parts.hostname} without it, and the key in OPENAI_API_KEY"
+        )
+    if not usable:
+        raise EvaluationError(f"base_url: '{url}' is not an http address")
+    return url.rstrip("/")
+
+
 def server_models(base_url: str) -> dict[str, str]:
     """Return the models that an OpenAI-compatible server offers: name -> folder, if reported.
 
     Raises:
         EvaluationError: it does not answer, or is not an OpenAI-compatible server.
     """
-    url = check_address(base_url, "base_url") + "/models"
+    url = check_address(base_url) + "/models"
     try:
-        reply = ask(url, seconds=10)
-    except ServerError as error:
+        response = httpx.get(url, timeout=10)
+        if response.status_code != 200:
+            raise failure(response.status_code, response.text, response.headers)
+        reply = parse_json(response.content)
+    except (httpx.HTTPError, httpx.InvalidURL, JsonError, ServerError) as error:
         raise EvaluationError(
             f"no server answers at {url} ({error}); start one with 'moe-finetune serve'"
         ) from None

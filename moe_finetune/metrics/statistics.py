@@ -254,24 +254,6 @@ def newcombe(share_a: float, n_a: int, share_b: float, n_b: int) -> tuple[float,
     )
 
 
-def cohens_kappa(a: Sequence[bool], b: Sequence[bool]) -> float:
-    """Return Cohen's kappa of two raters over the same items (Cohen 1960).
-
-    1 is full agreement, 0 is agreement by chance; 1.0 by definition if both give the same single
-    verdict to all items.
-
-    Raises:
-        ValueError: no items, or different numbers of them.
-    """
-    from sklearn.metrics import cohen_kappa_score
-
-    if len(a) != len(b) or not a:
-        raise ValueError(f"cohens_kappa needs equal numbers of items, got {len(a)} and {len(b)}")
-    if len({*a, *b}) == 1:
-        return 1.0
-    return float(cohen_kappa_score(a, b))
-
-
 def relative_gain(cells: Iterable[tuple[float, float, bool]]) -> float | None:
     """Return the unweighted mean of method / baseline - 1 over (method, baseline, higher) cells.
 

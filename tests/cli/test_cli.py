@@ -1,5 +1,4 @@
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,8 @@ import typer
 
 from moe_finetune import cli
 from moe_finetune.cli.doctor import Check
+from moe_finetune.cli.dropped import OPTIONS
+from moe_finetune.cli.dropped import VERBS as VERBS_DROPPED
 from moe_finetune.placement.plan import PlacementPlan
 from tests import tiny
 from tests.checkpoint.helpers import adapter as random_adapter
@@ -40,13 +41,18 @@ def test_every_option_says_what_it_is():
         assert all(parameter.help for parameter in command.params), verb
 
 
-def test_the_options_of_eval_are_in_groups(capsys):
-    _, text, _ = run(capsys, "eval", "--help")
-    headings = r"\nOptions:\n|\nModel and backend:\n|\nJudgments by .*:\n"
-    _, usual, model, judges = re.split(headings, text)
-    assert "--limit" in usual and "--backend" not in usual
-    assert "--backend" in model and "--judge" not in model
-    assert "--judge " in judges and "--limit" not in judges
+@pytest.mark.parametrize(
+    ("verb", "option", "replacement"),
+    [
+        *((verb, "", line) for verb, line in VERBS_DROPPED.items()),
+        *((verb, o, line) for verb, options in OPTIONS.items() for o, line in options.items()),
+    ],
+)
+def test_what_was_dropped_names_its_replacement(capsys, verb, option, replacement):
+    for form in {option, f"{option}=x" if option else option}:
+        code, out, err = run(capsys, *filter(None, [verb, "x", form]))
+        assert code == 2 and not out and err.count("\n") == 1
+        assert err.startswith(f"error: {verb}") and err.endswith(f"{replacement}\n")
 
 
 @pytest.mark.parametrize("verb", ["merge", "study"])

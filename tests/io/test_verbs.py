@@ -25,7 +25,6 @@ COMMANDS = {
     "train --resume": ["train", "{recipe}", "--resume"],
     "analyze": ["analyze", NOWHERE, "--data", NOWHERE],
     "eval": ["eval", NOWHERE, "--suite", "demo", "--backend", "hf"],
-    "eval --parity": ["eval", NOWHERE, "-s", "demo", "--parity", "hf", "--parity", "vllm"],
     "select": ["select", NOWHERE],
     "place": ["place", NOWHERE, "--ranks", "2"],
     "place --bench": ["place", NOWHERE, "--ranks", "2", "--bench", NOWHERE],

@@ -8,7 +8,6 @@ import pytest
 from scipy import stats
 
 from moe_finetune.metrics.statistics import (
-    cohens_kappa,
     compare_items,
     compare_seeds,
     crossed_bootstrap,
@@ -83,16 +82,6 @@ def test_relative_gain_is_the_unweighted_mean_over_cells():
     assert relative_gain([(0.7, 0.5, True), (0.6, 0.0, True)]) is None
     with pytest.raises(ValueError, match="at least one cell"):
         relative_gain([])
-
-
-def test_kappa_by_hand():
-    # 20 both yes, 15 both no, 5 and 10 apart: agreement 0.7, chance 0.5, kappa 0.4 (a textbook's).
-    a = [True] * 25 + [False] * 25
-    b = [True] * 20 + [False] * 5 + [True] * 10 + [False] * 15
-    assert cohens_kappa(a, b) == pytest.approx(0.4)
-    assert cohens_kappa([True, True], [True, True]) == 1.0
-    with pytest.raises(ValueError, match="got 1 and 2"):
-        cohens_kappa([True], [True, False])
 
 
 @pytest.mark.parametrize(("count", "n"), [(0, 7), (3, 41), (41, 41)])

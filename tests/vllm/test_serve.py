@@ -18,7 +18,6 @@ from moe_finetune.checkpoint.adapter import open_adapter
 from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.errors import AdapterError, CheckpointError, EvaluationError, RecipeError
 from moe_finetune.evaluation.backends import open_backend
-from moe_finetune.evaluation.parity import parity
 from moe_finetune.evaluation.server import server_models
 from moe_finetune.vllm.adapters import adapter_arguments, checked_adapters, named_adapters
 from moe_finetune.vllm.lora_support import LoraSupport, ask_vllm, support_in_vllm
@@ -26,6 +25,7 @@ from moe_finetune.vllm.serve import open_merged, serve, serve_command
 from tests.checkpoint.helpers import EXPERTS, select
 from tests.checkpoint.helpers import adapter as random_adapter
 from tests.evaluation.local import write_suite
+from tests.parity import parity
 from tests.vllm_server import ROOT, needs_vllm
 
 ATTENTION = {"target_parameters": None}

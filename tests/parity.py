@@ -1,19 +1,14 @@
-"""Compare the answers of two backends to the same prompts."""
+"""Whether two backends give the same answers to the same prompts."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_finetune.errors import EvaluationError
 from moe_finetune.evaluation.backends import Backend, open_backend
 from moe_finetune.evaluation.engine import evaluate
 from moe_finetune.evaluation.results import load_samples
 from moe_finetune.evaluation.suites import Suite
-from moe_finetune.io import write_atomic
-from moe_finetune.io.hashes import to_json
-
-_SERVER_ONLY = ("base_url", "model")
 
 
 @dataclass
@@ -47,37 +42,20 @@ def parity(
     suite: str | Path | Suite = "demo",
     output: str | Path = "parity",
     n: int = 200,
-    data_dir: str | Path | None = None,
     opened: Mapping[str, Backend] | None = None,
     dtype: str = "float32",
-    **options: Any,
 ) -> list[Parity]:
     """Evaluate the first ``n`` items of each task on each backend and compare with the first one.
 
-    Args:
-        backends: two or more of ``"vllm"``, ``"hf"``, ``"server"``.
-        suite: tasks to evaluate; should have a log-likelihood and a generation task.
-        output: folder for each backend's results and ``parity.json``.
-        n: items per task.
-        data_dir: see :func:`moe_finetune.evaluation.engine.evaluate`.
-        dtype: float32 by default; in lower precision near ties can go either way.
-        options: for :func:`moe_finetune.evaluation.backends.open_backend`.
-
-    Raises:
-        EvaluationError: fewer than two backends, or an error of :func:`evaluate`.
+    Float32 by default; in lower precision near ties can go either way.
     """
-    if len(set(backends)) < 2:
-        raise EvaluationError("parity needs two different backends")
     output = Path(output)
     samples: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for kind in backends:
         backend_open = (opened or {}).get(kind)
-        named = {k: v for k, v in options.items() if kind == "server" or k not in _SERVER_ONLY}
-        backend = backend_open or open_backend(checkpoint, kind, dtype=dtype, **named)
+        backend = backend_open or open_backend(checkpoint, kind, dtype=dtype)
         try:
-            results = evaluate(
-                checkpoint, suite, kind, output / kind, data_dir, limit=n, opened=backend
-            )
+            results = evaluate(checkpoint, suite, kind, output / kind, limit=n, opened=backend)
         finally:
             if backend_open is None:
                 backend.close()
@@ -85,13 +63,11 @@ def parity(
             name: load_samples(output / kind, task) for name, task in results["tasks"].items()
         }
     first, *others = backends
-    comparisons = [
+    return [
         _compare(task, first, samples[first][task], other, samples[other][task])
         for other in others
         for task in samples[first]
     ]
-    write_atomic(output / "parity.json", to_json([asdict(p) for p in comparisons], 1) + "\n")
-    return comparisons
 
 
 def _compare(

@@ -1,0 +1,38 @@
+"""Verbs and options that no longer exist, each with what replaces it; for one release."""
+
+from collections.abc import Sequence
+
+VALIDATE = "python eval/validate.py of a checkout has a judge, blinded sheets and Cohen's kappa"
+
+VERBS: dict[str, str] = {}
+"""A verb that was dropped -> what replaces it."""
+
+OPTIONS: dict[str, dict[str, str]] = {
+    "eval": {
+        "--judge": VALIDATE,
+        "--judge-url": VALIDATE,
+        "--sheets": VALIDATE,
+        "--annotations": VALIDATE,
+        "--key": VALIDATE,
+        "--parity": "run eval once per --backend with --dtype float32, and compare the two folders",
+    },
+}
+"""A verb -> its options that were dropped -> what replaces each."""
+
+
+def refuse_dropped(arguments: Sequence[str]) -> None:
+    """Refuse a verb or option that was dropped; words after ``--`` are another program's.
+
+    Raises:
+        ValueError: names what replaces it.
+    """
+    verb = next((word for word in arguments if not word.startswith("-")), "")
+    if verb in VERBS:
+        raise ValueError(f"{verb}: this command was dropped; {VERBS[verb]}")
+    options = OPTIONS.get(verb, {})
+    for word in arguments:
+        if word == "--":
+            return
+        option = word.partition("=")[0]
+        if option in options:
+            raise ValueError(f"{verb} {option}: this option was dropped; {options[option]}")
