@@ -9,6 +9,8 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # Modules are compiled when they are first imported: compiling all of them takes a minute and a half.
 # Where Python is told to keep nothing of that, each process would do it again, for ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
+# A package of the system, without a password.
+INSTALL := timeout 600 $(if $(filter 0,$(shell id -u)),env,sudo -n) DEBIAN_FRONTEND=noninteractive apt-get install -y
 PIP := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --quiet --retries 10 -c constraints.txt
 
 # What a machine with PyTorch for its GPU, and the usual scientific packages, does not have.
@@ -41,7 +43,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) -e '.[$(EXTRA),quantization,dev]' || { \
 	  echo "vLLM cannot be installed here: evaluation will use transformers (--backend hf)."; \
 	  $(PIP) -e '.[eval,quantization,dev]'; }
-	@# Mends vLLM's CPU build, and installs bubblewrap where no password is asked.
+	@# For programs that a model writes; only where no password is asked.
+	@command -v bwrap >/dev/null || $(INSTALL) bubblewrap >/dev/null 2>&1 \
+	  || echo "bubblewrap is not installed: HumanEval and MBPP will not be scored here"
 	@$(BIN)/moe-finetune doctor --fix || true
 	@touch $@
 
@@ -50,7 +54,10 @@ demo: $(STAMP)  ## Pretrain a small MoE, fine-tune it twice, merge, evaluate in 
 
 $(BROWSER): $(STAMP)
 	@# For the tests of the page. Where it cannot be installed the tests are skipped, and say so.
-	@$(BIN)/python -m tests.browser || true
+	@command -v chromium chromium-browser google-chrome >/dev/null \
+	  || $(INSTALL) chromium >/dev/null 2>&1 \
+	  || timeout 120 $(BIN)/python -m playwright install chromium >/dev/null 2>&1 \
+	  || echo "no Chromium here, so the page will not be tested"
 	@touch $@
 
 test: $(STAMP) $(BROWSER)  ## All tests that need no GPU

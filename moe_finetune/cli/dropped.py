@@ -4,10 +4,14 @@ from collections.abc import Sequence
 
 VALIDATE = "python eval/validate.py of a checkout has a judge, blinded sheets and Cohen's kappa"
 
-VERBS: dict[str, str] = {}
+VERBS: dict[str, str] = {
+    "chat": "serve the run, and talk to it with `vllm chat`",
+    "watch": "the run's tensorboard folder has its curves, metrics.jsonl its numbers",
+}
 """A verb that was dropped -> what replaces it."""
 
 OPTIONS: dict[str, dict[str, str]] = {
+    "": {"--log-format": "a run's metrics.jsonl and `report --format json` are for programs"},
     "eval": {
         "--judge": VALIDATE,
         "--judge-url": VALIDATE,
@@ -16,8 +20,12 @@ OPTIONS: dict[str, dict[str, str]] = {
         "--key": VALIDATE,
         "--parity": "run eval once per --backend with --dtype float32, and compare the two folders",
     },
+    "merge": {
+        "--push": "upload with `hf upload OWNER/NAME OUTPUT`",
+        "--private": "upload with `hf upload OWNER/NAME OUTPUT --private`",
+    },
 }
-"""A verb -> its options that were dropped -> what replaces each."""
+"""A verb, or "" for any -> its options that were dropped -> what replaces each."""
 
 
 def refuse_dropped(arguments: Sequence[str]) -> None:
@@ -29,7 +37,7 @@ def refuse_dropped(arguments: Sequence[str]) -> None:
     verb = next((word for word in arguments if not word.startswith("-")), "")
     if verb in VERBS:
         raise ValueError(f"{verb}: this command was dropped; {VERBS[verb]}")
-    options = OPTIONS.get(verb, {})
+    options = {**OPTIONS[""], **OPTIONS.get(verb, {})}
     for word in arguments:
         if word == "--":
             return

@@ -1,4 +1,4 @@
-"""Verbs for a person at a terminal: write a recipe, look at data and at a run, talk to a model."""
+"""Verbs for a person at a terminal: write a recipe, look at its data."""
 
 import sys
 from pathlib import Path
@@ -75,55 +75,3 @@ def preview(
     from moe_finetune.training.preview import preview as show
 
     print(show(load_recipe(*split_items(items)), rows, sys.stdout.isatty()))
-
-
-@app.command()
-def watch(
-    run: Annotated[Path, typer.Argument(help="A run's folder, or one that contains runs.")],
-    every: Annotated[
-        float, typer.Option("--every", min=0.1, help="Seconds between updates.")
-    ] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Show the present state and exit.")] = False,
-) -> None:
-    """Show a run while it trains: curves, and the load of each layer's experts.
-
-    Ends with the run. If standard output is not a terminal, it shows the run once.
-
-    Example: moe-finetune watch runs/first
-    """
-    from moe_finetune.report.watch import watch as show
-
-    show(run, every, once)
-
-
-@app.command()
-def chat(
-    checkpoint: Annotated[str, typer.Argument(help="Run's folder, checkpoint or hub id.")],
-    base: Annotated[
-        str | None,
-        typer.Option("--base", help="Checkpoint to compare with; default: the base of the run."),
-    ] = None,
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option("--prompt", help="Send this message and exit; may be repeated. Default: ask."),
-    ] = None,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", min=1, help="Longest reply in tokens.")
-    ] = 128,
-    experts: Annotated[
-        bool, typer.Option("--experts", help="Show the experts of each reply's last token.")
-    ] = False,
-    dtype: Annotated[
-        str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")
-    ] = "auto",
-) -> None:
-    """Talk to a run's base and merged model side by side, in transformers; both are loaded.
-
-    Replies are greedy. On a terminal, /experts shows which experts took the last token. Without a
-    terminal each line of standard input is a message.
-
-    Example: moe-finetune chat runs/first --prompt "What is 12 + 30?" --experts
-    """
-    from moe_finetune.evaluation.chat import open_speakers, talk, typed
-
-    talk(open_speakers(checkpoint, base, dtype), prompt or typed(), max_tokens, experts)

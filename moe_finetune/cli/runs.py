@@ -55,9 +55,7 @@ def demo(
 
 @app.command()
 def doctor(
-    fix: Annotated[
-        bool, typer.Option("--fix", help="Repair vLLM's CPU build, install bubblewrap.")
-    ] = False,
+    fix: Annotated[bool, typer.Option("--fix", help="Repair vLLM's CPU build.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check versions, vLLM, sandbox, GPU and disk; exit 1 on a problem.

@@ -1,4 +1,4 @@
-"""A command's progress: live on a terminal, plain lines elsewhere, or JSON.
+"""A command's progress: live on a terminal, plain lines elsewhere.
 
 Everything goes to standard error; standard output is for results. On a terminal one block stays at
 the bottom and changes in place (``rich``); in a file, a pipe, CI or a batch system each line is
@@ -6,7 +6,6 @@ written once. ``log_to`` redirects the output of libraries, in this process and 
 file, so that their progress bars do not break the block.
 """
 
-import json
 import logging
 import math
 import os
@@ -14,7 +13,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -22,18 +21,17 @@ from typing import Any, Literal, TextIO
 from moe_finetune.io.board import Board, Phase
 from moe_finetune.io.board import duration as duration
 
-Style = Literal["live", "plain", "json"]
+Style = Literal["live", "plain"]
 OWN = "moe_finetune"
 EVERY = 30.0
-"""Seconds between progress lines in the plain and JSON styles."""
+"""Seconds between progress lines in the plain style."""
 
 
 class Terminal:
     """Lines, phases with their time, and progress.
 
     Args:
-        style: "live", "plain" or "json"; None is "live" if standard error is a terminal and
-            otherwise "plain".
+        style: "live" or "plain"; None is "live" if standard error is a terminal.
         quiet: only warnings and errors.
         capture: let :meth:`log_to` send file descriptors 1 and 2 to the log; for a command line,
             which owns them.
@@ -63,23 +61,7 @@ class Terminal:
         """Write a line; with ``quiet`` only warnings."""
         if self.quiet and level == "info":
             return
-        if self.style == "json":
-            self._write_event("log", level=level, message=text)
-        else:
-            self._write(text)
-
-    def event(self, kind: str, text: str | None = None, **values: Any) -> None:
-        """Write ``values`` as a JSON object in the JSON style, and ``text`` in the others."""
-        if self.quiet:
-            return
-        if self.style == "json":
-            self._write_event(kind, **values)
-        elif text is not None:
-            self._write(text)
-
-    def _write_event(self, kind: str, **values: Any) -> None:
-        row = {"time": round(time.time(), 3), "event": kind, **values}
-        self._write(json.dumps(finite(row), default=str, allow_nan=False))
+        self._write(text)
 
     def _write(self, text: str) -> None:
         if self.style == "live":
@@ -110,14 +92,7 @@ class Terminal:
         finally:
             self._phase = outer
             seconds = time.monotonic() - phase.started
-            done = "stopped after" if failed else ""
-            self.event(
-                "phase",
-                f"{name:<12} {done}{' ' if done else ''}{duration(seconds)}",
-                name=name,
-                seconds=round(seconds, 1),
-                finished=not failed,
-            )
+            self.say(f"{name:<12} {'stopped after ' if failed else ''}{duration(seconds)}")
 
     @contextmanager
     def _shown(self, outermost: bool) -> Iterator[None]:
@@ -149,12 +124,7 @@ class Terminal:
             return
         self._told = now
         share = done / total if total else 0.0
-        self.event(
-            "progress",
-            f"{phase.name:<12} {100 * share:.0f} %{'  ' + note if note else ''}",
-            name=phase.name,
-            share=round(share, 4),
-        )
+        self.say(f"{phase.name:<12} {100 * share:.0f} %{'  ' + note if note else ''}")
 
     def show(self, rows: list[tuple[str, str, str, str]]) -> None:
         if self._phase is not None:
@@ -211,8 +181,8 @@ class Records(logging.Handler):
             console.say(text)
         elif text not in self._warned:
             self._warned.add(text)
-            plain = console.style != "json" and not text.startswith("WARNING")
-            console.say(f"warning: {text}" if plain else text, "warning")
+            marked = text.startswith("WARNING")
+            console.say(text if marked else f"warning: {text}", "warning")
 
 
 def whole_words(text: str, width: int) -> str:
@@ -239,15 +209,6 @@ def curve(values: list[float], width: int = 24) -> str:
         " " if not math.isfinite(v) else blocks[round(7 * (v - low) / span)] if span else blocks[3]
         for v in last_values
     )
-
-
-def finite(value: Any) -> Any:
-    """``value`` with None for numbers that JSON cannot represent."""
-    if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 _terminal = Terminal()

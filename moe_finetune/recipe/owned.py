@@ -30,6 +30,6 @@ OWNED = {
     "do_predict": "use the verb `eval`",
     "deepspeed": "use FSDP2; see recipes/hardware",
     "parallelism_config": "use an accelerate config; see recipes/hardware",
-    "push_to_hub": "use `merge --push`",
+    "push_to_hub": "use `hf upload OWNER/NAME RUN/merged`",
 }
 """Fields of TRL's configs that a recipe cannot set, and what to do instead."""

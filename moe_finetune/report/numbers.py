@@ -1,12 +1,11 @@
 """The numbers of a report, for ``--format json`` and for the page."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from moe_finetune.io.terminal import finite
 from moe_finetune.report.compare import difference
 from moe_finetune.report.runs import Curve, Run, read_runs
 
@@ -30,7 +29,16 @@ def numbers_of(runs: list[Run]) -> dict[str, Any]:
     """:func:`report_numbers` for runs that are already read."""
     baseline, *others = runs
     comparisons = [_comparison(baseline, run) for run in others]
-    return finite({"runs": [_run(run) for run in runs], "comparisons": comparisons})
+    return _finite({"runs": [_run(run) for run in runs], "comparisons": comparisons})
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with None for numbers that JSON cannot represent."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _run(run: Run) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The outcome of a run: its scores, the changes in the experts, and the next commands."""
 
-import json
 import math
 import os
 import shlex
@@ -17,7 +16,6 @@ from moe_finetune.io.terminal import terminal
 from moe_finetune.metrics.words import word
 from moe_finetune.report.context import Report
 from moe_finetune.report.markup import DASH
-from moe_finetune.report.numbers import numbers_of
 from moe_finetune.report.runs import Run, read_results, read_runs
 from moe_finetune.report.sections.answer import answer_text
 
@@ -120,7 +118,7 @@ def _after(pair: Mapping[str, float] | None, shared_start: bool) -> str:
 
 
 def end_run(runs: Mapping[str, Path], base: Path | None, following: str) -> None:
-    """Print the results of runs on standard output, or as JSON if the terminal is set to it.
+    """Print the results of runs on standard output.
 
     Args:
         runs: label -> a run's folder.
@@ -131,9 +129,6 @@ def end_run(runs: Mapping[str, Path], base: Path | None, following: str) -> None
     report = Report(read_runs(runs.values(), labels), "")
     by_label = dict(zip(runs, report.runs, strict=True))
     answer = answer_text(report)
-    if terminal().style == "json":
-        print(json.dumps({**numbers_of(report.runs), "answer": answer}))
-        return
     _, scores = read_results(base / RESULTS_FILE) if base else ({}, {})
     if text := outcome_text(by_label, scores):
         print(f"\n{text}")
@@ -155,7 +150,6 @@ def next_commands(page: Path | None, run: Path, start: Sequence[str] = ()) -> st
         words = [opener] if opener else [python, "-m", "webbrowser"]
         lines.append(("look at the report", [*words, str(page)]))
     if (run / "merged").is_dir():
-        lines.append(("talk to the model", [program(), "chat", str(run)]))
         lines.append(("serve it", [program(), "serve", str(run)]))
     if start:
         lines.append(("train on your own data", [program(), *start]))

@@ -2,7 +2,7 @@
 
     trainer = SFTTrainer(..., callbacks=[SpecializationCallback("orthogonal_variance")])
 
-With ``output="runs/mine"`` it also writes a run folder, which ``report``, ``compare``, ``watch``
+With ``output="runs/mine"`` it also writes a run folder, which ``report``, ``compare``
 and ``merge`` read.
 
 The callback installs the method on the trainer's model when training begins and removes it when

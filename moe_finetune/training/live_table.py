@@ -41,15 +41,8 @@ class LiveTable(TrainerCallback):
         text = f"step {state.global_step}/{state.max_steps}  {numbers_text}"
         if "loss" in numbers:
             text += "".join(f"  {part}" for part in (self._speed, self._left(state)) if part)
-        kind = "train" if "loss" in numbers else "evaluation"
-        terminal().event(
-            kind,
-            None if terminal().style == "live" else text,
-            step=state.global_step,
-            steps=state.max_steps,
-            seconds_left=self._seconds_left(state),
-            **{key: value for key, value in numbers.items() if key != "step"},
-        )
+        if terminal().style != "live":
+            terminal().say(text)
 
     def on_train_end(self, args, state, control, **kwargs):
         if terminal().style == "live" and state.is_world_process_zero and self._values:

@@ -119,11 +119,6 @@ def test_the_package_runs_as_a_module():
     assert result.returncode == 2 and "--no-such-option" in result.stderr
 
 
-def test_an_unknown_log_format_is_refused(capsys):
-    code, _, err = run(capsys, "inspect", "x", "--log-format", "yaml")
-    assert code == 2 and err == "error: --log-format yaml: expected text or json\n"
-
-
 def test_debug_shows_where_it_was_raised(capsys):
     with pytest.raises(cli.MoeFinetuneError):
         cli.main(["train", "nowhere.yaml", "--output", "o", "--debug"])
@@ -386,21 +381,6 @@ def test_report_prints_its_numbers_under_labels(capsys, tmp_path):
     assert code == 0 and "y against x" in (tmp_path / "page.html").read_text()
 
 
-def test_push_is_refused_before_anything_is_written(capsys, adapter, tmp_path, monkeypatch):
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
-    monkeypatch.setenv("HF_HUB_DISABLE_IMPLICIT_TOKEN", "0")
-    output = tmp_path / "o"
-    code, _, err = run(capsys, "merge", adapter, "--output", output, "--push", "me/mine")
-    assert code == 2 and "me/mine: no token is set" in err and not output.exists()
-    code, _, err = run(capsys, "merge", adapter, "--output", output, "--push", "mine")
-    assert code == 2 and "write it as owner/name" in err and not output.exists()
-    # With a token but no network the merge stays and the message says how to go on.
-    monkeypatch.setenv("HF_TOKEN", "hf_none")
-    code, _, err = run(capsys, "merge", adapter, "--output", output, "--push", "me/mine")
-    assert code == 2 and "the upload failed" in err and (output / "config.json").is_file()
-
-
 def test_merge_writes_the_bias_that_was_trained(capsys, tmp_path, tiny_checkpoint):
     import torch
     from safetensors.torch import load_file
@@ -448,16 +428,16 @@ def test_an_error_repeats_paths_that_look_a_little_like_secrets(tmp_path, capsys
 
 @pytest.mark.parametrize("streams", ["out", "both"])
 def test_a_closed_pipe_does_not_end_the_work(tmp_path, streams):
-    """``train ... | head -1``, and with ``2>&1``: the work goes on, and says so where it can."""
+    """``train ... | head -1``, and with ``2>&1``: the work goes on."""
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from moe_finetune.cli.pipes import closed_pipes_ignored\n"
-        "with closed_pipes_ignored():\n"
-        "    for step in range(20000):\n"
-        "        print('step', step)\n"
-        "        print('log', step, file=sys.stderr) if 'both' in sys.argv else None\n"
-        "    Path(sys.argv[1]).write_text('whole')\n"
+        "from moe_finetune.cli.pipes import outlive_readers\n"
+        "outlive_readers()\n"
+        "for step in range(20000):\n"
+        "    print('step', step)\n"
+        "    print('log', step, file=sys.stderr) if 'both' in sys.argv else None\n"
+        "Path(sys.argv[1]).write_text('whole')\n"
     )
     file = tmp_path / "result"
     process = subprocess.Popen(
@@ -470,9 +450,4 @@ def test_a_closed_pipe_does_not_end_the_work(tmp_path, streams):
     assert process.stdout.readline() in ("step 0\n", "log 0\n")
     process.stdout.close()
     said = process.stderr.read() if streams == "out" else ""
-    assert process.wait(60) == 0 and file.read_text() == "whole"
-    assert said == (
-        "standard output was closed by its reader; the command continues without it\n"
-        if streams == "out"
-        else ""
-    )
+    assert process.wait(60) == 0 and file.read_text() == "whole" and said == ""

@@ -1,8 +1,7 @@
-"""What a command shows: live, plain, JSON, quiet; and libraries' output in a file."""
+"""What a command shows: live, plain, quiet; and libraries' output in a file."""
 
 import contextlib
 import io
-import json
 import logging
 import os
 import pty
@@ -77,21 +76,6 @@ def test_quiet_leaves_warnings(on):
     assert text.getvalue() == "careful\n"
 
 
-def test_json_is_one_object_a_line_and_finite(on):
-    shown, text = on("json")
-    with shown.phase("train"):
-        shown.event("train", "for people", step=3, loss=float("nan"), held=[1.5, float("inf")])
-        shown.say("careful", "warning")
-
-    def refuse(word):
-        raise AssertionError(word)
-
-    rows = [json.loads(line, parse_constant=refuse) for line in text.getvalue().splitlines()]
-    assert [row["event"] for row in rows] == ["train", "log", "phase"]
-    assert rows[0]["loss"] is None and rows[0]["held"] == [1.5, None] and rows[0]["step"] == 3
-    assert rows[1]["level"] == "warning" and rows[2]["name"] == "train" and rows[2]["finished"]
-
-
 def test_log_records_of_ours_are_said_and_a_warning_once(on):
     _, text = on()
     handler, ours = Records(), logging.getLogger(f"{OWN}.test")
@@ -156,13 +140,9 @@ def test_streams_come_back_after_an_error(tmp_path, capfd):
 
 
 def test_common_options_stand_anywhere_before_two_dashes():
-    rest, common = split_common(
-        ["--quiet", "train", "r.yaml", "--log-format", "json", "--", "--debug"]
-    )
+    rest, common = split_common(["--quiet", "train", "r.yaml", "--", "--debug"])
     assert rest == ["train", "r.yaml", "--", "--debug"]
-    assert common.quiet and common.json and not common.debug
-    with pytest.raises(ValueError, match="--log-format yaml: expected text or json"):
-        split_common(["train", "--log-format=yaml"])
+    assert common.quiet and not common.debug
 
 
 def test_training_lines(on):
@@ -171,24 +151,17 @@ def test_training_lines(on):
     now = SimpleNamespace(global_step=0, max_steps=12, is_world_process_zero=True)
     logs = {"loss": 2.5, "num_tokens": 70.0, "losses/load_balance": 8.31, "routing/entropy": 0.66,
             "routing/max_violation": 2.379, "tokens_per_second": 1234.5}  # fmt: skip
-    for style in ("plain", "json"):
-        table, (shown, text) = LiveTable(), on(style)
-        now.global_step = 0
-        with shown.phase("train"):
-            table.on_train_begin(None, now, None)
-            now.global_step = 3
-            table.on_step_end(None, now, None)
-            table.on_log(None, now, None, logs=dict(logs))
-            table.on_log(None, now, None, logs={"train_runtime": 3.0})
-        lines = text.getvalue().splitlines()
-        assert len(lines) == 2
-        if style == "plain":
-            assert lines[0].startswith(
-                "step 3/12  loss 2.5  load balance 8.31  MaxVio 2.379  entropy 0.66  1,234 tokens/s"
-            )
-        else:
-            row = json.loads(lines[0])
-            assert row["losses/load_balance"] == 8.31 and row["steps"] == 12
+    table, (shown, text) = LiveTable(), on()
+    with shown.phase("train"):
+        table.on_train_begin(None, now, None)
+        now.global_step = 3
+        table.on_step_end(None, now, None)
+        table.on_log(None, now, None, logs=dict(logs))
+        table.on_log(None, now, None, logs={"train_runtime": 3.0})
+    lines = text.getvalue().splitlines()
+    assert len(lines) == 2 and lines[0].startswith(
+        "step 3/12  loss 2.5  load balance 8.31  MaxVio 2.379  entropy 0.66  1,234 tokens/s"
+    )
 
 
 def test_words():

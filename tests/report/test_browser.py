@@ -59,7 +59,7 @@ def shown(tmp_path_factory) -> Iterator[SimpleNamespace]:
                 executable_path=system_browser(), args=["--no-sandbox"]
             )
         except playwright.Error as error:
-            pytest.skip(f"no Chromium ('python -m tests.browser' installs it): {error}")
+            pytest.skip(f"no Chromium ('make test' installs it): {error}")
         page = browser.new_page(viewport={"width": 1400, "height": 1000})
         said: list[str] = []
         asked: list[str] = []

@@ -12,7 +12,6 @@ from trl import SFTConfig, SFTTrainer
 
 from moe_finetune import SpecializationCallback, cli
 from moe_finetune.errors import ObjectiveError, OutputExistsError
-from moe_finetune.report.watch import look
 from moe_finetune.training.run_log import noted_weights
 from tests import tiny
 from tests.evaluation.local import write_suite
@@ -67,8 +66,6 @@ def test_every_verb_takes_the_folder_of_a_plain_trainer(base, tmp_path, capsys):
     assert recipe["method"]["preset"] == "orthogonal_variance" and "data" not in recipe
     assert recipe["lora"] == {"rank": 3, "alpha": 12.0}
     assert recipe["trainer"]["max_steps"] == 2 and recipe["model"]["path"] == str(base)
-    picture = look(runs[1])
-    assert (picture.step, picture.steps, picture.finished) == (2, 2, True)
 
     merged = runs[1] / "merged"
     assert cli.main(["merge", str(runs[1]), "--output", str(merged), "--verify"]) == 0

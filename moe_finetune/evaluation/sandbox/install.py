@@ -1,13 +1,19 @@
-"""Check for a sandbox for generated programs, and install bubblewrap."""
+"""Whether generated programs can be run here, and the command that installs a sandbox."""
 
+import os
 import shutil
 import sys
 
 from moe_finetune.errors import DependencyError
 from moe_finetune.evaluation.sandbox import Sandbox
-from moe_finetune.io.system_package import install, install_command
 
-PACKAGE = "bubblewrap"
+INSTALLERS = {
+    "apt-get": "apt-get install -y bubblewrap",
+    "dnf": "dnf install -y bubblewrap",
+    "zypper": "zypper install bubblewrap",
+    "pacman": "pacman -S bubblewrap",
+    "apk": "apk add bubblewrap",
+}
 
 
 def sandbox_state() -> tuple[str | None, str]:
@@ -32,22 +38,12 @@ def no_sandbox() -> str:
 
 def remedy() -> str:
     """The command that installs bubblewrap here."""
-    return install_command(PACKAGE) or "install bubblewrap with your system's packages, or docker"
+    for installer, command in INSTALLERS.items():
+        if shutil.which(installer):
+            return command if os.geteuid() == 0 else f"sudo {command}"
+    return "install bubblewrap with your system's packages, or docker"
 
 
 def missing() -> bool:
     """Whether bubblewrap is missing, on Linux."""
     return sys.platform.startswith("linux") and shutil.which("bwrap") is None
-
-
-def repair_sandbox() -> list[str]:
-    """Install bubblewrap if no sandbox works and no password is needed; return what was done."""
-    if not missing() or sandbox_state()[0] is not None:
-        return []
-    done = install(PACKAGE)
-    if done is None:
-        return []
-    worked, message = done
-    if not worked:
-        return [f"bubblewrap was not installed: {message}"]
-    return [f"bubblewrap installed with {message}, so that generated programs can be scored"]
