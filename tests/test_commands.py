@@ -144,12 +144,14 @@ def other(words: list[str]) -> None:
         checked(["moe-finetune", *given.training_script_args])
     elif program == "python":
         source = (ROOT / words[1]).read_text()
-        assert all(f'"{word}"' in source for word in words if word.startswith("--")), words
+        for option in (word for word in words if word.startswith("--")):
+            names = f'"{option}"', f" {option[2:].replace('-', '_')}:"  # argparse, typer
+            assert any(name in source for name in names), words
     elif program == "docker":
         named = re.search(r"-f (\S+)", text)
         assert named is None or (ROOT / named[1]).is_file(), words
     else:
-        assert program in ("pip", "pipx", "uv"), f"unknown program: {words}"
+        assert program in ("pip", "pipx", "uv", "vllm", "sbatch"), f"unknown program: {words}"
         found = re.search(r"\[(\w+)\]", text)
         assert found is None or found[1] in EXTRAS, words
 

@@ -42,7 +42,7 @@ app = typer.Typer(
 TOGETHER = "train"
 """The verb whose processes work together."""
 ADVICE = {
-    "study": "; for several runs at once set launch.kind, or use --shard I/N on each machine",
+    "study": "; for several runs at once use --shard I/N",
     "upcycle": "; for several devices set experts.processes, or run --stage experts --expert N on "
     "each",
 }

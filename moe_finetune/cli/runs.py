@@ -181,9 +181,7 @@ def study(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The study's folder; new or empty.")
     ] = None,
-    plan: Annotated[
-        bool, typer.Option("--plan", help="Show runs, memory and time; start nothing.")
-    ] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="List the runs; start nothing.")] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue; finished runs are skipped.")
     ] = False,

@@ -35,18 +35,25 @@ def carry_out_study(
 
 
 def show_plan(recipe: str, overrides: Sequence[str], output: Path | None) -> None:
-    """Print the plan of a study."""
+    """Print the arms of a study with their runs; with ``output`` also how many are finished."""
     from moe_finetune.experiments import expand
-    from moe_finetune.experiments.plan import plan_text
+    from moe_finetune.experiments.folder import state_of
     from moe_finetune.experiments.recipe import find_study, load_study
     from moe_finetune.experiments.reproductions import reproduction_of
+    from moe_finetune.io.tables import aligned
 
     file = find_study(recipe)
     if paper := reproduction_of(file):
         print(paper.plan(file, overrides))
         return
     study = load_study(file, overrides)
-    print(plan_text(study, expand(study), output))
+    runs = expand(study)
+    lines = [["arm", "runs", *(["finished"] if output else [])]]
+    for arm in dict.fromkeys(run.arm for run in runs):
+        names = [run.name for run in runs if run.arm == arm]
+        done = [sum(state_of(output, name) == "finished" for name in names)] if output else []
+        lines.append([arm, *map(str, (len(names), *done))])
+    print(f"{study.title or study.name}: {len(runs)} runs\n{aligned(lines, 'left')}")
 
 
 def parse_shard(text: str | None) -> tuple[int, int] | None:

@@ -26,6 +26,7 @@ from typing import Any, Literal
 from pydantic import Field, PrivateAttr, field_validator
 
 from moe_finetune.errors import StudyError, did_you_mean
+from moe_finetune.recipe.dropped import without_dropped
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.section import Section
 from moe_finetune.recipe.shipped import find_recipe, recipes_folder
@@ -40,39 +41,13 @@ class LaunchSection(Section):
 
     ``process``: one after another in child processes; ``inline``: in this process, for runs of
     seconds; ``accelerate``: child processes under ``accelerate launch`` with ``config``, a file of
-    ``recipes/hardware``; ``slurm``: one job per run, each started as set by ``config``.
+    ``recipes/hardware``.
     """
 
-    kind: Literal["process", "inline", "accelerate", "slurm"] = Field(
+    kind: Literal["process", "inline", "accelerate"] = Field(
         default="process", description="how the runs are started"
     )
     config: str | None = Field(default=None, description="accelerate's --config_file")
-    options: dict[str, str | int] = Field(
-        default={}, description="options of sbatch, such as {partition: gpu, gres: 'gpu:8'}"
-    )
-    hours: float = Field(default=24.0, gt=0, description="time limit of a Slurm job, in hours")
-    jobs: int | None = Field(
-        default=None, ge=1, description="number of Slurm jobs; default: one for each run"
-    )
-
-
-class PlanSection(Section):
-    """Assumptions of ``--plan``."""
-
-    hardware: str = Field(
-        default="NVIDIA H100 SXM 80 GB", description="name of the hardware, for the table"
-    )
-    peak_tflops: float = Field(
-        default=989.0, gt=0, description="peak of one device, dense bfloat16"
-    )
-    memory_gib: float = Field(default=80.0, gt=0, description="memory of one device")
-    utilization: float = Field(
-        default=0.15, gt=0, le=1, description="share of the peak that is reached"
-    )
-    devices: int = Field(default=1, ge=1, description="devices of one run")
-    tokens: float | None = Field(
-        default=None, gt=0, description="training tokens of a run without max_steps"
-    )
 
 
 class StudyRecipe(Section):
@@ -113,7 +88,6 @@ class StudyRecipe(Section):
         default=[], description="folders of a run to delete when it is finished"
     )
     launch: LaunchSection = LaunchSection()
-    plan: PlanSection = PlanSection()
 
     _tree: Tree = PrivateAttr(default_factory=Tree)
     _arguments: list[str] = PrivateAttr(default_factory=list)
@@ -162,7 +136,7 @@ def load_study(path: str | Path, overrides: Sequence[str] = ()) -> StudyRecipe:
     Args:
         path: the file, or the name of a study that comes with the package (``paper0_table1``).
         overrides: ``key.path=value``. A recipe key (``trainer.max_steps=5``) applies to every run,
-            any other to the study (``seeds=[1,2]``, ``launch.kind=slurm``).
+            any other to the study (``seeds=[1,2]``, ``launch.kind=inline``).
 
     Raises:
         StudyError: the study is invalid; names file, line and key.
@@ -170,7 +144,7 @@ def load_study(path: str | Path, overrides: Sequence[str] = ()) -> StudyRecipe:
     """
     path = find_study(path)
     study_overrides = [item for item in overrides if _first_key(item) not in Recipe.model_fields]
-    tree = load_tree([path], study_overrides)
+    tree = without_dropped(load_tree([path], study_overrides))
     study = study_from_tree(tree, path.stem)
     study._arguments, study._source = list(overrides), path
     return study

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_finetune.errors import StudyError, did_you_mean
+from moe_finetune.errors import StudyError
 from moe_finetune.evaluation.results import Results, TaskResult, step_results
 from moe_finetune.evaluation.results import load_results as load_evaluation
 from moe_finetune.experiments import folder as disk
@@ -22,8 +20,6 @@ from moe_finetune.metrics import rmse
 
 RMSE = "_rmse"
 PERPLEXITY, AVERAGE = "perplexity", "average"
-SCORES = "scores.csv"
-"""File in a study's folder with scores from external tools, such as LiveBench."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +33,6 @@ class RunResult:
         reason: why the run failed, else "".
         reference: the run with the same data and seed against whose curves ``METRIC_rmse`` is
             computed.
-        entered: benchmark -> score of the study's ``scores.csv``.
     """
 
     arm: str
@@ -48,7 +43,6 @@ class RunResult:
     reason: str
     recipe_sha256: str
     reference: RunResult | None = None
-    entered: dict[str, float] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -78,16 +72,8 @@ class RunResult:
 
     @cached_property
     def tasks(self) -> dict[str, TaskResult]:
-        """The run's benchmarks, including those of ``scores.csv``."""
-        evaluated = dict(self.evaluation["tasks"]) if self.evaluation else {}
-        by_hand: dict[str, TaskResult] = {
-            name: {"metric": "score", "value": value} for name, value in self.entered.items()
-        }
-        if twice := sorted(evaluated.keys() & by_hand.keys()):
-            raise StudyError(
-                f"{SCORES}: {self.name} already has a score for '{twice[0]}'; remove the line"
-            )
-        return evaluated | by_hand
+        """The run's benchmarks."""
+        return dict(self.evaluation["tasks"]) if self.evaluation else {}
 
     def curve(self, metric: str) -> dict[int, float]:
         """Every logged value of ``metric`` by step.
@@ -99,7 +85,7 @@ class RunResult:
         if metric == PERPLEXITY:
             return {step: math.exp(loss) for step, loss in self.curve("eval_loss").items()}
         if metric == AVERAGE:
-            by_task = [self.scores(name) for name in self.tasks if name not in self.entered]
+            by_task = [self.scores(name) for name in self.tasks]
             shared = set.intersection(*map(set, by_task)) if by_task else set()
             return {s: float(np.mean([task[s] for task in by_task])) for s in sorted(shared)}
         for name in (metric, f"routing/{metric}", f"eval_routing/{metric}"):
@@ -217,8 +203,6 @@ def load_results(output: str | Path) -> StudyResults:
         )
     curves = content.get("curves", {})
     runs_by_key = {(row["arm"], row["seed"]): _run(output, row) for row in content["runs"]}
-    for key, entered in entered_scores(output / SCORES, runs_by_key).items():
-        runs_by_key[key] = replace(runs_by_key[key], entered=entered)
     runs = [
         replace(
             run, reference=runs_by_key.get(("-".join((run.values | curves).values()), run.seed))
@@ -232,42 +216,6 @@ def load_results(output: str | Path) -> StudyResults:
         *("benchmarks", "metrics"),
     )
     return StudyResults(output, **{key: content[key] for key in plain}, curves=curves, runs=runs)
-
-
-def entered_scores(
-    file: Path, runs: Mapping[tuple[str, int], RunResult]
-) -> dict[tuple[str, int], dict[str, float]]:
-    """``(arm, seed)`` -> benchmark -> score, from lines ``arm,seed,benchmark,score``.
-
-    Raises:
-        StudyError: the heading is wrong, a run is unknown, or a score is not a number or appears
-            twice.
-    """
-    if not file.is_file():
-        return {}
-    columns = ["arm", "seed", "benchmark", "score"]
-    with file.open(encoding="utf-8", newline="") as lines:
-        reader = csv.DictReader(lines)
-        if reader.fieldnames != columns:
-            raise StudyError(f"{file}:1: expected the heading {','.join(columns)}")
-        scores: dict[tuple[str, int], dict[str, float]] = {}
-        for line, row in enumerate(reader, 2):
-            try:
-                key, score = (row["arm"], int(row["seed"])), float(row["score"])
-            except (TypeError, ValueError):
-                raise StudyError(f"{file}:{line}: expected a whole seed and a number") from None
-            if key not in runs:
-                arms = [arm for arm, _ in runs]
-                raise StudyError(
-                    f"{file}:{line}: the study has no arm '{key[0]}' with seed {key[1]}"
-                    f"{did_you_mean(key[0], arms)}"
-                )
-            if not math.isfinite(score) or not row["benchmark"]:
-                raise StudyError(f"{file}:{line}: expected a benchmark and a finite score")
-            if row["benchmark"] in scores.setdefault(key, {}):
-                raise StudyError(f"{file}:{line}: this score occurs twice; remove one")
-            scores[key][row["benchmark"]] = score
-    return scores
 
 
 def _run(output: Path, row: dict[str, Any]) -> RunResult:

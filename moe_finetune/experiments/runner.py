@@ -47,19 +47,12 @@ def run_study(
         KeyboardInterrupt: SIGINT or SIGTERM, after the current run has saved its checkpoint.
     """
     output = Path(output)
-    several = shard is not None or study.launch.kind == "slurm"
-    with output_lock(output, shared=several):
+    with output_lock(output, shared=shard is not None):
         runs = expand(study)
         mine = shard_of(runs, shard)
         with output_lock(output / disk.MANIFEST, wait=True):
             disk.prepare(study, runs, output, resume or shard is not None)
-        if study.launch.kind == "slurm":
-            from moe_finetune.experiments.slurm import submit
-
-            submit(study, runs, output)
-        else:
-            start = starter(study.launch, config_folder(study))
-            carry_out(mine, output, start, study.discard)
+        carry_out(mine, output, starter(study.launch, config_folder(study)), study.discard)
         with output_lock(output / "tables", wait=True):
             results = load_results(output)
             write_tables(results)

@@ -1,4 +1,4 @@
-"""Keys that recipes of earlier versions have, and what replaces each.
+"""Keys that recipes and studies of earlier versions have, and what replaces each.
 
 A run folder's ``recipe.yaml`` has every key of the version that wrote it. So a dropped key at its
 old default, or null, is read and ignored; any other value is refused with its replacement.
@@ -11,11 +11,17 @@ from moe_finetune.recipe.tree import Key, Tree, dotted
 from moe_finetune.recipe.validation import placed
 
 OTHER_TRAINERS = "SpecializationCallback adds the method to TRL's own trainer, see docs/stages.md"
+SLURM = "`sbatch --array` runs a study's shards, see recipes/launch/README.md"
 KEYS: dict[str, tuple[Any, str]] = {
+    "plan": (None, "`train --dry-run` of an arm plans its memory; `study --plan` lists the runs"),
+    "launch.options": ({}, SLURM),
+    "launch.hours": (24.0, SLURM),
+    "launch.jobs": (None, SLURM),
     "teacher": (None, f"stage distill was dropped; {OTHER_TRAINERS}"),
 }
 """Dotted key, ``*`` for any loss -> its old default, and what to do instead."""
 VALUES: dict[str, dict[str, str]] = {
+    "launch.kind": {"slurm": f"was dropped; {SLURM}"},
     "stage": dict.fromkeys(
         ("kto", "orpo", "distill"),
         f"was dropped (kept: sft, pretrain, dpo, grpo); {OTHER_TRAINERS}",

@@ -1,7 +1,5 @@
 """The verb: its plan, and one message with exit code 2 for every wrong input."""
 
-import shutil
-
 import pytest
 
 from moe_finetune.cli import main
@@ -56,9 +54,16 @@ def test_another_study_does_not_take_the_folder(write_study, tmp_path):
     prepare(fewer, expand(fewer), output, resume=True)
 
 
-def test_plan_starts_nothing(write_study, tmp_path, capsys, tiny_checkpoint):
-    shutil.copy(tiny_checkpoint("olmoe") / "config.json", tmp_path / "config.json")
-    options = [f"model.path={tmp_path}", "plan.tokens=1000", "--output", str(tmp_path / "out")]
+@pytest.mark.parametrize("override", ["launch.kind=slurm", "launch.hours=3", "plan.devices=8"])
+def test_dropped_keys_name_their_replacement(write_study, capsys, override):
+    assert main(["study", str(write_study(STUDY)), override, "--plan"]) == 2
+    said = capsys.readouterr().err
+    key = override.partition("=")[0].replace("plan.devices", "plan")
+    assert f"{key}: " in said and ("sbatch" in said or "--dry-run" in said)
+
+
+def test_plan_starts_nothing(write_study, tmp_path, capsys):
+    options = ["--output", str(tmp_path / "out")]
     assert main(["study", str(write_study(STUDY)), *options, "--plan"]) == 0
     said = capsys.readouterr().out
     assert "study: 2 runs" in said and "\nnone " in said and "\nerc " in said

@@ -1,7 +1,6 @@
 """Runs in processes of their own: killed, interrupted, failed, and as Slurm jobs."""
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -13,10 +12,9 @@ import yaml
 
 from moe_finetune.cli import main
 from moe_finetune.errors import StudyError
-from moe_finetune.experiments import expand, load_results, load_study
+from moe_finetune.experiments import load_results
 from moe_finetune.experiments.launch import starter
 from moe_finetune.experiments.recipe import LaunchSection
-from moe_finetune.experiments.slurm import batch_script, shard_command, submit
 from moe_finetune.io.children import Failure, failure
 
 STUDY = [sys.executable, "-m", "moe_finetune.cli", "study"]
@@ -142,48 +140,3 @@ def test_a_run_under_accelerate(warm, ingredients, write_study, tmp_path):
     subprocess.run([*STUDY, file, "--output", tmp_path / "out"], check=True)
     (run,) = load_results(tmp_path / "out").runs
     assert run.finished and len(run.rows) == 4
-
-
-def test_the_batch_script_runs_a_shard_a_job(write_study, tmp_path):
-    study = load_study(
-        write_study(
-            {
-                "base": {"model": {"path": "m"}, "data": {"train": "a.jsonl"}},
-                "axes": {"method": ["none", "erc"]},
-                "seeds": [1, 2, 3],
-                "launch": {"kind": "slurm", "options": {"partition": "gpu", "gres": "gpu:8"}},
-            }
-        ),
-        ["trainer.run_name=two words"],
-    )
-    text = batch_script(study, shard_command(study, tmp_path / "o"), 6, tmp_path / "o")
-    head, *options, work = text.splitlines()
-    assert head == "#!/bin/bash"
-    assert {
-        "#SBATCH --array=1-6",
-        "#SBATCH --partition=gpu",
-        "#SBATCH --gres=gpu:8",
-        "#SBATCH --time=1440",
-    } <= {*options}
-    words = shlex.split(work)
-    assert words[0] == "exec" and words[2:5] == ["-m", "moe_finetune.cli", "study"]
-    assert words[5] == str(study.file) and "trainer.run_name=two words" in words
-    assert words[-2:] == ["--shard", "$SLURM_ARRAY_TASK_ID/6"] and "launch.kind=process" in words
-    assert "--resume" in words
-    syntax = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
-    assert syntax.returncode == 0 and not syntax.stderr
-
-
-@pytest.mark.parametrize("options", [{"gres": "gpu:8\nrm"}, {"gres=x": "y"}])
-def test_options_that_would_break_the_script_are_refused(options, write_study, tmp_path):
-    study = load_study(
-        write_study(
-            {
-                "base": {"model": {"path": "m"}, "data": {"train": "a.jsonl"}},
-                "seeds": [1],
-                "launch": {"kind": "slurm", "options": options},
-            }
-        )
-    )
-    with pytest.raises(StudyError, match="is not an option of sbatch"):
-        submit(study, expand(study), tmp_path)

@@ -150,39 +150,6 @@ def test_an_average_over_other_directions_is_refused(made, tmp_path):
         make_table(every)
 
 
-def test_scores_entered_by_hand(made, tmp_path):
-    """LiveBench's own package gave them; one arm has none yet."""
-    arms = {
-        (arm, seed): ({"acc": [1, seed % 2]},) for arm in ("aux_loss", "erc") for seed in (1, 2)
-    }
-    made(arms, axes={"method": ["aux_loss", "erc"]}, seeds=[1, 2], baseline="aux_loss")
-    file, heading = tmp_path / "out" / "scores.csv", "arm,seed,benchmark,score\n"
-    file.write_text(
-        heading + "aux_loss,1,livebench,7.4\naux_loss,2,livebench,7.8\n"
-        "erc,1,livebench,9.0\nerc,2,livebench,9.8\n"
-    )
-    results = load_results(tmp_path / "out")
-    aux, erc = (row.cells["livebench"] for _, row in make_table(results).rows)
-    assert (aux.mean, erc.mean) == (pytest.approx(7.6), pytest.approx(9.4))
-    assert erc.test.name == "paired t" and erc.test.difference == pytest.approx(1.8)
-    assert erc.rank == 1 and aux.rank == 2
-    for lines, message in (
-        ("arm,seed,score\n", "scores.csv:1: expected the heading arm,seed,benchmark,score"),
-        (heading + "ecr,1,livebench,3\n", "scores.csv:2: .* no arm 'ecr' .*did you mean 'erc'"),
-        (heading + "erc,3,livebench,3\n", "scores.csv:2: .* seed 3"),
-        (heading + "erc,1,livebench,\n", "scores.csv:2: expected a whole seed and a number"),
-        (
-            heading + "erc,1,livebench,nan\n",
-            "scores.csv:2: expected a benchmark and a",
-        ),
-        (heading + "erc,1,lb,3\nerc,1,lb,4\n", "scores.csv:3: this score occurs twice; remove one"),
-        (heading + "erc,1,acc,3\n", "erc/seed_1 already has a score for 'acc'"),
-    ):
-        file.write_text(lines)
-        with pytest.raises(StudyError, match=message):
-            make_table(load_results(tmp_path / "out"))
-
-
 def test_holm_over_the_whole_table(made):
     """Two arms, two models: the least p is multiplied by 4, and a large difference survives."""
     n = 30
