@@ -24,7 +24,6 @@ TOGETHER = {
     "tests/upcycle/test_interruptions.py": "tests/upcycle/test_command.py",
     **dict.fromkeys(
         (
-            "tests/placement/test_throughput.py",
             "tests/routing/test_tracing_vllm.py",
             "tests/upcycle/test_merge.py",
             "tests/vllm/test_engine.py",

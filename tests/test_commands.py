@@ -19,6 +19,7 @@ from accelerate.commands.launch import launch_command_parser
 from datasets import Dataset
 from transformers import Qwen3MoeForCausalLM
 
+from eval.placement import __main__ as placement
 from moe_finetune import cli
 from moe_finetune.cli.app import split_items
 from moe_finetune.experiments.recipe import find_study, load_study
@@ -37,8 +38,7 @@ PROGRAMS = typer.main.get_command(cli.app).commands
 SMALL = ["trainer.max_steps=2", "data.max_length=48", "model.dtype=float32", "evaluation=null",
          "trainer.per_device_train_batch_size=2", "lora.rank=4"]  # fmt: skip
 TRAINED = ("runs/first", "runs/second")
-RUN = {"inspect", "init", "convert", "preview", "report", "merge", "analyze", "select", "place",
-       "permute"}  # fmt: skip
+RUN = {"inspect", "init", "convert", "preview", "report", "merge", "analyze", "select"}
 # Added to commands that would take a hub, an engine or an hour.
 LOOK = {"train": "--dry-run", "eval": "--check"}
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -142,6 +142,8 @@ def other(words: list[str]) -> None:
         assert given.module and given.training_script == "moe_finetune.cli"
         assert given.config_file is None or (ROOT / given.config_file).is_file()
         checked(["moe-finetune", *given.training_script_args])
+    elif words[:3] == ["python", "-m", "eval.placement"]:
+        placement.app(words[3:], standalone_mode=False)
     elif program == "python":
         source = (ROOT / words[1]).read_text()
         for option in (word for word in words if word.startswith("--")):

@@ -10,7 +10,6 @@ import pytest
 from moe_finetune import cli
 from moe_finetune.checkpoint import merge_adapter
 from moe_finetune.checkpoint.convert import convert_checkpoint
-from moe_finetune.checkpoint.permute import permute_experts
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io import output_lock
 from moe_finetune.io.run_folder import RunFolder, checkpoint_in, checkpoint_name, results_in
@@ -68,11 +67,6 @@ def test_a_checkpoint_is_named_after_its_run(tmp_path, monkeypatch):
 def test_verbs_of_checkpoints_take_a_run(tmp_path, tiny_checkpoint, capsys):
     run = tmp_path / "run"
     shutil.copytree(tiny_checkpoint("olmoe"), run / "merged")
-    order = tmp_path / "order.json"
-    experts = json.loads((run / "merged" / "config.json").read_text())["num_experts"]
-    order.write_text(json.dumps({"0": list(range(experts))[::-1]}))
-    output = str(tmp_path / "permuted")
-    assert cli.main(["permute", str(run), "-p", str(order), "-o", output]) == 0
     assert cli.main(["inspect", str(run)]) == 0
     assert cli.main(["convert", str(run), "-o", str(tmp_path / "converted")]) == 0
     (run / "adapter").mkdir()
@@ -80,7 +74,6 @@ def test_verbs_of_checkpoints_take_a_run(tmp_path, tiny_checkpoint, capsys):
     output = ["-o", str(tmp_path / "o")]
     for verb in (
         ["eval", str(run), "-s", "demo", *output],
-        ["permute", str(run), "-p", str(order), *output],
         ["convert", str(run), *output],
         ["inspect", str(run)],
     ):
@@ -89,8 +82,8 @@ def test_verbs_of_checkpoints_take_a_run(tmp_path, tiny_checkpoint, capsys):
     assert not (tmp_path / "o").exists()
 
 
-@pytest.mark.parametrize("verb", [["select"], ["place", "--ranks", "3"]])
-def test_select_and_place_take_an_analysis_and_never_overwrite(analysis, tmp_path, verb, capsys):
+@pytest.mark.parametrize("verb", [["select"]])
+def test_select_takes_an_analysis_and_never_overwrites(analysis, tmp_path, verb, capsys):
     file = tmp_path / "out" / "file.json"
     command = [verb[0], str(analysis), *verb[1:], "--output", str(file)]
     assert cli.main(command) == 0
@@ -124,7 +117,6 @@ def test_links_out_of_a_checkpoint_are_not_copied(tmp_path, tiny_checkpoint, nam
     output = tmp_path / "copy"
     for write in (
         lambda: merge_adapter(base, adapter, output),
-        lambda: permute_experts(base, {}, output),
         lambda: convert_checkpoint(base, output),
     ):
         with pytest.raises(CheckpointError, match=f"{name}: is a link to {secret}, outside"):
@@ -132,7 +124,7 @@ def test_links_out_of_a_checkpoint_are_not_copied(tmp_path, tiny_checkpoint, nam
     assert not output.exists()
     (base / name).unlink()
     (base / name).symlink_to(base / "config.json")  # inside it may link as it likes
-    permute_experts(base, {}, output)
+    convert_checkpoint(base, output)
     assert (output / name).read_bytes() == (base / "config.json").read_bytes()
 
 

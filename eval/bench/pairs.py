@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-VERBS = ("merge", "permute", "convert", "select", "place", "analyze", "report", "eval", "train")
+VERBS = ("merge", "convert", "select", "analyze", "report", "eval", "train")
 # Files that differ between two equal runs.
 CLOCK = ("environment.json", "summary.json", "metrics.jsonl", "checkpoints")
 
@@ -42,11 +42,7 @@ def prepare(folder: Path) -> dict[str, list[list[str]]]:
     bases = [folder / name / "qwen3_moe" for name in "ab"]
     for base in bases:
         tiny.save("qwen3_moe", base)
-    experts = tiny.config("qwen3_moe").num_experts
     adapters = [adapter(bases[0], folder / f"adapter{seed}", seed=seed) for seed in (3, 4)]
-    for shift in (1, 2):
-        order = [(i + shift) % experts for i in range(experts)]
-        (folder / f"order{shift}.json").write_text(json.dumps({"1": order}))
     (folder / "t").mkdir()
     recipe = write_inputs("qwen3_moe", folder / "t")
     text = folder / "text.jsonl"
@@ -65,12 +61,8 @@ def prepare(folder: Path) -> dict[str, list[list[str]]]:
     trace = str(folder / "analysis")
     return {
         "merge": [["merge", str(a), "--base", str(bases[0])] for a in adapters],
-        "permute": [
-            ["permute", str(bases[0]), "-p", str(folder / f"order{shift}.json")] for shift in (1, 2)
-        ],
         "convert": [["convert", str(base)] for base in bases],
         "select": [["select", trace, "--top-p", share] for share in ("0.2", "0.8")],
-        "place": [["place", trace, "--ranks", n] for n in ("1", str(experts))],
         "analyze": [[*analyze, n] for n in ("2", "3")],
         "report": [["report", trace, "--title", title] for title in ("one", "two")],
         "eval": [
@@ -134,7 +126,7 @@ def pairs(commands: list[list[str]], folder: Path, repeat: int, verb: str) -> di
     """Run ``repeat`` pairs and count their outcomes."""
     chooser, alone, logs = random.Random(0), [], [folder / "log0", folder / "log1"]
     home = folder / "out"
-    output = home / ("plan.json" if verb in ("select", "place") else f"out-{verb}")
+    output = home / ("plan.json" if verb == "select" else f"out-{verb}")
     duration = 0.0
     for command in commands:
         shutil.rmtree(home, ignore_errors=True)

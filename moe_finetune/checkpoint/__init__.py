@@ -5,24 +5,14 @@ from moe_finetune.checkpoint.card import write_card
 from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.merge import MergeReport, merge_adapter
 from moe_finetune.checkpoint.opened import open_checkpoint
-from moe_finetune.checkpoint.permute import (
-    PermuteReport,
-    inverse,
-    permute_experts,
-    read_permutation,
-)
 
 __all__ = [
     "AdapterMetadata",
     "Checkpoint",
     "MergeReport",
-    "PermuteReport",
-    "inverse",
     "merge_adapter",
     "open_checkpoint",
-    "permute_experts",
     "read_metadata",
-    "read_permutation",
     "write_card",
     "write_metadata",
 ]

@@ -6,6 +6,8 @@ VALIDATE = "python eval/validate.py of a checkout has a judge, blinded sheets an
 
 VERBS: dict[str, str] = {
     "chat": "serve the run, and talk to it with `vllm chat`",
+    "permute": "python -m eval.placement permute of a checkout does it",
+    "place": "python -m eval.placement plan of a checkout does it",
     "watch": "the run's tensorboard folder has its curves, metrics.jsonl its numbers",
 }
 """A verb that was dropped -> what replaces it."""

@@ -1,8 +1,7 @@
-"""Commands that record routing, and place and select experts."""
+"""Commands that record routing and select experts."""
 
 import enum
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -79,7 +78,7 @@ def analyze(
 ) -> None:
     """Record which experts the tokens select, measure the routing, and draw a page.
 
-    A checkpoint gives a trace (for select, place and compare), numbers and a page; a trace gives
+    A checkpoint gives a trace (for select and compare), numbers and a page; a trace gives
     numbers and a page.
 
     Example: moe-finetune analyze ./my-moe --domain law=law.jsonl --domain math=math.jsonl
@@ -120,95 +119,6 @@ def split_domains(data: Sequence[str], domains: Sequence[str]) -> dict[str, list
             raise typer.BadParameter(f"--domain {item}: write it as NAME=FILE")
         files_by_name.setdefault(name, []).append(file)
     return files_by_name
-
-
-@app.command(context_settings={"allow_extra_args": True})
-def place(
-    context: typer.Context,
-    trace: Annotated[Path, typer.Argument(help="A trace, or the folder of `analyze`.")],
-    ranks: Annotated[int, typer.Option("--ranks", min=1, help="Expert-parallel ranks.")],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Plan file to write; with --bench a folder.")
-    ],
-    max_imbalance: Annotated[
-        float,
-        typer.Option(
-            "--max-imbalance", min=1.0, help="Largest load of a rank, relative to the mean."
-        ),
-    ] = 1.3,
-    groups: Annotated[
-        int, typer.Option("--groups", min=1, help="Routing groups (n_group), which are not split.")
-    ] = 1,
-    bench: Annotated[
-        Path | None,
-        typer.Option("--bench", metavar="FILE", help="Measure vLLM's samples/s on these rows."),
-    ] = None,
-    against: Annotated[
-        Path | None,
-        typer.Option(
-            "--against",
-            metavar="TRACE",
-            help="With --bench: a second model's trace to compare with.",
-        ),
-    ] = None,
-    samples: Annotated[
-        int, typer.Option("--samples", min=1, help="With --bench: number of rows.")
-    ] = 512,
-    output_tokens: Annotated[
-        int, typer.Option("--output-tokens", min=1, help="With --bench: tokens per answer.")
-    ] = 128,
-    repeat: Annotated[int, typer.Option("--repeat", min=1, help="With --bench: repetitions.")] = 3,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="With --bench: show what would be started.")
-    ] = False,
-) -> None:
-    """Plan which rank gets which expert, so that fewer tokens cross ranks; for `permute`.
-
-    Plans on the first half of each domain's sequences and evaluates the plan on the others.
-
-    With --bench FILE it measures samples/s of vLLM under expert parallelism, on as many GPUs as
-    ranks: the trace's checkpoint with experts in round robin, the same placed by the plan, and the
-    checkpoint of --against placed by its own plan. Arguments after -- go to `vllm serve`.
-
-    Example: moe-finetune place traces/law --ranks 8 --output plan.json
-
-    \b
-    moe-finetune place traces/aux --against traces/coupling --ranks 8 --bench law.jsonl -o bench
-    """
-    from moe_finetune.placement.held_out import plan_trace
-    from moe_finetune.placement.throughput import Bench, run_bench
-    from moe_finetune.report.analysis import open_trace
-
-    if bench is not None:
-        settings = Bench(
-            ranks=ranks,
-            rows=bench,
-            output=output,
-            max_imbalance=max_imbalance,
-            groups=groups,
-            samples=samples,
-            output_tokens=output_tokens,
-            repeat=repeat,
-            extra=tuple(context.args),
-        )
-        with nullcontext() if dry_run else output_lock(output):
-            traces = [open_trace(path) for path in (trace, against) if path is not None]
-            print(run_bench(settings, traces, dry_run))
-        return
-    if against is not None or dry_run or context.args:
-        raise typer.BadParameter("--against, --dry-run and what follows -- belong to --bench FILE")
-    with output_lock(output):
-        refuse_existing(output)
-        placement = plan_trace(open_trace(trace), ranks, max_imbalance, groups)
-        for name, metrics in placement.metrics.items():
-            print(f"{name:<12}", ", ".join(f"{k} {v:.3f}" for k, v in metrics.items()))
-        buckets = placement.buckets
-        print(
-            f"sequences on the rank of their first layer's experts: {buckets.share_after:.3f} of "
-            f"dispatches stay on that rank; assigned in turn, {buckets.share_before:.3f}"
-        )
-        placement.plan.write(output)
-    print(f"plan: {output}")
 
 
 @app.command()

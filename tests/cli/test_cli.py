@@ -11,7 +11,6 @@ from moe_finetune import cli
 from moe_finetune.cli.doctor import Check
 from moe_finetune.cli.dropped import OPTIONS
 from moe_finetune.cli.dropped import VERBS as VERBS_DROPPED
-from moe_finetune.placement.plan import PlacementPlan
 from tests import tiny
 from tests.checkpoint.helpers import adapter as random_adapter
 
@@ -292,32 +291,7 @@ def test_select_writes_a_selection_file(capsys, tmp_path):
     assert counts[chosen["1"]].min() >= np.delete(counts, chosen["1"]).max()
 
 
-# -- permute, compare -----------------------------------------------------------------------
-
-
-def test_permute_takes_a_placement_plan(capsys, tiny_checkpoint, tmp_path):
-    ranks = np.array([[0, 1, 2] * 4, [2, 1, 0] * 4])
-    PlacementPlan.of("olmoe", [0, 2], 3, ranks).write(tmp_path / "plan.json")
-    plain = {
-        "0": [0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11],
-        "2": [2, 5, 8, 11, 1, 4, 7, 10, 0, 3, 6, 9],
-    }
-    (tmp_path / "plain.json").write_text(json.dumps(plain))
-    for name in ("plan", "plain"):
-        order, folder = tmp_path / f"{name}.json", tmp_path / name
-        arguments = [tiny_checkpoint("olmoe"), "--permutation", order, "--output", folder]
-        code, _, err = run(capsys, "permute", *arguments)
-        assert code == 0, err
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("plan", "plain")]
-    assert weights[0] == weights[1]
-    assert weights[0] != (tiny_checkpoint("olmoe") / "model.safetensors").read_bytes()
-
-
-def test_permute_needs_a_file_of_an_order(capsys, tiny_checkpoint, tmp_path):
-    arguments = [tiny_checkpoint("olmoe"), "-p", tmp_path / "gone.json", "-o", tmp_path / "new"]
-    code, _, err = run(capsys, "permute", *arguments)
-    assert code == 2 and "gone.json: no such file; give a plan of 'moe-finetune place'" in err
-    assert "FileNotFoundError" not in err
+# -- compare --------------------------------------------------------------------------------
 
 
 def test_an_output_that_is_a_file_is_called_one(capsys, tmp_path):

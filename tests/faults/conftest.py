@@ -11,7 +11,6 @@ from moe_finetune.checkpoint import open_checkpoint
 from moe_finetune.checkpoint.adapter_metadata import write_metadata
 from moe_finetune.checkpoint.gate import BASE_KEY
 from moe_finetune.checkpoint.values import fingerprint
-from moe_finetune.placement.plan import PlacementPlan
 from moe_finetune.routing.trace import TraceWriter
 from tests.checkpoint import helpers
 from tests.evaluation.local import write_suite
@@ -38,7 +37,7 @@ def straight(warm_server, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def good(tmp_path_factory):
-    """A checkpoint, an adapter that knows its base, a recipe, a suite, a trace and a plan."""
+    """A checkpoint, an adapter that knows its base, a recipe, a suite and a trace."""
     folder = tmp_path_factory.mktemp("good")
     write_inputs("qwen3_moe", folder)
     (folder / "qwen3_moe").symlink_to(folder / "base")  # the helper reads the family off the path
@@ -54,8 +53,6 @@ def good(tmp_path_factory):
     ) as writer:  # fmt: skip
         weights_TLK = np.full(index_TLK.shape, 1 / 3)
         writer.append(index_TLK=index_TLK, weights_TLK=weights_TLK, seq_T=seq_T)
-    ranks_LE = np.tile(np.repeat(np.arange(4), 3), (3, 1))
-    PlacementPlan.of("qwen3_moe", [0, 1, 2], 4, ranks_LE).write(folder / "plan.json")
     return folder
 
 

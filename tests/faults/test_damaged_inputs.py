@@ -53,9 +53,7 @@ def row(content):
 TRAIN = ["train", "recipe.yaml", "--output", "out"]
 RESUME = [*TRAIN, "--resume"]
 MERGE = ["merge", "adapter", "--base", "base", "--output", "out"]
-PLACE = ["place", "trace", "--ranks", "4", "--output", "out"]
 SELECT = ["select", "trace", "--output", "out"]
-PERMUTE = ["permute", "base", "-p", "plan.json", "--output", "out"]
 NOTHING = lambda folder: None  # noqa: E731
 
 CASES = [
@@ -74,11 +72,7 @@ CASES = [
     ("adapter another method", keys("adapter/adapter_config.json", peft_type="IA3"), MERGE, "IA3"),
     # traces
     ("trace manifest cut", cut("trace/trace.json"), SELECT, "trace.json"),
-    ("trace chunk cut", lambda f: cut(chunk(f))(f), PLACE, "trace"),
-    ("trace ranks do not divide", NOTHING, [*PLACE[:3], "5", *PLACE[4:]], "5"),
-    # plans
-    ("plan another model", keys("plan.json", model_type="olmoe"), PERMUTE, "plan"),
-    ("plan an expert twice", lambda f: twice(f), PERMUTE, "layer 1"),
+    ("trace chunk cut", lambda f: cut(chunk(f))(f), SELECT, "trace"),
 ]
 
 
@@ -86,10 +80,6 @@ def chunk(folder: Path) -> str:
     """The first file of a trace beside its manifest."""
     files = [p for p in sorted((folder / "trace").rglob("*")) if p.is_file()]
     return str(next(p for p in files if p.suffix != ".json").relative_to(folder))
-
-
-def twice(folder: Path) -> None:
-    (folder / "plan.json").write_text(json.dumps({"1": [0, 0, *range(2, 12)]}))
 
 
 @pytest.mark.parametrize(("name", "damage", "argv", "place"), CASES, ids=[c[0] for c in CASES])
@@ -100,7 +90,7 @@ def test_damaged(here, refused, name, damage, argv, place):
 
 def test_the_inputs_are_good_before_they_are_damaged(here, tmp_path_factory, capsys):
     made = tmp_path_factory.mktemp("made")
-    for argv in (MERGE, PLACE, SELECT, PERMUTE):
+    for argv in (MERGE, SELECT):
         assert main([*argv[:-1], str(made / argv[0])]) == 0, capsys.readouterr()[1]
 
 

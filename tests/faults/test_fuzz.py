@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from moe_finetune.checkpoint import merge_adapter, open_checkpoint
 from moe_finetune.checkpoint.gate import check_adapter
-from moe_finetune.checkpoint.permute import read_permutation
 from moe_finetune.cli import main
 from moe_finetune.data.rows import Former
 from moe_finetune.data.sources import read_rows
@@ -26,7 +25,6 @@ from moe_finetune.errors import MoeFinetuneError
 from moe_finetune.evaluation.results import load_results
 from moe_finetune.evaluation.suites import load_suite
 from moe_finetune.lora.select import ExpertSelection
-from moe_finetune.placement.plan import PlacementPlan
 from moe_finetune.recipe.schema import load_recipe
 from moe_finetune.report.runs import read_run
 from tests.checkpoint import helpers
@@ -148,13 +146,6 @@ RESULTS = {
     "tasks": {"t": {"task": "t", "value": 0.5, "stderr": 0.1, "n": 4, "metrics": {}}},
 }
 SELECTION = {"model_type": "olmoe", "num_experts": 5, "experts": {"1": [0, 3], "2": [4]}}
-PLAN = {
-    "format": "moe-finetune placement plan",
-    "model_type": "olmoe",
-    "num_experts": 4,
-    "num_ranks": 2,
-    "layers": {"0": {"ranks": [0, 1, 0, 1], "permutation": [0, 2, 1, 3]}},
-}
 DOCUMENTS: dict[str, tuple[dict, Callable[[Path], Any]]] = {
     "recipe.yaml": (RECIPE, lambda file: load_recipe([file])),
     "suite.yaml": (SUITE, load_suite),
@@ -163,8 +154,6 @@ DOCUMENTS: dict[str, tuple[dict, Callable[[Path], Any]]] = {
     "results.json": (RESULTS, load_results),
     "summary.json": ({"merge": {"seconds": 1.5}}, lambda file: read_run(file.parent, "r")),
     "selection.json": (SELECTION, ExpertSelection.read),
-    "plan.json": (PLAN, PlacementPlan.read),
-    "permutation.json": ({"1": [1, 0, 2], "2": [0, 1, 2]}, read_permutation),
 }
 
 

@@ -71,7 +71,6 @@ VERBS = {
     "inspect": ["inspect", "base"],
     "convert": ["convert", "base", "-o", "out"],
     "merge": ["merge", "adapter", "--base", "base", "-o", "out"],
-    "permute": ["permute", "base", "-p", "plan.json", "-o", "out"],
     "train": ["train", "recipe.yaml", "-o", "out"],
     "eval hf": ["eval", "base", "-s", "suite/local.yaml", "-b", "hf", "-o", "out"],
     "eval vllm": ["eval", "base", "-s", "suite/local.yaml", "-b", "vllm", "-o", "out"],

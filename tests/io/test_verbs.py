@@ -10,7 +10,6 @@ import pytest
 from moe_finetune import cli
 from moe_finetune.checkpoint import merge_adapter
 from moe_finetune.checkpoint.convert import convert_checkpoint
-from moe_finetune.checkpoint.permute import permute_experts
 from moe_finetune.errors import OutputBusyError
 from moe_finetune.io import output_lock
 from moe_finetune.io.run_folder import RunFolder
@@ -26,8 +25,6 @@ COMMANDS = {
     "analyze": ["analyze", NOWHERE, "--data", NOWHERE],
     "eval": ["eval", NOWHERE, "--suite", "demo", "--backend", "hf"],
     "select": ["select", NOWHERE],
-    "place": ["place", NOWHERE, "--ranks", "2"],
-    "place --bench": ["place", NOWHERE, "--ranks", "2", "--bench", NOWHERE],
     "demo": ["demo"],
     "study": ["study", "{root}/recipes/studies/paper4.yaml", "--resume"],
     "upcycle": ["upcycle", "{root}/recipes/upcycle/miniature.yaml", "--resume"],
@@ -38,7 +35,6 @@ COMMANDS = {
 }
 FUNCTIONS = {
     "merge": lambda output: merge_adapter(NOWHERE, NOWHERE, output),
-    "permute": lambda output: permute_experts(NOWHERE, {}, output),
     "convert": lambda output: convert_checkpoint(NOWHERE, output),
     "upcycle's merge": lambda output: merge_experts([NOWHERE], output),
 }

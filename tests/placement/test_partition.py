@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from eval.placement import plan_placement
+from eval.placement.coactivation import count_coactivation
+from eval.placement.search import _Search
 from moe_finetune.errors import RecipeError, TraceError
 from moe_finetune.metrics import placement_metrics
-from moe_finetune.placement import plan_placement
-from moe_finetune.placement.coactivation import count_coactivation
-from moe_finetune.placement.partition import _Search
 from tests.placement.traces import topical
 
 
@@ -227,42 +227,3 @@ def test_real_routing(data_file, tasks):
     assert found["ranks_per_token"] <= 3.5
     # Near the limit: balance that was not asked for would cost crossings.
     assert 1.2 < found["rank_imbalance"] <= 1.30
-
-
-def test_routing_groups_stay_whole():
-    index, _ = topical(tokens=500, experts=24, width=4)
-    for ranks in (2, 3, 6):
-        placed = plan_placement(index, 24, ranks, 1.5, num_groups=6)
-        held = placed.reshape(4, 6, 4)
-        assert (held == held[:, :, :1]).all()
-        assert (np.sort(held[:, :, 0]) == np.arange(6) // (6 // ranks)).all()
-        simple = placement_metrics(index, index_order(4, 24, ranks))
-        if ranks > 1:
-            planned = placement_metrics(index, placed)
-            assert planned["cross_rank_share"] < simple["cross_rank_share"]
-
-
-def test_blocks_add_what_their_experts_did():
-    index, _ = topical(tokens=90, experts=12)
-    counts = count_coactivation(index, 12)
-    blocks = counts.blocks(3)
-    for a, b in itertools.product(range(4), range(4)):
-        mine, other = slice(3 * a, 3 * a + 3), slice(3 * b, 3 * b + 3)
-        across = counts.across_LEE[:, mine, other].sum((1, 2))
-        assert np.array_equal(blocks.across_LEE[:, a, b], across)
-        within = counts.within_LEE[:, mine, other].sum((1, 2)) * (a != b)
-        assert np.array_equal(blocks.within_LEE[:, a, b], within)
-    assert np.array_equal(blocks.load_LE, counts.load_LE.reshape(4, 4, 3).sum(-1))
-    # The same placement drifts alike, said in experts or in blocks.
-    held = np.tile(np.arange(12).reshape(2, 6), (4, 1, 1))
-    by_block = np.tile(np.arange(4).reshape(2, 2), (4, 1, 1))
-    assert blocks.drift(by_block) == pytest.approx(counts.drift(held))
-
-
-@pytest.mark.parametrize(
-    ("groups", "ranks", "message"),
-    [(5, 2, "5 groups do not divide 24"), (4, 8, r"split the 4 routing groups.*\[1, 2, 4\]")],
-)
-def test_groups_that_do_not_fit(groups, ranks, message):
-    with pytest.raises(RecipeError, match=message):
-        plan_placement(topical(experts=24)[0], 24, ranks, num_groups=groups)

@@ -37,29 +37,6 @@ class Coactivation:
     blocks_BLE: np.ndarray
     top_k: int
 
-    def blocks(self, size: int) -> Coactivation:
-        """The counts for blocks of ``size`` consecutive experts, each placed as a unit."""
-        if size == 1:
-            return self
-
-        def summed(array: np.ndarray, axes: int) -> np.ndarray:
-            for axis in range(array.ndim - axes, array.ndim):
-                starts = np.arange(0, array.shape[axis], size)
-                array = np.add.reduceat(array, starts, axis=axis)
-            return array
-
-        within = summed(self.within_LEE, 2)
-        # Inside a block experts share a rank whatever the plan.
-        np.einsum("lee->le", within)[:] = 0
-        return Coactivation(
-            within,
-            summed(self.across_LEE, 2),
-            summed(self.load_LE, 1),
-            # Relative to the blocks' mean, as it was to the experts' mean.
-            summed(self.blocks_BLE, 1) / size,
-            self.top_k,
-        )
-
     def drift(self, slots_LRS: np.ndarray) -> float:
         """How far a rank's ``load / mean load`` moves between this trace and an equally long one.
 

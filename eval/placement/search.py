@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from eval.placement.coactivation import Coactivation, count_coactivation
 from moe_finetune.errors import RecipeError, TraceError
 from moe_finetune.metrics.arrays import Array, integers
-from moe_finetune.placement.coactivation import Coactivation, count_coactivation
 
 STARTS = 4
 ROUNDS = 24
@@ -32,69 +32,38 @@ def plan_placement(
     num_experts: int,
     num_ranks: int,
     max_imbalance: float = 1.3,
-    *,
-    num_groups: int = 1,
     seed: int = 0,
 ) -> np.ndarray:
     """Plan the rank of each expert in every layer, so that a token's experts share few ranks.
 
     Args:
         index_TLK: ``(T, L, K)`` selected experts of a trace; at least as many tokens as experts.
-        num_experts: routed experts E of a layer.
         num_ranks: R, a divisor of E.
         max_imbalance: bound on largest over mean dispatches per rank for *other* tokens of the same
             kind. The plan keeps a margin for the drift in the trace. If a single expert exceeds the
             bound, swaps minimize the excess.
-        num_groups: G of a router that first chooses groups of E/G consecutive experts (DeepSeek's
-            ``n_group``). A group may move but not be split, or the model would route differently;
-            so the ranks must divide the groups.
-        seed: for the search; the same seed gives the same plan.
+        seed: the same seed gives the same plan.
 
     Returns:
         ``ranks_LE``, ``(L, E)`` int64, with exactly E/R experts per rank and layer.
-
-    Raises:
-        RecipeError: the ranks do not divide the experts or the groups, the groups do not divide the
-            experts, or ``max_imbalance`` is not above 1.
-        TraceError: fewer tokens than experts.
-        ValueError: ``index_TLK`` has the wrong shape, dtype or values.
     """
     if num_ranks < 1 or num_experts % num_ranks:
         fitting = [r for r in range(1, num_experts + 1) if num_experts % r == 0]
         raise RecipeError(
-            f"num_ranks: {num_ranks} ranks do not divide {num_experts} experts evenly; "
-            f"use one of {fitting}"
-        )
-    if num_groups < 1 or num_experts % num_groups:
-        raise RecipeError(
-            f"num_groups: {num_groups} groups do not divide {num_experts} experts evenly; give the "
-            "n_group of the model's config.json"
-        )
-    if num_groups > 1 and num_groups % num_ranks:
-        fitting = [r for r in range(1, num_groups + 1) if num_groups % r == 0]
-        raise RecipeError(
-            f"num_ranks: {num_ranks} ranks would split the {num_groups} routing groups "
-            f"(n_group), so the model would route differently; use one of {fitting}"
+            f"{num_ranks} ranks do not divide {num_experts} experts evenly; use one of {fitting}"
         )
     if not max_imbalance > 1:
-        raise RecipeError(
-            f"max_imbalance: got {max_imbalance}, expected more than 1 (perfect balance)"
-        )
+        raise RecipeError(f"max_imbalance: got {max_imbalance}, expected more than 1")
     index = integers("index_TLK", index_TLK, ("T", "L", "K"), limit=num_experts)
     if len(index) < num_experts:
-        raise TraceError(
-            f"index_TLK: {len(index)} tokens are too few to place {num_experts} experts; record "
-            "at least as many tokens as experts, preferably a hundred times as many"
-        )
-    size = num_experts // num_groups if num_groups > 1 else 1
-    counts = count_coactivation(index, num_experts).blocks(size)
-    slots_LRS = _Search(counts, num_ranks, max_imbalance, seed).run()
-    # The unit of placement is a block: a group of experts, or a single one.
-    blocks = num_experts // size
-    ranks_LB = np.empty((index.shape[1], blocks), np.int64)
-    rank_of_slot = np.arange(blocks)[None, :] // (blocks // num_ranks)
-    np.put_along_axis(ranks_LB, slots_LRS.reshape(ranks_LB.shape), rank_of_slot, axis=1)
-    return np.repeat(ranks_LB, size, axis=1)
+        raise TraceError(f"{len(index)} tokens are too few to place {num_experts} experts")
+    slots_LRS = _Search(
+        count_coactivation(index, num_experts), num_ranks, max_imbalance, seed
+    ).run()
+    ranks_LE = np.empty((index.shape[1], num_experts), np.int64)
+    rank_of_slot = np.arange(num_experts)[None, :] // (num_experts // num_ranks)
+    np.put_along_axis(ranks_LE, slots_LRS.reshape(ranks_LE.shape), rank_of_slot, axis=1)
+    return ranks_LE
 
 
 class _Search:
@@ -249,10 +218,7 @@ def _best_of_blocks(gain: np.ndarray, ranks: int, size: int) -> tuple[np.ndarray
 
 
 def _disjoint(best_RR: np.ndarray) -> list[tuple[int, int]]:
-    """Pairs of ranks with a positive gain, best first, no rank twice.
-
-    Exchanges of disjoint pairs do not affect each other, so all can be made at once.
-    """
+    """Pairs of ranks with a positive gain, best first, no rank twice: all can be made at once."""
     best_RR = np.triu(best_RR, 1)
     pairs = []
     while best_RR.max() > 0:
