@@ -46,6 +46,8 @@ def changes_of(run: Run) -> Changes:
     for key in LOGGED:
         if curve := run.curves.get(key):
             first, last = curve.values[0], curve.values[-1]
+            if key.endswith("rewards/accuracies") and curve.steps[0] <= 1:
+                first = math.nan  # the policy still is the reference: every pair is a tie
             changes[key] = {"before": first, "after": last, "step": curve.steps[0]}
     if "reward" in changes:  # a policy gradient's loss stays near 0 whatever is learned
         changes.pop("loss", None)
@@ -97,8 +99,8 @@ def _change_table(changes: Mapping[str, Changes]) -> str:
         shared = len({f"{pair['before']:.4g}" for pair in pairs}) == 1
         rows.append([
             f"{name}, first log (step {step:g}) and last" if step else name,
-            f"{pairs[0]['before']:.4g}" if shared else "differs",
-            *(_after(change.get(key), shared) for change in changes.values()),
+            _value(pairs[0]["before"]) if shared else "differs",
+            *(_after(change.get(key), shared, "accuracies" in key) for change in changes.values()),
         ])  # fmt: skip
     if not rows:
         return ""
@@ -106,12 +108,17 @@ def _change_table(changes: Mapping[str, Changes]) -> str:
     return aligned([["what training changed", "before", *labels], *rows])
 
 
-def _after(pair: Mapping[str, float] | None, shared_start: bool) -> str:
+def _value(value: float) -> str:
+    return f"{value:.4g}" if math.isfinite(value) else DASH
+
+
+def _after(pair: Mapping[str, float] | None, shared_start: bool, rate: bool = False) -> str:
+    """The value after training; with its change in percent, unless it is a ``rate``."""
     if pair is None:
         return DASH
     start, end = pair["before"], pair["after"]
-    notes = [] if shared_start else [f"from {start:.4g}"]
-    if start and math.isfinite(start) and math.isfinite(end):
+    notes = [] if shared_start else [f"from {_value(start)}"]
+    if start and math.isfinite(start) and math.isfinite(end) and not rate:
         share = 100 * (end - start) / abs(start)
         notes.append(f"{share:+.{0 if abs(share) >= 10 else 1}f} %")
     return f"{end:.4g} ({', '.join(notes)})" if notes else f"{end:.4g}"

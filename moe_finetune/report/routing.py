@@ -85,8 +85,9 @@ class Routing:
     @property
     def measured_on(self) -> tuple[object, ...]:
         """An identity of the sample: its number of tokens, and the tokens of its passages."""
-        passages = self.data.get("colored_text") or []
-        return (self.data.get("tokens"), *(t for text in passages for t in text.get("tokens", ())))
+        with reading(self.path, "colored_text"):
+            passages = self.data.get("colored_text") or []
+            return self.data.get("tokens"), *(t for text in passages for t in text["tokens"])
 
     def relative_load_LE(self) -> np.ndarray:
         """Return each expert's load as a multiple of an even share; NaN in layers without any."""

@@ -52,6 +52,10 @@ class Run:
         return method.get("preset") or ", ".join(method.get("terms") or {}) or None
 
     @property
+    def stage(self) -> str:
+        return self.recipe.get("stage") or "sft"
+
+    @property
     def model(self) -> str | None:
         """The base checkpoint as the recipe names it; ``~`` for the home folder."""
         model = self.recipe.get("model")
@@ -73,6 +77,11 @@ class Run:
     def last_step(self) -> float | None:
         steps = [curve.steps[-1] for curve in self.curves.values() if curve.steps]
         return max(steps, default=None)
+
+
+def losses_compare(one: Run, other: Run) -> bool:
+    """Whether both runs trained the same base model with the same stage's loss."""
+    return (one.stage, one.model) == (other.stage, other.model)
 
 
 def find_runs(paths: Iterable[Path | str]) -> list[Path]:

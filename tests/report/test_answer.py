@@ -7,8 +7,10 @@ import re
 
 import pytest
 
+from moe_finetune.errors import TraceError
 from moe_finetune.metrics.words import Word
 from moe_finetune.report.context import Report
+from moe_finetune.report.outcome import outcome_text
 from moe_finetune.report.runs import read_runs
 from moe_finetune.report.sections.answer import ANSWER
 from moe_finetune.report.sections.curves import CURVES
@@ -155,7 +157,7 @@ def test_reinforcement_ends_with_its_reward_and_preferences_with_theirs(tmp_path
         for s, a, m in ((0, 0.5, 0.0), (3, 0.75, 1.25))
     ]  # fmt: skip
     shown = text(_log(tmp_path / "dpo", pairs))
-    assert "<dt>Validation preference accuracy</dt><dd>0.500 → 0.750</dd>" in shown
+    assert "<dt>Validation preference accuracy</dt><dd>0.750 (chance is 0.5)</dd>" in shown
     assert "<dt>Validation reward margin</dt><dd>0 → 1.25</dd>" in shown
 
 
@@ -181,3 +183,35 @@ def test_nothing_is_better_where_the_router_collapsed(tmp_path):
         )
         assert ('verdict better">−80' in shown) == (name == "uneven")
         assert 'verdict worse">+' in shown  # MaxVio
+
+
+def test_losses_of_different_stages_and_base_models_are_not_compared(tmp_path):
+    runs = [run_of(tmp_path / name, 1, eval_loss=4.7) for name in ("sft", "dpo", "olmoe")]
+    recipe = (runs[0] / "recipe.yaml").read_text()
+    (runs[1] / "recipe.yaml").write_text(f"stage: dpo\n{recipe}")
+    (runs[2] / "recipe.yaml").write_text(recipe.replace("demo/qwen3-moe-tiny", "allenai/OLMoE"))
+    shown = text(*runs)
+    assert "loss" not in shown.partition("<ul")[0], "no line about a loss in the summary"
+    assert "different stages (sft, dpo): their losses do not compare" in shown
+    assert "different base models (demo/qwen3-moe-tiny, allenai/OLMoE)" in shown
+    titles = re.findall(r"<strong>(Training loss .*?)</strong>", text(*runs, section=CURVES))
+    assert len(titles) == 3 and all("and" not in title for title in titles)
+    assert "Validation loss</dt>" in text(runs[0], runs[0])
+    assert "their losses do not compare" not in text(runs[0], runs[0])
+
+
+def test_the_tie_before_dpo_is_no_start(tmp_path):
+    pairs = [
+        {"kind": "eval", "step": s, "eval_rewards/accuracies": a} for s, a in ((0, 0), (9, 0.7))
+    ]
+    folder = _log(tmp_path / "dpo", pairs)
+    assert "preference accuracy</dt><dd>0.700 (chance is 0.5)</dd>" in text(folder)
+    changes = outcome_text({"dpo": read_runs([folder])[0]}, {})
+    assert re.search(r"preference accuracy.* –  +0\.7$", changes)
+
+
+def test_a_damaged_passage_is_one_line(tmp_path):
+    runs = [run_of(tmp_path / name, 1) for name in "ab"]
+    change(runs[1] / "routing" / "after.json", colored_text=[["a", "b"]])
+    with pytest.raises(TraceError, match="'colored_text' is missing or malformed"):
+        text(*runs)

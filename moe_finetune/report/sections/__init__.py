@@ -5,7 +5,7 @@ A section is one file with one ``Section`` and one line here. ``render`` receive
 show (after ``report.note_missing``).
 """
 
-from moe_finetune.report.context import Report, Section
+from moe_finetune.report.context import Report, Section, folded
 from moe_finetune.report.markup import Markup, tag
 from moe_finetune.report.sections.answer import ANSWER
 from moe_finetune.report.sections.curves import CURVES
@@ -22,7 +22,8 @@ def _missing(report: Report) -> Markup | None:
     if not report.missing:
         return None
     entries = [tag("li", tag("strong", what), f": {remedy}") for what, remedy in report.missing]
-    return tag("ul", entries, class_="missing")
+    title = f"{len(entries)} not shown, and what would show them"
+    return folded(title, tag("ul", entries, class_="missing"))
 
 
 SECTIONS: list[Section] = [
@@ -36,5 +37,5 @@ SECTIONS: list[Section] = [
     ENVIRONMENT,
     REPRODUCE,
     # last: the others leave their notes first
-    Section("missing", "Not available", _missing),
+    Section("missing", "Not measured", _missing),
 ]

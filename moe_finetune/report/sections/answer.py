@@ -10,7 +10,7 @@ from moe_finetune.report.compare import Difference
 from moe_finetune.report.context import Report, Section, differ, folded, group
 from moe_finetune.report.markup import DASH, Markup, breakable, is_number, join, number, tag
 from moe_finetune.report.numbers import ends
-from moe_finetune.report.runs import Run
+from moe_finetune.report.runs import Run, losses_compare
 from moe_finetune.report.sections.experts import Change, expert_changes, experts_table
 from moe_finetune.report.sections.scores import baseline_label, comparisons, score_table
 
@@ -58,7 +58,8 @@ def _answer(report: Report, run: Run) -> Answer:
 
 
 def _experts(changes: list[Change]) -> str | None:
-    described = [c.describe() for c in changes if c.moved or not math.isfinite(c.share)]
+    compared = any(math.isfinite(change.share) for change in changes)
+    described = [c.describe() for c in changes if c.moved or not compared]
     return ", ".join(described[:6]) or ("hardly changed" if changes else None)
 
 
@@ -104,9 +105,12 @@ def _ended(report: Report, run: Run, name: str) -> tuple[str, str] | None:
         return None
     base = report.baseline
     start, end = ends(run.curves[name])
+    if base is None and name.endswith("rewards/accuracies"):
+        # Before training the policy is the reference: every pair is a tie, which is no start.
+        return word(name).name, f"{number(end)} (chance is 0.5)"
     if base is None:
         return word(name).name, f"{number(start)} → {number(end)}"
-    if name not in base.curves:
+    if name not in base.curves or not losses_compare(base, run):
         return None
     other = ends(base.curves[name])[1]
     if number(other) == number(end):
@@ -148,7 +152,11 @@ def _different_data(report: Report) -> Iterator[str]:
             "The routing of these runs was measured on different tokens: their routing metrics "
             "differ for that reason as well."
         )
-    if differ(runs, lambda r: (r.recipe.get("data") or {}).get("validation")):
+    for what, value in (("stages", lambda r: r.stage), ("base models", lambda r: r.model)):
+        if differ(runs, value):
+            named = ", ".join(dict.fromkeys(str(value(run)) for run in runs))
+            yield f"These runs have different {what} ({named}): their losses do not compare."
+    if differ(runs, lambda r: str((r.recipe.get("data") or {}).get("validation") or "") or None):
         yield "These runs have different validation data: their validation losses do not compare."
     suites = differ(runs, lambda r: (r.evaluation.get("suite") or {}).get("sha256"))
     unlike = [task for run in runs[1:] for task, d in comparisons(report, run) if d.other_items]
@@ -189,4 +197,4 @@ def _hardware(run: Run) -> str | None:
     return f"{processor}, {cores} cores" if processor and cores else processor
 
 
-ANSWER = Section("answer", "The answer", _render)
+ANSWER = Section("answer", "Summary", _render)

@@ -102,7 +102,12 @@ def _smooth(curve: Curve) -> dict[float, float]:
 def _groups(report: Report, names: list[str]) -> list[Markup]:
     groups = []
     for title in GROUPS:
-        figures = [_figure(report, name) for name in names if _group(name) == title]
+        figures = [
+            _figure(report, name, runs)
+            for name in names
+            if _group(name) == title
+            for runs in _comparable(report, name)
+        ]
         if figures:
             groups.append(group(title, tag("div", figures, class_="grid")))
     return groups
@@ -122,8 +127,16 @@ def _smoothing(report: Report) -> Markup | None:
     return tag("p", text, class_="intro")
 
 
-def _figure(report: Report, name: str) -> Markup:
+def _comparable(report: Report, name: str) -> list[list[Run]]:
+    """The runs with this curve; losses of another stage or base model in a figure of their own."""
     holders = [run for run in report.runs if name in run.curves]
+    if _group(name) != GROUPS[0]:
+        return [holders]
+    keys = list(dict.fromkeys((run.stage, run.model) for run in holders))
+    return [[run for run in holders if (run.stage, run.model) == key] for key in keys]
+
+
+def _figure(report: Report, name: str, holders: list[Run]) -> Markup:
     series = [
         Series(
             run.label,

@@ -125,18 +125,18 @@ def experts_table(report: Report) -> Markup | None:
         ]
         row: list[Cell] = [join([about.name, tag("span", about.meaning, class_="note")])]
         row += [tag("span", c.percent, class_=f"verdict {c.verdict}") for c in changes]
-        row += [number(value) for value in (*ends[1:], ends[0])]
         row += [number(start)] if has_before else []
+        row += [number(value) for value in ends]
         same = changes and all(abs(c.share) < UNCHANGED for c in changes)
         kind = unchanged if same else leading if name in LEADING or not changes else others
         kind.append(row)
     columns: list[Cell] = ["Metric"]
     columns += [join([report.swatch(run), " change"]) for run in compared]
+    columns += ["Before"] if has_before else []
     if base:
-        columns += [report.swatch(run) for run in (*compared, base)]
+        columns += [report.swatch(run) for run in report.runs]
     else:
         columns += ["After" if has_before else "Value"]
-    columns += ["Before"] if has_before else []
     caption = "Experts and router, mean over layers"
     if compared:
         caption += f"; change against {base.label if base else 'before fine-tuning'}"

@@ -31,7 +31,7 @@ def _render(report: Report) -> Markup | None:
     if not any(run.base_scores for run in report.runs):
         report.note_missing(
             "Scores before fine-tuning",
-            "evaluate the base checkpoint into the run's folder `eval_base`",
+            "set `evaluation.base: true`, or `moe-finetune eval BASE --output RUN/eval_base`",
         )
     return join([_pictures(report), _every_metric(report), _remarks(report)])
 
@@ -58,21 +58,20 @@ def score_table(report: Report) -> Markup | None:
         (run, dict(differences)) for run in report.runs[bool(base) :]
         if (differences := comparisons(report, run))
     ]  # fmt: skip
-    ordered = (*report.runs[1:], report.runs[0])  # the baseline last
     columns: list[Cell] = [
         "Benchmark",
         *(join([report.swatch(run), f"\u00a0− {base.label if base else 'before'}"])
           for run, _ in compared),
-        *(report.swatch(run) for run in ordered),
         *(["Before"] if has_base else []),
+        *(report.swatch(run) for run in report.runs),
         "Items",
         "Chance",
     ]  # fmt: skip
     rows, keys = [], []
     for task in _tasks(report):
         any_score = _any_score(report, task)
-        scores = [run.scores.get(task) for run in ordered]
-        scores += [_before(report, task)] if has_base else []
+        scores = [_before(report, task)] if has_base else []
+        scores += [run.scores.get(task) for run in report.runs]
         deltas = [differences.get(task) for _, differences in compared]
         ends = [end for d in deltas if d for end in (d.low, d.high, d.value) if end == end]
         reach = max(map(abs, ends), default=1.0)
