@@ -27,7 +27,7 @@ GPU_PYTHON := $(BIN)/python
 GPU_READY := $(STAMP)
 endif
 
-.PHONY: help demo test test-lowest test-integrations docs tables families plans lint format format-check types bench wheels gpu-check gpu-step clean
+.PHONY: help demo test test-eval test-lowest test-integrations docs tables families plans lint format format-check types bench wheels gpu-check gpu-step clean
 .DELETE_ON_ERROR:
 
 help:  ## Show the targets
@@ -49,7 +49,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/moe-finetune doctor --fix || true
 	@touch $@
 
-demo: $(STAMP)  ## Pretrain a small MoE, fine-tune it twice, merge, evaluate in vLLM, report
+demo: $(STAMP)  ## Fine-tune a small MoE twice, merge, evaluate in vLLM, report
 	$(BIN)/moe-finetune demo
 
 $(BROWSER): $(STAMP)
@@ -62,6 +62,9 @@ $(BROWSER): $(STAMP)
 
 test: $(STAMP) $(BROWSER)  ## All tests that need no GPU
 	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
+
+test-eval: $(STAMP)  ## Tests of eval/: what made the demo's files, and what measures
+	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile eval/tests
 
 LOWEST := build/lowest
 # Over the environment's own packages, so that torch is not installed again.

@@ -25,7 +25,6 @@ from moe_finetune.training.start import base_folder
 
 if TYPE_CHECKING:
     from moe_finetune.checkpoint.contents import Checkpoint
-    from moe_finetune.io.worker import Worker
     from moe_finetune.training.run_plan import Plan
 
 log = logging.getLogger(__name__)
@@ -36,8 +35,6 @@ def run_recipe(
     output: str | Path,
     resume: bool = False,
     ignore_memory: bool = False,
-    worker: Worker | None = None,
-    scored: bool = True,
 ) -> Path:
     """Run ``recipe`` in the folder ``output`` and return the folder.
 
@@ -48,8 +45,6 @@ def run_recipe(
         output: the run folder, new or empty unless ``resume``.
         resume: continue the run in ``output``; finished stages are kept.
         ignore_memory: start even if weights and optimizer exceed the machine's memory.
-        worker: a process for evaluation; None evaluates in this one.
-        scored: also evaluate and write the report; otherwise a later ``resume`` does.
 
     Raises:
         OutputExistsError: ``output`` contains other files, or a run without ``resume``.
@@ -63,17 +58,10 @@ def run_recipe(
     output = Path(output)
     ranks.join_group()
     with ranks.others_needed(), ranks.first_alone(partial(output_lock, output)):
-        return carry_out(recipe, output, resume, ignore_memory, worker, scored)
+        return carry_out(recipe, output, resume, ignore_memory)
 
 
-def carry_out(
-    recipe: Recipe,
-    output: Path,
-    resume: bool,
-    ignore_memory: bool,
-    worker: Worker | None,
-    scored: bool,
-) -> Path:
+def carry_out(recipe: Recipe, output: Path, resume: bool, ignore_memory: bool) -> Path:
     """The part of :func:`run_recipe` that holds the lock on ``output``."""
     from moe_finetune.training import ranks
     from moe_finetune.training.output import (
@@ -102,7 +90,7 @@ def carry_out(
         begin_run(recipe, run)
     try:
         with terminal().log_to(run.log) if first_rank else nullcontext():
-            stages(recipe, run, inputs, resume, worker, scored)
+            stages(recipe, run, inputs, resume)
     except Exception:
         if inputs is not None and first_rank and not resume:
             discard(run, new_folder)
@@ -112,15 +100,8 @@ def carry_out(
     return output
 
 
-def stages(
-    recipe: Recipe,
-    run: RunFolder,
-    inputs: Inputs | None,
-    resume: bool,
-    worker: Worker | None,
-    scored: bool,
-) -> None:
-    """Train (unless done: ``inputs`` is None), merge, verify; if ``scored``, evaluate and report.
+def stages(recipe: Recipe, run: RunFolder, inputs: Inputs | None, resume: bool) -> None:
+    """Train (unless done: ``inputs`` is None), merge, verify, evaluate, report.
 
     ``seconds`` in the summary are totals over all calls for this run.
     """
@@ -142,14 +123,13 @@ def stages(
     if recipe.export.verify and run.adapter.exists():
         with phase("verify"):
             verify(recipe, run, base)
-    if scored and recipe.evaluation is not None:
+    if recipe.evaluation is not None:
         with phase("evaluate"):
-            evaluate(recipe, run, worker)
-            evaluate_steps(recipe, run, base, worker)
+            evaluate(recipe, run)
+            evaluate_steps(recipe, run, base)
     run.note(seconds=round(earlier_seconds + time.perf_counter() - started, 1))
-    if scored:
-        with phase("report"):
-            report(run)
+    with phase("report"):
+        report(run)
 
 
 def plan_run(
@@ -231,29 +211,25 @@ def verify(recipe: Recipe, run: RunFolder, base: Path | Checkpoint | None = None
     run.note(verify=note)
 
 
-def evaluate(recipe: Recipe, run: RunFolder, worker: Worker | None = None) -> None:
+def evaluate(recipe: Recipe, run: RunFolder) -> None:
     """Evaluate the merged checkpoint and write ``eval/results.json``."""
     from moe_finetune.evaluation.engine import evaluate as run_suite
 
     section = recipe.evaluation
     assert section is not None
-    options: dict[str, Any] = {
-        "backend": section.backend,
-        "output": run.evaluation,
-        "vllm": section.vllm,
-        "limit": section.limit,
-        "data_dir": section.data_dir,
-        "only": section.only,
-    }
-    if worker is None:
-        run_suite(run.merged, section.suite, **options)
-    else:
-        worker.call(run_suite, run.merged, section.suite, **options)
+    run_suite(
+        run.merged,
+        section.suite,
+        backend=section.backend,
+        output=run.evaluation,
+        vllm=section.vllm,
+        limit=section.limit,
+        data_dir=section.data_dir,
+        only=section.only,
+    )
 
 
-def evaluate_steps(
-    recipe: Recipe, run: RunFolder, base: Path | Checkpoint | None, worker: Worker | None = None
-) -> None:
+def evaluate_steps(recipe: Recipe, run: RunFolder, base: Path | Checkpoint | None) -> None:
     """Evaluate each model saved by ``evaluation.every`` once, and delete its weights."""
     from moe_finetune.evaluation.results import step_results
 
@@ -262,7 +238,7 @@ def evaluate_steps(
         if state.trained and step not in scored:
             terminal().say(f"scores after step {step}")
             merge(recipe, state, base)
-            evaluate(recipe, state, worker)
+            evaluate(recipe, state)
         for folder in state.weights:
             shutil.rmtree(folder, ignore_errors=True)
     if lost := lost_steps(recipe, run):

@@ -50,8 +50,8 @@ def anonymous_mb() -> float:
 def measured(file: str, processes: int) -> dict[str, Any]:
     """Time and memory of this process to prepare ``file`` and read it once."""
     from moe_finetune.data.examples import load_examples
-    from moe_finetune.demo.tokenizer import train_tokenizer
     from moe_finetune.recipe.sections import DataSection
+    from moe_finetune.upcycle.tokenizer import train_tokenizer
 
     tokenizer = train_tokenizer([], 300)
     section = DataSection(train=file, max_length=4096, num_proc=processes)

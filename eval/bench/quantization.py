@@ -131,16 +131,15 @@ def bench_step(arguments) -> dict:
 
 def bench_demo(arguments) -> dict:
     """Held-out loss after the demo's fine-tune, and before it, in each format."""
-    from moe_finetune.demo.data import write_demo_data
-    from moe_finetune.demo.demo import demo_recipe
-    from moe_finetune.demo.pretrain import ensure_demo_checkpoint
-    from moe_finetune.recipe.schema import Recipe
+    from moe_finetune.demo.demo import recipe_items
+    from moe_finetune.recipe.schema import Recipe, load_recipe
+    from moe_finetune.recipe.shipped import recipes_folder
     from moe_finetune.run import run_recipe
 
-    checkpoint, found = arguments.checkpoint or ensure_demo_checkpoint(), {}
+    found: dict[str, dict] = {}
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as folder:
-        data = write_demo_data(Path(folder) / "data")
-        plain = demo_recipe("orthogonal_variance", checkpoint, data, "hf", arguments.steps)
+        file, *keys = recipe_items("orthogonal_variance", recipes_folder() / "demo", "hf")
+        plain = load_recipe(recipes_folder().parent / file, keys)
         for kind in ("none", "int8", "nf4"):
             values = plain.to_mapping() | {"evaluation": None, "export": {"merge": False}}
             values["model"] |= {"quantization": kind}
@@ -161,8 +160,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="*", default=[1024, 8192])
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16", "float32"])
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--steps", type=int, help="of the demo's fine-tunes; default: its own")
-    parser.add_argument("--checkpoint", type=Path, help="a demo's; default: made when missing")
     parser.add_argument("--scratch", default=None, help="folder for the checkpoint")
     add_save(parser, "quantization")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)

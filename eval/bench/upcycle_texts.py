@@ -96,8 +96,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=None, help="where to put the texts")
     add_save(parser, "upcycle_texts")
     options = parser.parse_args()
-    from moe_finetune.demo.tokenizer import train_tokenizer
     from moe_finetune.upcycle.corpus import read_corpus
+    from moe_finetune.upcycle.tokenizer import train_tokenizer
 
     work = Path(tempfile.mkdtemp(prefix="upcycle-texts-", dir=options.folder))
     try:

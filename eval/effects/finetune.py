@@ -11,19 +11,13 @@ from typing import Any
 import numpy as np
 from transformers import TrainerCallback, set_seed
 
+from eval.demo.rows import arithmetic_rows, finetuning_rows, write_rows
+from eval.demo.text import read_documents
 from eval.effects.probe import measure
 from eval.effects.score import HeldOutTasks, Row, answer_rows, share_exact
 from eval.effects.settings import TABLE, FinetuneSection, with_table
 from moe_finetune.checkpoint.loading import load_model
 from moe_finetune.data.examples import prepare
-from moe_finetune.demo.data import (
-    TRAIN_FILE,
-    VALIDATION_FILE,
-    DataSizes,
-    arithmetic_rows,
-    write_demo_data,
-)
-from moe_finetune.demo.pretrain import ensure_demo_checkpoint
 from moe_finetune.io import output_folder, output_lock, write_atomic
 from moe_finetune.io.rows import read_rows, write_jsonl
 from moe_finetune.io.run_folder import RunFolder, read_log
@@ -33,6 +27,7 @@ from moe_finetune.models.loading import load_tokenizer, local_folder, open_confi
 from moe_finetune.moe.layers import config_facts
 from moe_finetune.moe.perturbation import Perturbation
 from moe_finetune.recipe.schema import Recipe, recipe_from_tree
+from moe_finetune.recipe.shipped import recipes_folder
 from moe_finetune.recipe.tree import Tree, merge_mappings
 from moe_finetune.training.callback import SpecializationCallback
 from moe_finetune.training.trainer import build_trainer
@@ -53,7 +48,7 @@ class Workbench:
     def __init__(self, section: FinetuneSection, folder: Path):
         self.section = section
         named = section.recipe.get("model", {}).get("path")
-        self.checkpoint = local_folder(named) if named else ensure_demo_checkpoint()
+        self.checkpoint = local_folder(named) if named else recipes_folder() / "demo" / "checkpoint"
         self.folder = folder
         self.data = data_in(folder)
         self.tokenizer = load_tokenizer(self.checkpoint)
@@ -63,7 +58,7 @@ class Workbench:
         held_out = (
             fresh_rows(folder, section.fresh_rows, self.data)
             if section.fresh_rows
-            else (self.data / VALIDATION_FILE)
+            else (self.data / "validation.jsonl")
         )
         validation, _ = prepare(str(held_out), data, self.tokenizer, "validation")
         self.validation = validation.to_list()
@@ -100,7 +95,7 @@ class Workbench:
         filled_in = {
             "model": {"path": str(self.checkpoint), "dtype": "float32"},
             "data": {
-                "train": str(self.data / TRAIN_FILE),
+                "train": str(self.data / "train.jsonl"),
                 "format": "prompt_completion",
             },
             "method": with_table(method, str(self.folder / TABLE)),
@@ -116,19 +111,21 @@ def data_in(folder: Path) -> Path:
     with output_lock(data, wait=True):  # other shards of the study may need it at the same time
         if not data.is_dir():
             with output_folder(data, 0) as partial:
-                write_demo_data(partial)
+                write_rows(partial)
     return data
 
 
 def fresh_rows(folder: Path, count: int, data: Path) -> Path:
     """A file of at most ``count`` held-out rows that are in no file of the demo."""
     used = {
-        row["prompt"] for name in (TRAIN_FILE, VALIDATION_FILE) for row in read_rows(data / name)
+        row["prompt"]
+        for name in ("train.jsonl", "validation.jsonl")
+        for row in read_rows(data / name)
     }
-    sizes = DataSizes(train=0, validation=count, arithmetic_test=0, cloze_test=0)
-    drawn = write_demo_data(folder / "fresh", FRESH_SEED, sizes) / VALIDATION_FILE
+    rng = random.Random(f"{FRESH_SEED}/validation.jsonl")
+    drawn = finetuning_rows(read_documents(), rng, count, set())
     path = folder / "fresh.jsonl"
-    write_jsonl(path, (row for row in read_rows(drawn) if row["prompt"] not in used))
+    write_jsonl(path, (row for row in drawn if row["prompt"] not in used))
     return path
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from eval.effects.probe import IGNORED, padded_batches
-from moe_finetune.demo.data import ARITHMETIC_FILE, CLOZE_FILES
 from moe_finetune.io.rows import read_rows
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.perturbation import Perturbation
@@ -27,22 +26,22 @@ class HeldOutTasks:
     """The demo's arithmetic, code and prose tasks, tokenized once.
 
     Args:
-        data: folder of :func:`moe_finetune.demo.data.write_demo_data`.
+        data: folder of :func:`eval.demo.rows.write_rows`.
         tokenizer: the checkpoint's.
         limit: largest number of code and of prose passages; all arithmetic problems are used.
     """
 
     def __init__(self, data: Path, tokenizer: Any, limit: int):
-        self._arithmetic = answer_rows(tokenizer, read_rows(data / ARITHMETIC_FILE))
+        self._arithmetic = answer_rows(tokenizer, read_rows(data / "arithmetic_test.jsonl"))
         self._cloze: dict[str, list[tuple[list[Row], int]]] = {
             domain: [
                 (
                     [_row(tokenizer, item["question"], f" {c}") for c in item["choices"]],
                     item["answer"],
                 )
-                for item in read_rows(data / name)[:limit]
+                for item in read_rows(data / f"{domain}_test.jsonl")[:limit]
             ]
-            for domain, name in CLOZE_FILES.items()
+            for domain in ("code", "prose")
         }
 
     def score(self, model: nn.Module, perturbation: Perturbation | None = None) -> dict[str, float]:

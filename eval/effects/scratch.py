@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from eval.demo.batches import Mixture, batches
+from eval.demo.pretrain import Pretraining, losses, make_model, make_tokenizer
+from eval.demo.text import Document, read_documents
 from eval.effects.settings import ScratchSection
-from moe_finetune.demo.batches import Mixture, batches
-from moe_finetune.demo.corpus import Document, read_corpus
-from moe_finetune.demo.pretrain import PretrainConfig, losses, make_model, make_tokenizer
 from moe_finetune.training.specialization import Specialization
 
 HELD_OUT_SEED = 10_007
@@ -22,8 +22,8 @@ KEPT = 8
 @cache
 def _corpus() -> tuple[list[Document], Any]:
     """Part of the demo's documents, more than these short runs read, and a tokenizer."""
-    documents = read_corpus()[::KEPT]
-    return documents, make_tokenizer(documents, PretrainConfig().vocab_size, seed=0)
+    documents = read_documents()[::KEPT]
+    return documents, make_tokenizer(documents, Pretraining().vocab_size, seed=0)
 
 
 def run_scratch(section: ScratchSection, method: dict[str, Any], seed: int) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def run_scratch(section: ScratchSection, method: dict[str, Any], seed: int) -> d
     documents, tokenizer = _corpus()
     mixture = dataclasses.replace(Mixture(), **section.mixture)  # type: ignore[arg-type]
     config = dataclasses.replace(
-        PretrainConfig(),
+        Pretraining(),
         **section.model,  # type: ignore[arg-type]
         mixture=mixture,
     )

@@ -82,8 +82,8 @@ class ScratchSection(Section):
 
     Attributes:
         arms: name -> ``method:`` of a recipe.
-        model: changes to :class:`moe_finetune.demo.pretrain.PretrainConfig`.
-        mixture: changes to :class:`moe_finetune.demo.batches.Mixture`.
+        model: changes to :class:`eval.demo.pretrain.Pretraining`.
+        mixture: changes to :class:`eval.demo.batches.Mixture`.
         steps, learning_rate: for AdamW, with linear warm-up over the first tenth, then a cosine.
     """
 
@@ -97,14 +97,14 @@ class ScratchSection(Section):
     @field_validator("model")
     @classmethod
     def _model(cls, value: dict[str, Any]) -> dict[str, Any]:
-        from moe_finetune.demo.pretrain import PretrainConfig
+        from eval.demo.pretrain import Pretraining
 
-        return _fields_of(PretrainConfig, value)
+        return _fields_of(Pretraining, value)
 
     @field_validator("mixture")
     @classmethod
     def _mixture(cls, value: dict[str, Any]) -> dict[str, Any]:
-        from moe_finetune.demo.batches import Mixture
+        from eval.demo.batches import Mixture
 
         return _fields_of(Mixture, value)
 

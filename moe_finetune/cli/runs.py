@@ -40,9 +40,9 @@ def demo(
         typer.Option("--steps", min=1, help="Steps of each fine-tune; default: the recipe's."),
     ] = None,
 ) -> None:
-    """Pretrain a small MoE, fine-tune it with two methods, merge, evaluate, draw the report.
+    """Fine-tune a small MoE with two methods, merge, evaluate, draw the report.
 
-    In the folder of an earlier demo it continues and repeats only what has changed.
+    In the folder of an earlier demo it continues.
 
     Example: moe-finetune demo --output runs/demo
     """

@@ -1,203 +1,85 @@
-"""``moe-finetune demo``: the whole workflow, on a checkpoint and data that it creates.
+"""``moe-finetune demo``: two ordinary runs on the shipped checkpoint, three evaluations, one page.
 
-Pretrain (cached) -> fine-tune twice -> merge -> evaluate all three checkpoints -> one report.
+Checkpoint and rows are files beside the recipes; ``recipes/demo/README.md`` says what made them.
 """
 
+import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import sys
 from pathlib import Path
-from typing import Any
 
-from moe_finetune.demo.data import write_demo_data
-from moe_finetune.demo.parts import Parts, code_identity
-from moe_finetune.demo.pretrain import PretrainConfig, ensure_demo_checkpoint, fingerprint
-from moe_finetune.demo.stage_data import write_stage_data
-from moe_finetune.evaluation.engine import evaluate
+from moe_finetune.errors import MachineError, OutputExistsError, RecipeError
 from moe_finetune.io import one_writer, write_atomic
-from moe_finetune.io.hashes import sha256_json
+from moe_finetune.io.children import run_children
+from moe_finetune.io.folder import is_taken
 from moe_finetune.io.run_folder import RESULTS_FILE, RunFolder
 from moe_finetune.io.terminal import terminal
-from moe_finetune.io.worker import Pending, Worker
-from moe_finetune.recipe.schema import Recipe, load_recipe
 from moe_finetune.recipe.shipped import recipes_folder
 from moe_finetune.report import write_report
 from moe_finetune.report.outcome import end_run, next_commands
-from moe_finetune.run import run_recipe
 from moe_finetune.vllm.engine import engines_environment
-from moe_finetune.vllm.install import VllmStatus, vllm_status
+from moe_finetune.vllm.install import vllm_status
 
 METHODS = ("aux_loss", "orthogonal_variance")
+AT_ONCE = 2
+"""Processes: a step of so small a model gains little from a second core."""
 
 
 @one_writer
 def run_demo(output: str | Path, backend: str | None = None, steps: int | None = None) -> Path:
     """Run the demo in the folder ``output`` and return the report's page.
 
-    Finished parts of an earlier demo in the folder are kept if their inputs have not changed. The
-    fine-tunes run in parallel, each in a process with its share of the cores; a third process
-    evaluates the three checkpoints, the base during training.
+    The runs and the base's evaluation are processes of their own, whose output is in ``logs/``. In
+    the folder of an earlier demo, what is finished stays and what was interrupted continues.
 
     Args:
         output: new or empty folder, or that of an earlier demo.
         backend: "vllm" or "hf"; None selects vLLM if usable, and otherwise reports why not.
-        steps: optimizer steps of each fine-tune; default: the recipe's.
+        steps: optimizer steps of each run; default: the recipe's.
+
+    Raises:
+        OutputExistsError: the folder contains other files.
+        RecipeError: a run failed, for the reason that it gave; MachineError if memory, disk or a
+            signal ended it.
+        KeyboardInterrupt: a signal came, which the runs received too.
     """
     output = Path(output)
-    parts, code = Parts(output), code_identity()
-    identity = sha256_json([code, backend, steps, fingerprint(PretrainConfig(), 0), recipe_texts()])
-    page = RunFolder(output).page
-    runs = [output / method for method in METHODS]
-    if all(run.is_dir() for run in runs) and parts.kept("report", identity):
-        return page
-    parts.begin("report", identity)  # first, because the note marks the folder as a demo's
-    threads = _threads_each()
-    log = RunFolder(output).log
-    with (
-        Worker(log, {**engines_environment(), **threads}) as worker,
-        Worker(log, threads) as second,
-    ):
-        _make(output, parts, worker, second, backend, steps, code)
-    with terminal().phase("report"):
-        write_report(runs, page)
-        parts.finish("report")
-    return page
-
-
-def _make(
-    output: Path,
-    parts: Parts,
-    worker: Worker,
-    second: Worker,
-    backend: str | None,
-    steps: int | None,
-    code: str,
-) -> None:
-    """The checkpoint, its data, the fine-tunes and all evaluations.
-
-    ``worker`` evaluates, ``second`` trains at the same time as this process.
-    """
-    status = worker.begin(_vllm_imported) if backend is None else None
-    with terminal().log_to(RunFolder(output).log):
-        with terminal().phase("pretrain"):
-            checkpoint = ensure_demo_checkpoint(progress=_bar("step"))
-        second.begin(_import_trainer)
-        with terminal().phase("data"):
-            data = write_stage_data(write_demo_data(output / "data"))
-    if status is not None:
-        backend = _usable_backend(status.result())
-    assert backend is not None
-    recipes = {m: demo_recipe(m, checkpoint, data, backend, steps) for m in METHODS}
-    base = _begin_base(output, parts, worker, checkpoint, recipes[METHODS[0]], code)
-    _fine_tune(output, parts, worker, second, recipes, code)
-    if base is not None:
-        with terminal().phase("evaluate the base"):
-            base.result()
-        parts.finish("base")
+    data = _copy_rows(output)
+    backend = backend or _usable_backend()
+    commands = {m: ["train", *recipe_items(m, data, backend, steps)] for m in METHODS}
+    commands["base"] = ["eval", str(checkpoint()), "--suite", "demo", "--backend", backend]
+    commands["base"] += ["--data-dir", str(data)]
+    for name, command in commands.items():
+        command += ["--output", str(output / name)]
+        if RunFolder(output / name).recipe.exists():
+            command.append("--resume")
+    with terminal().phase(f"fine-tune {' and '.join(METHODS)}, evaluate all three"):
+        _run(commands, output / "logs")
+    base = output / "base"
     for method in METHODS:  # with the answers, so that the page can compare item by item
-        base_eval, copy = output / "base", RunFolder(output / method).base_evaluation
-        shutil.copytree(base_eval / "tasks", copy / "tasks", dirs_exist_ok=True)
-        write_atomic(copy / RESULTS_FILE, (base_eval / RESULTS_FILE).read_bytes())
+        copy = RunFolder(output / method).base_evaluation
+        shutil.copytree(base / "tasks", copy / "tasks", dirs_exist_ok=True)
+        write_atomic(copy / RESULTS_FILE, (base / RESULTS_FILE).read_bytes())
+    with terminal().phase("report"):
+        return write_report([output / method for method in METHODS], RunFolder(output).page)
 
 
-def _fine_tune(
-    output: Path,
-    parts: Parts,
-    worker: Worker,
-    second: Worker,
-    recipes: dict[str, Recipe],
-    code: str,
-) -> None:
-    """Make the runs that are missing.
-
-    Steps of so small a model gain little from a second core, so each run gets a share of the
-    threads. The share is the same if the other run was kept, so that results are byte-identical.
-    """
-    identities = {method: sha256_json([code, recipe.hash]) for method, recipe in recipes.items()}
-    missing = [method for method in recipes if not parts.kept(method, identities[method])]
-    for method in missing:
-        parts.begin(method, identities[method])
-    if not missing:
-        return
-    first, *others = missing
-    with _own_threads(_threads_each()):
-        trained = {
-            method: second.begin(
-                run_recipe, recipes[method], output / method, _begun(output / method), scored=False
-            )
-            for method in others
-        }
-        terminal().say(" ".join([first, *(f"({method} trains too)" for method in others)]))
-        run_recipe(recipes[first], output / first, _begun(output / first), worker=worker)
-        parts.finish(first)
-        for method, pending in trained.items():
-            terminal().say(f"{method}, trained at the same time")
-            with terminal().phase("wait"):
-                pending.result()
-            run_recipe(recipes[method], output / method, resume=True, worker=worker)
-            parts.finish(method)
+def checkpoint() -> Path:
+    """The folder of the small Qwen3-MoE that comes with the package."""
+    return recipes_folder() / "demo" / "checkpoint"
 
 
-def _vllm_imported() -> VllmStatus:
-    """Return whether vLLM can be used; if so, also import what an evaluation needs.
-
-    This finishes while another process reads the corpus on one core.
-    """
-    status = vllm_status()
-    if status.usable:
-        with suppress(ImportError):  # raised by lm-eval; the evaluation reports it
-            import lm_eval.models.vllm_causallms  # noqa: F401
-    return status
-
-
-def _import_trainer() -> None:
-    """Import what a fine-tune needs; this takes as long as writing the data."""
-    import trl.trainer.sft_trainer  # noqa: F401
-
-
-def _begun(run: Path) -> bool:
-    return RunFolder(run).recipe.exists()
-
-
-def _threads_each() -> dict[str, str]:
-    """Environment of a process that shares the cores with one other.
-
-    Otherwise threads of several processes spin on the same core and waste most of its time.
-    """
-    import torch
-
-    return {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // 2))}
-
-
-@contextmanager
-def _own_threads(environment: dict[str, str]) -> Iterator[None]:
-    """Limit the threads of this running process to those of one started with ``environment``."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _begin_base(
-    output: Path, parts: Parts, worker: Worker, checkpoint: Path, recipe: Recipe, code: str
-) -> Pending[Any] | None:
-    """Submit the evaluation of the checkpoint before training; None if it is already done."""
-    section = recipe.evaluation
-    assert section is not None
-    options: dict[str, Any] = {
-        "backend": section.backend,
-        "data_dir": section.data_dir,
-        "vllm": section.vllm,
-    }
-    identity = sha256_json([code, checkpoint.name, section.suite, options])
-    if parts.kept("base", identity):
-        return None
-    parts.begin("base", identity)
-    return worker.begin(evaluate, checkpoint, section.suite, output=output / "base", **options)
+def recipe_items(method: str, data: Path, backend: str, steps: int | None = None) -> list[str]:
+    """The recipe of one run and the keys that depend on the machine, for ``train``."""
+    items = [
+        f"recipes/demo/{method}.yaml",
+        f"model.path={checkpoint()}",
+        f"data.train={data / 'train.jsonl'}",
+        f"data.validation={data / 'validation.jsonl'}",
+        f"evaluation.data_dir={data}",
+        f"evaluation.backend={backend}",
+    ]
+    return items if steps is None else [*items, f"trainer.max_steps={steps}"]
 
 
 def say_outcome(output: Path, page: Path) -> None:
@@ -207,31 +89,18 @@ def say_outcome(output: Path, page: Path) -> None:
     end_run({method: output / method for method in METHODS}, output / "base", following)
 
 
-def demo_recipe(
-    method: str, checkpoint: Path, data: Path, backend: str, steps: int | None = None
-) -> Recipe:
-    """The recipe of one fine-tune of the demo, on the demo's files."""
-    overrides = [
-        f"model.path={checkpoint}",
-        f"data.train={data / 'train.jsonl'}",
-        f"data.validation={data / 'validation.jsonl'}",
-        f"evaluation.data_dir={data}",
-        f"evaluation.backend={backend}",
-    ]
-    if steps is not None:
-        overrides.append(f"trainer.max_steps={steps}")
-    return load_recipe(recipes_folder() / "demo" / f"{method}.yaml", overrides)
+def _copy_rows(output: Path) -> Path:
+    data = output / "data"
+    if is_taken(output) and not (data / "train.jsonl").is_file():
+        raise OutputExistsError(f"{output} contains other files; choose another --output")
+    data.mkdir(parents=True, exist_ok=True)
+    for file in sorted((recipes_folder() / "demo").glob("*.jsonl"), reverse=True):
+        write_atomic(data / file.name, file.read_bytes())
+    return data
 
 
-def recipe_texts() -> list[str]:
-    """The texts of the files that :func:`demo_recipe` merges."""
-    folder = recipes_folder()
-    files = [folder / "demo" / "demo.yaml"]
-    files += [folder / kind / f"{m}.yaml" for m in METHODS for kind in ("demo", "methods")]
-    return [file.read_text(encoding="utf-8") for file in files]
-
-
-def _usable_backend(status: VllmStatus) -> str:
+def _usable_backend() -> str:
+    status = vllm_status(try_import=False)  # the evaluations import it
     if status.usable:
         return "vllm"
     problems = "; ".join(status.problems)
@@ -241,9 +110,12 @@ def _usable_backend(status: VllmStatus) -> str:
     return "hf"
 
 
-def _bar(unit: str) -> Any:
-    def update(done: int, total: int, values: dict[str, float]) -> None:
-        numbers = "  ".join(f"{key} {value:.3f}" for key, value in values.items())
-        terminal().progress(done, total, f"{unit} {done}/{total}  {numbers}")
-
-    return update
+def _run(commands: dict[str, list[str]], logs: Path) -> None:
+    """Run this program's verbs, two at a time with half of the cores each."""
+    threads = max(1, len(os.sched_getaffinity(0)) // AT_ONCE)
+    os.environ |= {"OMP_NUM_THREADS": str(threads), **engines_environment()}
+    program = [sys.executable, "-m", "moe_finetune.cli"]
+    failure = run_children({n: [*program, *c] for n, c in commands.items()}, logs, AT_ONCE)
+    if failure is not None:
+        kind = MachineError if failure.machine else RecipeError
+        raise kind(f"{failure}; correct it and repeat the command, which continues")

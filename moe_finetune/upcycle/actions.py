@@ -26,8 +26,8 @@ from moe_finetune.upcycle.workspace import Upcycle
 
 def make_texts(upcycle: Upcycle, attempt: Attempt) -> None:
     """Write tokenizer, splits and tokenized texts; check that questions can be made from them."""
-    from moe_finetune.demo.tokenizer import train_tokenizer
     from moe_finetune.upcycle.judgement import questions
+    from moe_finetune.upcycle.tokenizer import train_tokenizer
 
     recipe, categories = upcycle.recipe, upcycle.categories
     section, seed = recipe.dense.pretrain, recipe.texts.seed

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from moe_finetune.demo.data import ARITHMETIC_FILE, CLOZE_FILES
 from moe_finetune.errors import RecipeError
 from moe_finetune.evaluation.suites import load_suite
 from moe_finetune.recipe.schema import load_recipe
@@ -27,7 +26,10 @@ def test_without_a_checkpoint_they_say_so():
         load_recipe(FOLDER / "aux_loss.yaml")
 
 
-def test_the_suite_reads_the_files_that_are_written():
+def test_the_rows_of_the_suite_and_of_the_stages_are_shipped():
     suite = load_suite("demo")
     files = {file for task in suite.tasks for file in task.files.values()}
-    assert files == {ARITHMETIC_FILE, *CLOZE_FILES.values()}
+    assert files == {"arithmetic_test.jsonl", "code_test.jsonl", "prose_test.jsonl"}
+    shipped = {file.name for file in FOLDER.glob("*.jsonl")}
+    others = ("train", "validation", "preferences", "prompts", "prompts_test", "texts")
+    assert shipped == files | {f"{name}.jsonl" for name in others}

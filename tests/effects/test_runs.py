@@ -10,19 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from eval.demo.rows import write_rows
 from eval.effects.finetune import Workbench, data_in, run_finetune, topic_frequencies
 from eval.effects.probe import IGNORED, measure, padded_batches
 from eval.effects.score import HeldOutTasks
 from eval.effects.scratch import run_scratch, schedule
 from eval.effects.settings import FinetuneSection, ScratchSection
-from moe_finetune.demo.data import (
-    ARITHMETIC_FILE,
-    CLOZE_FILES,
-    TRAIN_FILE,
-    VALIDATION_FILE,
-    DataSizes,
-    write_demo_data,
-)
 from moe_finetune.metrics import (
     activation_cosine,
     conditional_mean_rank,
@@ -32,7 +25,10 @@ from moe_finetune.metrics import (
     score_variance,
 )
 from moe_finetune.moe.hooks import Recorder
+from moe_finetune.recipe.shipped import recipes_folder
 from tests import tiny
+
+CLOZE = {"code": "code_test.jsonl", "prose": "prose_test.jsonl"}
 
 
 def _rows(lengths=(7, 31, 12, 19), seed=0):
@@ -135,8 +131,8 @@ def _write(path, items):
 
 def test_choices_are_judged_as_by_single_forwards(tmp_path):
     model, tokenizer = tiny.model("qwen3_moe", seed=3), tiny.tokenizer()
-    _write(tmp_path / ARITHMETIC_FILE, [{"question": "1 + 1 =", "answer": "2"}])
-    for index, name in enumerate(CLOZE_FILES.values()):
+    _write(tmp_path / "arithmetic_test.jsonl", [{"question": "1 + 1 =", "answer": "2"}])
+    for index, name in enumerate(CLOZE.values()):
         choices = ["one two three", "two one", "six"]
         _write(
             tmp_path / name,
@@ -157,7 +153,7 @@ def test_choices_are_judged_as_by_single_forwards(tmp_path):
             logs[len(prompt_ids) - 1 + i, token].item() for i, token in enumerate(choice_ids)
         )
 
-    for domain, name in CLOZE_FILES.items():
+    for domain, name in CLOZE.items():
         rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()][:8]
         right = [
             np.argmax([log_likelihood(row["question"], c) for c in row["choices"]]) == row["answer"]
@@ -170,7 +166,7 @@ def test_choices_are_judged_as_by_single_forwards(tmp_path):
 def test_an_answer_counts_only_when_greedy_decoding_gives_all_of_it_and_ends(tmp_path):
     """A model that is trained on one answer alone gets that one right and no other."""
     tokenizer, model = tiny.tokenizer(), tiny.model("qwen3_moe", seed=3).train()
-    for name in CLOZE_FILES.values():
+    for name in CLOZE.values():
         _write(tmp_path / name, [{"question": "a", "choices": ["b c", "c b"], "answer": 0}])
     items = [
         {"question": "7 + 5 =", "answer": "12"},
@@ -178,7 +174,7 @@ def test_an_answer_counts_only_when_greedy_decoding_gives_all_of_it_and_ends(tmp
         {"question": "7 + 5 =", "answer": "123"},
         {"question": "7 + 5 =", "answer": "13"},
     ]
-    _write(tmp_path / ARITHMETIC_FILE, items)
+    _write(tmp_path / "arithmetic_test.jsonl", items)
     ids = [*tokenizer.encode("7 + 5 = 12"), tokenizer.eos_token_id]
     inputs = torch.tensor([ids])
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -187,14 +183,14 @@ def test_an_answer_counts_only_when_greedy_decoding_gives_all_of_it_and_ends(tmp
         optimizer.step()
         optimizer.zero_grad()
     assert HeldOutTasks(tmp_path, tokenizer, limit=1).score(model)["arithmetic"] == 0.25
-    _write(tmp_path / ARITHMETIC_FILE, items[:1])
+    _write(tmp_path / "arithmetic_test.jsonl", items[:1])
     assert HeldOutTasks(tmp_path, tokenizer, limit=1).score(model)["arithmetic"] == 1
     assert model.training
 
 
 def test_data_that_were_being_written_when_a_study_was_killed_are_written_anew(tmp_path):
     def die(event, arguments):
-        if event == "open" and str(arguments[0]).endswith(ARITHMETIC_FILE):
+        if event == "open" and str(arguments[0]).endswith("arithmetic_test.jsonl"):
             os.kill(os.getpid(), signal.SIGKILL)
 
     child = os.fork()
@@ -204,16 +200,16 @@ def test_data_that_were_being_written_when_a_study_was_killed_are_written_anew(t
         os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     (partial,) = tmp_path.glob(".data.partial-*")
-    assert (partial / TRAIN_FILE).is_file() and not (tmp_path / "data").exists()
+    assert (partial / "train.jsonl").is_file() and not (tmp_path / "data").exists()
     data = data_in(tmp_path)
-    names = {TRAIN_FILE, VALIDATION_FILE, ARITHMETIC_FILE, *CLOZE_FILES.values()}
+    names = {file.name for file in (recipes_folder() / "demo").glob("*.jsonl")}
     assert {path.name for path in data.iterdir()} == names
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
 @pytest.fixture
 def bench(tiny_checkpoint, tmp_path):
-    write_demo_data(tmp_path / "data", sizes=DataSizes(40, 8, 5, 3))
+    write_rows(tmp_path / "data", 0, 40, 8, 5, 3, 10)
     section = FinetuneSection(
         recipe={
             "model": {"path": str(tiny_checkpoint("qwen3_moe"))},

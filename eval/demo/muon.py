@@ -7,8 +7,6 @@ experts, (E, out, in), and treats each expert as a matrix.
 Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks".
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

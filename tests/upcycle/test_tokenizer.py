@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_finetune.demo.tokenizer import SPECIALS, train_tokenizer
+from moe_finetune.upcycle.tokenizer import SPECIALS, train_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,6 @@ two differences. Held-out facts appear in no training text in any of these forms
 answer on them cannot be recalled. Answers are spelt digit by digit.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from dataclasses import dataclass
@@ -83,15 +81,24 @@ def draw_addends(rng: random.Random, held_out: bool, small_share: float = 0.0) -
             return a, b
 
 
-def word_problem(
+def base_problem(rng: random.Random, held_out: bool, small_share: float = 0.0) -> Problem:
+    """A problem in the wordings of the pretraining text."""
+    return _word_problem(rng, held_out, BASE_SUMS, BASE_DIFFERENCES, small_share)
+
+
+def task_problem(rng: random.Random, held_out: bool) -> Problem:
+    """A problem in the wordings of the fine-tuning data and the held-out task."""
+    return _word_problem(rng, held_out, TASK_SUMS, TASK_DIFFERENCES)
+
+
+def _word_problem(
     rng: random.Random,
-    *,
     held_out: bool,
     sums: tuple[str, ...],
     differences: tuple[str, ...],
     small_share: float = 0.0,
 ) -> Problem:
-    """One problem: a sum or a difference with equal chance, in one of the given wordings."""
+    """A sum or a difference with equal chance, in one of the given wordings."""
     a, b = draw_addends(rng, held_out, small_share)
     name, other = rng.sample(NAMES, 2)
     words = {"n": name, "m": other, "t": rng.choice(THINGS)}

@@ -1,4 +1,4 @@
-"""The demo's tokenizer: byte-level BPE learned from the demo's text, every digit a token."""
+"""A tokenizer for small models: byte-level BPE learned from given texts, every digit a token."""
 
 from __future__ import annotations
 

@@ -7,19 +7,14 @@ A document belongs to one split for good, by a hash of its name: ``pretrain``, `
 ``heldout``. A module's docstrings are in the same split as its source.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import hashlib
 import sysconfig
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
-
-from moe_finetune.errors import DataError
 
 Split = Literal["pretrain", "finetune", "heldout"]
 Domain = Literal["code", "prose"]
@@ -49,36 +44,17 @@ def split_of(name: str) -> Split:
     return "pretrain" if bucket < 70 else "finetune" if bucket < 85 else "heldout"
 
 
-def read_corpus(library: Path | None = None) -> list[Document]:
-    """All documents of both domains, in a fixed order.
-
-    Args:
-        library: folder of the standard library; that of the running Python when None.
-
-    Raises:
-        DataError: the folder holds no source (a Python installed without it).
-    """
-    return list(_corpus(library or library_folder()))
-
-
-@functools.cache  # a demo reads it for each of its parts
-def _corpus(root: Path) -> tuple[Document, ...]:
-    documents = [document for path in source_files(root) for document in _module(root, path)]
+@functools.cache
+def read_documents(library: Path | None = None) -> tuple[Document, ...]:
+    """All documents, in a fixed order; ``library`` replaces the running Python's own."""
+    root = library or Path(sysconfig.get_paths()["stdlib"])
+    documents = [document for path in _source_files(root) for document in _module(root, path)]
     if not documents:
-        raise DataError(
-            f"{root}: no standard-library source found, which the demo trains on; use a Python "
-            "installation that includes it"
-        )
+        raise SystemExit(f"{root}: no standard-library source; use a Python that includes it")
     return (*documents, *_topics())
 
 
-def library_folder() -> Path:
-    """Folder of the running Python's standard library."""
-    return Path(sysconfig.get_paths()["stdlib"])
-
-
-def source_files(root: Path) -> Iterator[Path]:
-    """The files that :func:`read_corpus` reads, in its order."""
+def _source_files(root: Path) -> Iterator[Path]:
     yield from sorted(root.glob("*.py"))
     for package in PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
@@ -95,8 +71,8 @@ def _module(root: Path, path: Path) -> Iterator[Document]:
         return
     lines = source.splitlines()
     docstrings = []
-    for node in _statements(tree):
-        if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         text = ast.get_docstring(node)
         if text is None:
@@ -112,21 +88,6 @@ def _module(root: Path, path: Path) -> Iterator[Document]:
         yield Document(name, "code", split, code)
     if docstrings:
         yield Document(f"{name}:docstrings", "prose", split, "\n\n".join(docstrings))
-
-
-def _statements(tree: ast.Module) -> Iterator[ast.AST]:
-    """The tree's statements in the order of ``ast.walk``, which goes through expressions, too."""
-    waiting: deque[ast.AST] = deque([tree])
-    while waiting:
-        node = waiting.popleft()
-        yield node
-        for name in node._fields:
-            body = getattr(node, name, None)
-            if isinstance(body, list) and body and isinstance(body[0], _HOLD_STATEMENTS):
-                waiting.extend(body)
-
-
-_HOLD_STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 
 
 def _topics() -> Iterator[Document]:

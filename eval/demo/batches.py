@@ -6,28 +6,17 @@ the few tokens that depend on the rest. Positions restart at each document, whic
 from attending to each other; without that, arithmetic is learned many times more slowly.
 """
 
-from __future__ import annotations
-
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from moe_finetune.demo.arithmetic import (
-    BASE_DIFFERENCES,
-    BASE_SUMS,
-    Problem,
-    equation,
-    word_problem,
-)
-from moe_finetune.demo.corpus import Document, Domain
-from moe_finetune.demo.data import task_problem
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedTokenizerFast
+from eval.demo.arithmetic import base_problem, equation, task_problem
+from eval.demo.text import Document, Domain
 
 IGNORED = -100
 PROBLEMS_AT_ONCE = 2000
@@ -55,23 +44,23 @@ class Mixture:
     task_wordings: float = 0.05
     small: float = 0.2
 
+    @property
+    def text_rows(self) -> int:
+        """The rows that come first in a batch and are learned in full."""
+        return self.code_rows + self.prose_rows
+
 
 def batches(
-    documents: list[Document],
-    tokenizer: PreTrainedTokenizerFast,
-    mixture: Mixture,
-    seed: int,
+    documents: Sequence[Document], tokenizer: Any, mixture: Mixture, seed: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Endless ``(input_ids_BS, labels_BS, positions_BS)``, int64.
 
     A label belongs to its own position; :data:`IGNORED` ones are not learned.
     """
-    import torch
-
     windows = np.random.default_rng(seed)
-    streams = {domain: _stream(documents, domain, tokenizer) for domain in ("code", "prose")}
-    problems = _problem_rows(tokenizer, mixture, random.Random(seed))
     counts: dict[Domain, int] = {"code": mixture.code_rows, "prose": mixture.prose_rows}
+    streams = {domain: _stream(documents, domain, tokenizer) for domain in counts}
+    problems = _problem_rows(tokenizer, mixture, random.Random(seed))
     while True:
         ids, labels = [], []
         for domain, rows in counts.items():
@@ -83,11 +72,11 @@ def batches(
             row, answers = next(problems)
             ids.append(row)
             labels.append(answers)
-        ids_BS = np.stack(ids)
+        positions_BS = positions_of(np.stack(ids), tokenizer.eos_token_id)
         yield (
-            torch.from_numpy(ids_BS),
+            torch.from_numpy(np.stack(ids)),
             torch.from_numpy(np.stack(labels)),
-            torch.from_numpy(positions_of(ids_BS, tokenizer.eos_token_id)),
+            torch.from_numpy(positions_BS),
         )
 
 
@@ -103,20 +92,7 @@ def draw_problem(rng: random.Random, mixture: Mixture) -> tuple[str, str]:
     return problem.prompt, f" {problem.answer}"
 
 
-def base_problem(rng: random.Random, held_out: bool, small_share: float = 0.0) -> Problem:
-    """A problem in the wordings of the pretraining text."""
-    return word_problem(
-        rng,
-        held_out=held_out,
-        sums=BASE_SUMS,
-        differences=BASE_DIFFERENCES,
-        small_share=small_share,
-    )
-
-
-def _stream(
-    documents: list[Document], domain: Domain, tokenizer: PreTrainedTokenizerFast
-) -> np.ndarray:
+def _stream(documents: Sequence[Document], domain: Domain, tokenizer: Any) -> np.ndarray:
     texts = [d.text for d in documents if d.domain == domain and d.split == "pretrain"]
     end = tokenizer.eos_token_id
     parts = tokenizer.backend_tokenizer.encode_batch_fast(texts)
@@ -132,7 +108,7 @@ def positions_of(ids_BS: np.ndarray, end: int) -> np.ndarray:
 
 
 def _problem_rows(
-    tokenizer: PreTrainedTokenizerFast, mixture: Mixture, rng: random.Random
+    tokenizer: Any, mixture: Mixture, rng: random.Random
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Rows of whole problems; what is left at the end of a row is padding."""
     encode = tokenizer.backend_tokenizer.encode_batch_fast

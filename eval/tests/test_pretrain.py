@@ -1,6 +1,5 @@
-"""Pretraining on a tiny scale: it learns, repeats, is cached, and leaves nothing half made."""
+"""Pretraining on a tiny scale: it learns, repeats, and writes an ordinary checkpoint."""
 
-import dataclasses
 import itertools
 
 import numpy as np
@@ -8,23 +7,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from moe_finetune.demo import pretrain as module
-from moe_finetune.demo.batches import IGNORED, Mixture, batches, positions_of
-from moe_finetune.demo.corpus import Document
-from moe_finetune.demo.muon import Muon
-from moe_finetune.demo.pretrain import (
-    PretrainConfig,
-    ensure_demo_checkpoint,
-    fingerprint,
+from eval.demo import pretrain as module
+from eval.demo.batches import IGNORED, Mixture, batches, positions_of
+from eval.demo.muon import Muon
+from eval.demo.pretrain import (
+    Pretraining,
     losses,
     make_model,
     make_optimizers,
     make_tokenizer,
+    pretrain,
     schedule,
 )
-from moe_finetune.io.cache_folder import cache_folder
+from eval.demo.text import Document
 
-CONFIG = PretrainConfig(
+CONFIG = Pretraining(
     vocab_size=320,
     hidden_size=64,
     layers=2,
@@ -39,17 +36,16 @@ SOURCE = "def area(width, height):\n    return width * height\n" * 40
 PROSE = "The area of a field is its width times its height, in square metres.\n" * 40
 
 
+DOCUMENTS = [
+    Document(f"{domain}{split}", domain, split, text)
+    for domain, text in (("code", SOURCE), ("prose", PROSE))
+    for split in ("pretrain", "heldout")
+]
+
+
 @pytest.fixture(autouse=True)
-def small_corpus(monkeypatch):
-    """Two documents of each domain in the place of the standard library's hundreds."""
-    documents = [
-        Document(f"{domain}{split}", domain, split, text)
-        for domain, text in (("code", SOURCE), ("prose", PROSE))
-        for split in ("pretrain", "heldout")
-    ]
-    monkeypatch.setattr(module, "read_corpus", lambda: documents)
+def few_problems(monkeypatch):
     monkeypatch.setattr(module, "PROBLEMS_FOR_TOKENIZER", 50)
-    return documents
 
 
 @pytest.fixture
@@ -59,25 +55,20 @@ def seen():
 
 @pytest.fixture
 def checkpoint(tmp_path, seen):
-    return ensure_demo_checkpoint(
-        tmp_path / "cache",
-        5,
-        lambda step, steps, values: seen.append((step, steps, values)),
-        CONFIG,
-    )
+    pretrain(tmp_path / "a", DOCUMENTS, 5, CONFIG, lambda *values: seen.append(values))
+    return tmp_path / "a"
 
 
 def test_the_loss_falls_and_progress_is_told(checkpoint, seen):
     assert [step for step, _, _ in seen] == list(range(1, 13))
-    assert {steps for _, steps, _ in seen} == {12}
-    for name in ("text", "answers"):
-        assert seen[-1][2][name] < 0.9 * seen[0][2][name]
+    for column in (1, 2):
+        assert seen[-1][column] < 0.9 * seen[0][column]
 
 
 def test_the_checkpoint_is_an_ordinary_one(checkpoint):
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    assert model.config.model_type == "qwen3_moe"
+    assert model.config.model_type == "qwen3_moe" and model.dtype == torch.bfloat16
     assert model.config.max_position_embeddings >= 2048
     assert model.config.head_dim == 32
     assert len(tokenizer) == model.config.vocab_size == 320
@@ -86,51 +77,17 @@ def test_the_checkpoint_is_an_ordinary_one(checkpoint):
     assert logits.shape[-1] == 320 and logits.std() > 0
 
 
-def test_a_second_call_takes_the_cache_and_a_changed_setting_does_not(checkpoint, tmp_path):
-    def never(*_):
-        raise AssertionError("trained again")
-
-    cache = tmp_path / "cache"
-    assert ensure_demo_checkpoint(cache, 5, never, CONFIG) == checkpoint
-    assert [path.name for path in cache.iterdir()] == [checkpoint.name]
-    keys = {
-        fingerprint(CONFIG, 5),
-        fingerprint(CONFIG, 6),
-        fingerprint(dataclasses.replace(CONFIG, steps=13), 5),
-        fingerprint(dataclasses.replace(CONFIG, mixture=Mixture(small=0.9)), 5),
-    }
-    assert len(keys) == 4
-
-
 def test_the_same_seed_gives_the_same_weights(checkpoint, tmp_path):
-    repeated = ensure_demo_checkpoint(tmp_path / "other", 5, lambda *_: None, CONFIG)
-    other = ensure_demo_checkpoint(tmp_path / "other", 6, lambda *_: None, CONFIG)
-    name = "model.safetensors"
-    assert (repeated / name).read_bytes() == (checkpoint / name).read_bytes()
-    assert (other / name).read_bytes() != (checkpoint / name).read_bytes()
+    for name, seed in (("again", 5), ("other", 6)):
+        pretrain(tmp_path / name, DOCUMENTS, seed, CONFIG)
+    weights = {n: (tmp_path / n / "model.safetensors").read_bytes() for n in ("again", "other")}
+    ours = (checkpoint / "model.safetensors").read_bytes()
+    assert weights["again"] == ours != weights["other"]
 
 
-def test_an_interrupted_run_leaves_no_checkpoint_behind(tmp_path):
-    def interrupt(step, *_):
-        if step == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        ensure_demo_checkpoint(tmp_path, 5, interrupt, CONFIG)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
-    monkeypatch.setenv("MOE_FINETUNE_CACHE", str(tmp_path / "named"))
-    assert cache_folder() == tmp_path / "named"
-    monkeypatch.delenv("MOE_FINETUNE_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_folder() == tmp_path / "xdg" / "moe-finetune"
-
-
-def test_batches_teach_answers_alone_and_text_in_full(small_corpus):
-    tokenizer = make_tokenizer(small_corpus, 320, 5)
-    ids_BS, labels_BS, positions_BS = next(batches(small_corpus, tokenizer, CONFIG.mixture, 5))
+def test_batches_teach_answers_alone_and_text_in_full():
+    tokenizer = make_tokenizer(DOCUMENTS, 320, 5)
+    ids_BS, labels_BS, positions_BS = next(batches(DOCUMENTS, tokenizer, CONFIG.mixture, 5))
     assert ids_BS.shape == labels_BS.shape == positions_BS.shape == (6, 96)
     assert torch.equal(ids_BS[:3], labels_BS[:3])
     learned = zip(ids_BS[3:].flatten().tolist(), labels_BS[3:].flatten().tolist(), strict=True)
@@ -151,10 +108,10 @@ def test_positions_start_anew_after_every_end():
     assert positions_of(ids, end=0).tolist() == expected
 
 
-def test_losses_are_means_over_learned_tokens_of_documents_by_themselves(small_corpus):
-    tokenizer = make_tokenizer(small_corpus, 320, 5)
+def test_losses_are_means_over_learned_tokens_of_documents_by_themselves():
+    tokenizer = make_tokenizer(DOCUMENTS, 320, 5)
     model = make_model(CONFIG, tokenizer, 5)
-    ids_BS, labels_BS, positions_BS = next(batches(small_corpus, tokenizer, CONFIG.mixture, 5))
+    ids_BS, labels_BS, positions_BS = next(batches(DOCUMENTS, tokenizer, CONFIG.mixture, 5))
     text, answers = losses(model, ids_BS, labels_BS, positions_BS, text_rows=3)
     for value, rows in ((text, range(3)), (answers, range(3, 6))):
         terms = []
@@ -172,15 +129,15 @@ def test_losses_are_means_over_learned_tokens_of_documents_by_themselves(small_c
 
 
 def test_the_schedule_warms_up_and_comes_down():
-    config = PretrainConfig(steps=100, warmup_steps=10, final_share=0.05)
+    config = Pretraining(steps=100, warmup_steps=10, final_share=0.05)
     assert schedule(config, 0) == pytest.approx(0.1)
     assert schedule(config, 9) == schedule(config, 10) == pytest.approx(1.0)
     assert schedule(config, 55) == pytest.approx(0.525)
     assert schedule(config, 100) == pytest.approx(0.05)
 
 
-def test_every_parameter_has_one_optimizer(small_corpus):
-    model = make_model(CONFIG, make_tokenizer(small_corpus, 320, 5), 5)
+def test_every_parameter_has_one_optimizer():
+    model = make_model(CONFIG, make_tokenizer(DOCUMENTS, 320, 5), 5)
     matrices, others = make_optimizers(model, CONFIG)
     counts = [
         sum(p.numel() for g in o.param_groups for p in g["params"]) for o in (matrices, others)

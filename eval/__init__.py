@@ -1,0 +1,1 @@
+"""Suites and tasks for lm-evaluation-harness, and what measures this project."""

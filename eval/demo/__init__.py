@@ -1,0 +1,1 @@
+"""The program that made the demo's checkpoint and rows (``recipes/demo``)."""

@@ -1,0 +1,1 @@
+"""Tests of what is in ``eval/``; ``make test-eval`` runs them."""
