@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 VALIDATE = "python eval/validate.py of a checkout has a judge, blinded sheets and Cohen's kappa"
 
+DETERMINANT = "eval/effects/determinantal.py of a checkout has the choice, as a context manager"
+
 VERBS: dict[str, str] = {
     "chat": "serve the run, and talk to it with `vllm chat`",
     "permute": "python -m eval.placement permute of a checkout does it",
@@ -20,6 +22,8 @@ OPTIONS: dict[str, dict[str, str]] = {
         "--sheets": VALIDATE,
         "--annotations": VALIDATE,
         "--key": VALIDATE,
+        "--determinantal": DETERMINANT,
+        "--candidates": DETERMINANT,
         "--parity": "run eval once per --backend with --dtype float32, and compare the two folders",
     },
     "merge": {

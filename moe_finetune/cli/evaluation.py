@@ -70,20 +70,6 @@ def evaluate(
     adapter: Annotated[
         Path | None, typer.Option("--adapter", help="PEFT adapter to apply (hf only).")
     ] = None,
-    determinantal: Annotated[
-        float | None,
-        typer.Option(
-            "--determinantal",
-            metavar="EPS",
-            help="Select experts by a greedy determinant (hf only).",
-        ),
-    ] = None,
-    candidates: Annotated[
-        int | None,
-        typer.Option(
-            "--candidates", metavar="N", min=1, help="Candidates of --determinantal; default: all."
-        ),
-    ] = None,
     dtype: Annotated[
         str, typer.Option("--dtype", help="Number format of the computation.")
     ] = "auto",
@@ -152,8 +138,6 @@ def evaluate(
             model=model,
             batch_size=batch_size if batch_size == "auto" else int(batch_size),
             adapter=adapter,
-            determinantal=determinantal,
-            candidates=candidates,
             dtype=dtype,
         )
         print(results_text(results))

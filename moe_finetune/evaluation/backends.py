@@ -75,8 +75,6 @@ def open_backend(
     batch_size: int | str = "auto",
     dtype: str = "auto",
     seed: int = 0,
-    determinantal: float | None = None,
-    candidates: int | None = None,
 ) -> Backend:
     """Open a checkpoint for evaluation.
 
@@ -91,19 +89,15 @@ def open_backend(
         model: the server's name for the model; its only model unless given.
         batch_size: an int, or ``"auto"``.
         dtype: ``"auto"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``.
-        determinantal: choose experts by greedy determinant with this eps instead of top-k
-            (transformers only), see :mod:`moe_finetune.moe.determinantal`.
-        candidates: number of highest-scoring experts that it considers; None: all.
 
     Raises:
-        CaptureError: ``determinantal`` cannot replace this router's choice.
         CheckpointError: the folder is not a checkpoint.
         DependencyError: the requested backend cannot be used.
         EvaluationError: unknown backend, contradictory arguments, server down or wrong model.
     """
-    _refuse_contradictions(backend, dtype, adapter, base_url, model, determinantal, candidates)
+    _refuse_contradictions(backend, dtype, adapter, base_url, model)
     notes = []
-    if backend is None and (adapter is not None or determinantal is not None):
+    if backend is None and adapter is not None:
         backend = "hf"
     if backend is None:
         try:
@@ -140,10 +134,8 @@ def open_backend(
         chunk = 64 if is_cpu_build() else 2048
     else:
         from moe_finetune.evaluation.transformers_backend import open_transformers
-        from moe_finetune.moe.determinantal import Determinantal
 
-        choice = None if determinantal is None else Determinantal(determinantal, candidates)
-        lm, settings, routing = open_transformers(base, adapter, batch_size, dtype, seed, choice)
+        lm, settings, routing = open_transformers(base, adapter, batch_size, dtype, seed)
         size = settings["batch_size"]
         chunk = 64 if isinstance(size, str) else max(size, 64 // size * size)
     return Backend(backend, lm, identity, str(folder), settings, chunk, notes, routing)
@@ -155,8 +147,6 @@ def _refuse_contradictions(
     adapter: str | Path | None,
     base_url: str | None,
     model: str | None,
-    determinantal: float | None,
-    candidates: int | None,
 ) -> None:
     """Raise EvaluationError for arguments of :func:`open_backend` that do not fit together."""
     if backend is not None and backend not in BACKENDS:
@@ -170,13 +160,3 @@ def _refuse_contradictions(
             f"backend '{backend}' evaluates merged checkpoints; run 'moe-finetune merge' first, or "
             "use backend 'hf' for base + adapter"
         )
-    if determinantal is not None and backend not in (None, "hf"):
-        raise EvaluationError(
-            f"determinantal choice needs backend 'hf'; '{backend}' supports only top-k"
-        )
-    if determinantal is not None and determinantal <= 0:
-        raise EvaluationError(
-            f"determinantal choice: eps is {determinantal:g}, it must be more than 0"
-        )
-    if candidates is not None and determinantal is None:
-        raise EvaluationError("candidates are only valid with the determinantal choice")

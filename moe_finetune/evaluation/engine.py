@@ -64,7 +64,7 @@ def evaluate(
         opened: an open backend to use, which stays open.
         progress: show progress on the terminal.
         engine: further arguments of ``open_backend``: ``vllm``, ``base_url``, ``model``,
-            ``batch_size``, ``adapter``, ``dtype``, ``determinantal``, ``candidates``.
+            ``batch_size``, ``adapter``, ``dtype``.
 
     Returns:
         the content of results.json.

@@ -1,7 +1,6 @@
 """transformers as an lm-eval model that decodes replies like vLLM's backend."""
 
 import logging
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,9 @@ from lm_eval.models.huggingface import HFLM
 
 from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.loading import forget_generation_defaults, load_model
-from moe_finetune.errors import EvaluationError
 from moe_finetune.io.environment import package_versions
-from moe_finetune.moe.determinantal import Determinantal, DeterminantalChoice
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import family_in
-from moe_finetune.moe.perturbation import Perturbation
 from moe_finetune.routing.tracing_checkpoint import stored_bias, with_adapter
 
 log = logging.getLogger(__name__)
@@ -44,29 +40,22 @@ def open_transformers(
     batch_size: int | str,
     dtype: str,
     seed: int,
-    determinantal: Determinantal | None = None,
 ) -> tuple[SpecialsKeptHFLM, dict[str, Any], Recorder | None]:
     """Load ``base``, opened with its values, with ``adapter`` and its routing bias on top.
 
     Returns:
         lm-eval's model, all settings that can change a reply, and the hooks that apply the routing
-        bias or the determinantal choice (None without one).
+        bias (None without one).
     """
     cuda = torch.cuda.is_available()
     model: Any = load_model(base, dtype=dtype, device_map="cuda" if cuda else None)
-    choice: Perturbation | None = None
+    routing = None
     if adapter is not None:
         model = with_adapter(model, base, Path(adapter))
-        choice = stored_bias(model, Path(adapter))
-    if determinantal is not None:
-        if choice is not None:
-            raise EvaluationError(
-                f"{adapter} selects experts with a bias, which the determinantal choice ignores"
-            )
-        choice = DeterminantalChoice(determinantal)
-    routing = None if choice is None else Recorder(model, perturbation=choice)
-    if routing is not None:
-        routing.install()
+        bias = stored_bias(model, Path(adapter))
+        if bias is not None:
+            routing = Recorder(model, perturbation=bias)
+            routing.install()
     family = family_in(model)
     if not family.rows.generates_padded and batch_size != 1:
         log.warning(
@@ -91,7 +80,6 @@ def open_transformers(
             "seed": seed,
             "max_length": lm.max_length,
             "versions": package_versions("lm-eval", "transformers", "torch"),
-            **({} if determinantal is None else {"determinantal": asdict(determinantal)}),
         },
         routing,
     )

@@ -1,7 +1,5 @@
 """Interface for methods that change routing while the model runs."""
 
-from collections.abc import Callable
-
 from torch import Tensor, nn
 
 from moe_finetune.moe.layers import MoeLayer
@@ -10,8 +8,8 @@ from moe_finetune.moe.layers import MoeLayer
 class Perturbation:
     """Base class for changes to routing; changes nothing.
 
-    ``router_input`` and ``expert_dropout`` act only in training forwards; ``routing`` and
-    ``at_experts`` are called in every forward.
+    ``router_input`` and ``expert_dropout`` act only in training forwards; ``routing`` is called in
+    every forward.
     """
 
     expert_dropout: float = 0.0
@@ -27,17 +25,4 @@ class Perturbation:
         self, layer: MoeLayer, logits_TE: Tensor, weights_TK: Tensor, index_TK: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the weights and index that the block uses instead of the router's."""
-        return weights_TK, index_TK
-
-    def at_experts(
-        self,
-        layer: MoeLayer,
-        outputs_of: Callable[[slice, Tensor], Tensor],
-        weights_TK: Tensor,
-        index_TK: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Return weights and index, selected after trying experts.
-
-        ``outputs_of(rows, index_SN)`` returns outputs ``(S, N, H)`` of any experts on some tokens.
-        """
         return weights_TK, index_TK

@@ -4,8 +4,7 @@
 store tensors on the :class:`MoeLayer`, from which the block's hook builds the record.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from moe_finetune.losses.objective import LayerLoss, Objective
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import without_autocast
 from moe_finetune.moe.context import ForwardContext
-from moe_finetune.moe.experts import Experts, ExpertsResult, LoraFactors, run_experts
+from moe_finetune.moe.experts import Experts, LoraFactors, run_experts
 from moe_finetune.moe.grouped import Kernel, grouped_products
 from moe_finetune.moe.layer_record import make_record, projection_factors
 from moe_finetune.moe.layers import MoeLayer, activation_of, stacks
@@ -31,9 +30,6 @@ from moe_finetune.moe.lora_factors import (
 )
 from moe_finetune.moe.perturbation import Perturbation
 from moe_finetune.moe.spread import local, run_spread, spread_of
-
-Run = Callable[..., ExpertsResult]
-"""A function with the arguments of :func:`run_experts`, for local or distributed experts."""
 
 
 class LayerVisits:
@@ -133,7 +129,6 @@ class LayerVisits:
             weights_TK, index_TK = self._route(weights_TK, index_TK)
         stacks = self._stacks(experts)
         run = partial(run_spread, spread) if (spread := spread_of(experts)) else run_experts
-        weights_TK, index_TK = self._perturbed(run, stacks, hidden_TH, index_TK, weights_TK)
         result = run(hidden_TH, index_TK, weights_TK, stacks, self._needs())
         context = self.layer.context
         if context is not None and context.wanted:
@@ -164,19 +159,6 @@ class LayerVisits:
             dropout=self._expert_dropout,
             grouped=grouped,
         )
-
-    def _perturbed(
-        self, run: Run, experts: Experts, hidden_TH: Tensor, index_TK: Tensor, weights_TK: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return weights and index after a perturbation that may try experts; record them."""
-        layer = self.layer
-        if self.perturbation is None:
-            return weights_TK, index_TK
-        outputs_of = partial(_outputs, run, replace(experts, dropout=0.0), hidden_TH)
-        weights_TK, index_TK = self.perturbation.at_experts(layer, outputs_of, weights_TK, index_TK)
-        if layer.router_output is not None:
-            layer.router_output = (layer.router_output[0], weights_TK, index_TK)
-        return weights_TK, index_TK
 
     def _needs(self) -> frozenset[str]:
         """The experts' results that losses and observers read in this forward."""
@@ -278,13 +260,3 @@ class LayerVisits:
 
     def finish(self, module: nn.Module, args: tuple, output: Any) -> None:
         self.layer.clear()
-
-
-def _outputs(
-    run: Run, experts: Experts, hidden_TH: Tensor, rows: slice, index_SN: Tensor
-) -> Tensor:
-    """Outputs ``(S, N, H)`` of any experts on some of the tokens."""
-    weights_SN = hidden_TH.new_ones(index_SN.shape)
-    result = run(hidden_TH[rows], index_SN, weights_SN, experts, frozenset({"outputs"}))
-    assert result.outputs_TKH is not None
-    return result.outputs_TKH

@@ -48,8 +48,6 @@ def test_its_routing_bias_acts(tiny_checkpoint, tmp_path, family):
     with open_backend(base, "hf", adapter=adapter, batch_size=2) as opened:
         model = opened.lm.model
         found = logits(model)
-    with pytest.raises(EvaluationError, match="selects experts with a bias"):
-        open_backend(base, "hf", adapter=adapter, determinantal=1e-4)
     without = logits(model)  # closing takes the bias off
     assert (found - without).abs().max() > 0.1
     if family == "deepseek_v3":

@@ -31,7 +31,7 @@ class Setting:
         alpha: weight of the balance loss, in all arms.
         weight: weight of the arm's loss (the paper's lambda).
         determinantal_eps: eps of theorem 6.3's choice at evaluation; the value is ours, see
-            :mod:`moe_finetune.moe.determinantal`.
+            :mod:`eval.effects.determinantal`.
     """
 
     samples: int = 4000

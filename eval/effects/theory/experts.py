@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu
 
+from eval.effects.determinantal import greedy_choice
 from moe_finetune.losses.dpp import dpp_loss
 from moe_finetune.losses.load_balance import load_balancing_loss
 from moe_finetune.losses.ncl import ncl_loss
 from moe_finetune.losses.orthogonality import orthogonality_loss
-from moe_finetune.moe.determinantal import greedy_choice
 
 Arm = Literal["baseline", "orthogonality", "dpp", "ncl"]
 ARMS: tuple[Arm, ...] = ("baseline", "orthogonality", "dpp", "ncl")

@@ -2,17 +2,16 @@
 
 import itertools
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 
-from moe_finetune.errors import CaptureError, EvaluationError
-from moe_finetune.evaluation.backends import open_backend
+from eval.effects import determinantal
+from eval.effects.determinantal import determinantal_choice, greedy_choice
+from moe_finetune.errors import CaptureError
 from moe_finetune.lora.targets import add_lora
-from moe_finetune.moe import determinantal
-from moe_finetune.moe.determinantal import Determinantal, DeterminantalChoice, greedy_choice
-from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import moe_layers
 from moe_finetune.recipe.sections import LoraSection
 from tests import tiny, tiny_families
@@ -84,17 +83,14 @@ def test_a_copy_of_what_is_chosen_waits_for_the_rest():
     assert greedy_choice(quality, features, 3, 1e-5).tolist() == [[0, 2, 3]]
 
 
-def routed(model, perturbation=None, ids=None):
-    seen = []
-    ids = tiny.batch()["input_ids"] if ids is None else ids
-    with torch.no_grad(), Recorder(
-        model,
-        observers=[lambda record, _: seen.append(record)],
-        needs=frozenset({"outputs"}),
-        observe="all",
-        perturbation=perturbation,
-    ):  # fmt: skip
-        return model(input_ids=ids).logits, seen
+def routed(model, *choice):
+    """Logits, and what the experts of the first MoE layer were given."""
+    seen, layer = [], moe_layers(model)[0]
+    with torch.no_grad(), determinantal_choice(model, *choice) if choice else nullcontext():
+        handle = layer.experts.register_forward_pre_hook(lambda module, args: seen.append(args))
+        logits = model(**tiny.batch()).logits
+        handle.remove()
+    return logits, seen[0]
 
 
 def crowded(model):
@@ -110,20 +106,26 @@ def crowded(model):
 @pytest.mark.parametrize("name", ["qwen3_moe", "olmoe", "deepseek_v2", "gpt_oss"])
 def test_a_model_chooses_as_a_slow_loop_over_its_experts(name, monkeypatch):
     model = crowded((tiny if name in tiny.FAMILY_NAMES else tiny_families).model(name))
-    plain, own = routed(model)
-    wide, _ = routed(model, DeterminantalChoice(Determinantal(1e9)))
+    plain, (_, own_TK, _) = routed(model)
+    wide, _ = routed(model, 1e9)
     assert torch.equal(wide, plain)  # top-k, bit for bit
     monkeypatch.setattr(determinantal, "WORK", 5 * 8 * 192)  # some tokens at a time
     eps, candidates = 1e-4, 8
-    logits, seen = routed(model, DeterminantalChoice(Determinantal(eps, candidates)))
+    layer, logits_TE = moe_layers(model)[0], []
+    path = layer.family.router_logits
+    router = layer.router.get_submodule(path) if path else layer.router
+    at = layer.family.router_returns.index("logits") if not path else None
+    handle = router.register_forward_hook(
+        lambda module, args, out: logits_TE.append(out if at is None else out[at])
+    )
+    logits, (hidden_TH, index_TK, weights_TK) = routed(model, eps, candidates)
+    handle.remove()
     assert not torch.equal(logits, plain)
-    layer, record, k = moe_layers(model)[0], seen[0], own[0].index_TK.shape[1]
-    scores_TE = record.logits_TE.double().softmax(-1)
-    torch.testing.assert_close(record.logits_TE, own[0].logits_TE)
-    moved = 0
+    scores_TE = logits_TE[0].flatten(0, -2).double().softmax(-1)
+    moved, k = 0, own_TK.shape[1]
     for t in range(len(scores_TE)):
         tried = scores_TE[t].topk(candidates).indices
-        x_H = record.inputs_TH[t : t + 1].expand(candidates, -1).contiguous()
+        x_H = hidden_TH[t : t + 1].expand(candidates, -1).contiguous()
         with torch.no_grad():  # transformers' own experts, one a row
             outputs = layer.experts(x_H, tried[:, None], torch.ones(candidates, 1))
         quality, features = scores_TE[t, tried].numpy(), outputs.double().numpy()
@@ -132,12 +134,12 @@ def test_a_model_chooses_as_a_slow_loop_over_its_experts(name, monkeypatch):
             left = [i for i in range(candidates) if i not in taken]
             taken.append(max(left, key=lambda i: value(quality, features, [*taken, i], eps)))
         wanted = tried[taken]
-        assert sorted(record.index_TK[t].tolist()) == sorted(wanted.tolist())
-        moved += sorted(own[0].index_TK[t].tolist()) != sorted(wanted.tolist())
-        weights = scores_TE[t, record.index_TK[t]]
+        assert sorted(index_TK[t].tolist()) == sorted(wanted.tolist())
+        moved += sorted(own_TK[t].tolist()) != sorted(wanted.tolist())
+        weights = scores_TE[t, index_TK[t]]
         if name in ("qwen3_moe", "gpt_oss"):
             weights = weights / weights.sum()
-        torch.testing.assert_close(record.weights_TK[t].double(), weights, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(weights_TK[t].double(), weights, rtol=1e-4, atol=1e-6)
     assert moved > 3
     assert torch.equal(routed(model)[0], plain)  # taken off again
 
@@ -145,60 +147,34 @@ def test_a_model_chooses_as_a_slow_loop_over_its_experts(name, monkeypatch):
 def test_lora_on_the_experts_is_part_of_what_is_compared():
     section = LoraSection(rank=4, alpha=8.0, targets=["experts"])
     model = add_lora(tiny.model("qwen3_moe"), section, "frozen").eval()
-    before = routed(model, DeterminantalChoice(Determinantal(1e-4)))[1][0].index_TK
+    before = routed(model, 1e-4)[1][1]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name and ".0." in name:
                 parameter.copy_(torch.arange(parameter.numel()).view_as(parameter) % 7 - 3)
-    after = routed(model, DeterminantalChoice(Determinantal(1e-4)))[1][0].index_TK
+    after = routed(model, 1e-4)[1][1]
     assert not torch.equal(before.sort(-1).values, after.sort(-1).values)
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "options", "why"),
     [
-        ("deepseek_v3", {}, Determinantal(), "a bias that may be negative is added"),
-        ("glm4_moe", {}, Determinantal(), "from 1 of 2 groups"),
-        ("phimoe", {}, Determinantal(), "SparseMixer"),
-        ("deepseek_v4", {}, Determinantal(), "looked up by token"),
+        ("deepseek_v3", {}, (), "a bias is added"),
+        ("glm4_moe", {}, (), "it selects experts from groups"),
+        ("phimoe", {}, (), "SparseMixer"),
+        ("deepseek_v4", {}, (), "looked up by token"),
         (
             "qwen2_moe",
             {"num_experts_per_tok": 1},
-            Determinantal(),
-            "it selects only one expert per token, so no two",
+            (),
+            "it selects only one expert per token",
         ),
-        ("qwen2_moe", {}, Determinantal(1e-4, 2), "2 candidates; expected 3 to 10"),
-        ("qwen2_moe", {}, Determinantal(1e-4, 11), "11 candidates; expected 3 to 10"),
+        ("qwen2_moe", {}, (1e-4, 2), "2 candidates; expected 3 to 10"),
+        ("qwen2_moe", {}, (1e-4, 11), "11 candidates; expected 3 to 10"),
     ],
 )
 def test_routers_that_choose_otherwise_are_refused(name, changes, options, why):
     home = tiny if name in tiny.FAMILY_NAMES else tiny_families
     model = home.model(name, **changes)
-    recorder = Recorder(model, perturbation=DeterminantalChoice(options))
-    with pytest.raises(CaptureError, match=why):
-        recorder.install()
-    assert not recorder.installed
-
-
-def test_an_evaluation_says_that_it_chose_so(tiny_checkpoint):
-    base, ids = tiny_checkpoint("qwen3_moe"), tiny.batch()["input_ids"]
-    with open_backend(base, determinantal=1e-4, candidates=9, batch_size=2) as opened:
-        assert opened.kind == "hf"
-        assert opened.settings["determinantal"] == {"eps": 1e-4, "candidates": 9}
-        model = crowded(opened.lm.model)
-        found = model(input_ids=ids).logits
-    plain, _ = routed(model, None, ids)  # closing gives the router its choice back
-    wanted, _ = routed(model, DeterminantalChoice(Determinantal(1e-4, 9)), ids)
-    assert torch.equal(found, wanted)
-    assert not torch.equal(found, plain)
-
-
-def test_what_cannot_choose_so_is_refused(tiny_checkpoint):
-    base = tiny_checkpoint("qwen3_moe")
-    for options, why in (
-        ({"backend": "vllm", "determinantal": 1e-4}, "needs backend 'hf'"),
-        ({"determinantal": 0.0}, "it must be more than 0"),
-        ({"candidates": 4}, "only valid with the determinantal"),
-    ):
-        with pytest.raises(EvaluationError, match=why):
-            open_backend(base, **options)
+    with pytest.raises(CaptureError, match=why), determinantal_choice(model, *options):
+        pass
