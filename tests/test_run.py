@@ -1,6 +1,7 @@
 """The steps of a run that are not a module of their own."""
 
 import shutil
+import weakref
 
 import pytest
 import torch
@@ -147,3 +148,35 @@ def test_a_trained_model_is_reported_when_its_base_is_gone(tiny_checkpoint, tmp_
     shutil.rmtree(base)
     run_recipe(recipe, run.path, resume=True)
     assert run.page.is_file()
+
+
+def test_the_model_that_trained_is_freed_before_the_merge(tiny_checkpoint, tmp_path, monkeypatch):
+    """A merge and its verification must not add to the memory of training."""
+    import moe_finetune.run as run_module
+    from moe_finetune.training import train as train_module
+
+    trained, alive = [], []
+    build, merge_stage = train_module.trainable_model, run_module.merge
+
+    def built(start):
+        model = build(start)
+        trained.append(weakref.ref(model))
+        return model
+
+    def merged(*args):
+        alive.append(trained[0]() is not None)
+        return merge_stage(*args)
+
+    monkeypatch.setattr(train_module, "trainable_model", built)
+    monkeypatch.setattr(run_module, "merge", merged)
+    write_jsonl(tmp_path / "train.jsonl", [{"text": "ab cde fgh " * 5}] * 4)
+    tree = {
+        "model": {"path": str(tiny_checkpoint("qwen3_moe")), "dtype": "float32"},
+        "method": {"preset": "orthogonal_variance"},
+        "lora": {"rank": 3, "alpha": 6},
+        "router": {"train": "frozen"},
+        "data": {"train": str(tmp_path / "train.jsonl"), "max_length": 33},
+        "trainer": {"max_steps": 2, "per_device_train_batch_size": 2},
+    }
+    run_recipe(recipe_from_tree(Tree(tree)), tmp_path / "run")
+    assert alive == [False]

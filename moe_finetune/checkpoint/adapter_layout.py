@@ -64,6 +64,12 @@ def made_by_unsloth(config: Mapping[str, Any]) -> bool:
     return DETAIL in config or (isinstance(mapping, dict) and "unsloth_fixed" in mapping)
 
 
+def before_019(config: Mapping[str, Any]) -> bool:
+    """Return whether PEFT before 0.19 saved the adapter; 0.17 does not write its version."""
+    version = re.match(r"(\d+)\.(\d+)", str(config.get("peft_version") or "0.0"))
+    return version is not None and (int(version[1]), int(version[2])) < SWAPPED_UNTIL
+
+
 def outputs_first(
     config: Mapping[str, Any],
     a_shape: tuple[int, ...],

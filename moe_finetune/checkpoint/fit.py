@@ -146,6 +146,12 @@ def check_tensors(
             f"{folder}: tensor '{name}' is missing; the checkpoint is incomplete{hint}"
         )
     for name in extra:
+        if name.startswith("v_head."):
+            raise CheckpointError(
+                f"{folder}: '{name}' is the value head of TRL's AutoModelForCausalLMWithValueHead; "
+                "the checkpoint beside it is another file: save the model alone, with "
+                "model.pretrained_model.save_pretrained(FOLDER)"
+            )
         raise CheckpointError(
             f"{folder}: tensor '{name}' in {tensors[name].file.name} does not belong to this "
             f"model ({len(extra)} such tensors); the files and config.json are from different "

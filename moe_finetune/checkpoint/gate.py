@@ -19,6 +19,7 @@ from moe_finetune.checkpoint.adapter import (
     open_adapter,
     read_bias,
 )
+from moe_finetune.checkpoint.adapter_layout import before_019
 from moe_finetune.checkpoint.adapter_metadata import METADATA
 from moe_finetune.checkpoint.bias import check_bias
 from moe_finetune.checkpoint.contents import Checkpoint
@@ -28,6 +29,7 @@ from moe_finetune.checkpoint.values import check_values, fingerprint
 from moe_finetune.errors import AdapterError, CheckpointError, did_you_mean, reason_of
 from moe_finetune.io.checkpoint_files import tensors_of
 from moe_finetune.io.safetensors_header import TensorInfo
+from moe_finetune.models.structure import renamed_as_loaded
 
 log = logging.getLogger(__name__)
 _warned: set[Path] = set()
@@ -132,16 +134,23 @@ def _check_complete(adapter: Adapter, base: Checkpoint) -> None:
 
     PEFT itself loads an incomplete adapter without an error.
     """
-    old = any(map(OLD_EXPERT.fullmatch, adapter.tensors))
+    old = any(map(OLD_EXPERT.fullmatch, adapter.tensors)) or stacks_of_files(adapter, base)
     family, selection = base.family, adapter.metadata.experts
-    expected = _old_keys(adapter, base) if old else _peft_keys(adapter, base)
+    without_experts = lacks_experts(adapter, base) and names_experts(adapter)
+    _check_biases(adapter)
+    if old or without_experts:
+        expected = _old_keys(adapter, base, as_loaded=without_experts)
+    else:
+        expected = _peft_keys(adapter, base)
     stored = adapter.tensors.keys() | adapter.tables.keys()
     extra = sorted(key for key in stored - expected if not key.endswith(_MAY_ADD))
     stack = f".{family.experts_path}."
     for key in sorted(expected - stored):
         layer = key.partition(stack)[0].rpartition(".")[2]
         unselected = selection is not None and stack in key and int(layer) not in selection
-        if not unselected and not key.endswith(_MAY_LACK):
+        of_experts = stack in key or OLD_EXPERT.fullmatch(key) is not None
+        left_out = unselected or (without_experts and of_experts)
+        if not left_out and not key.endswith(_MAY_LACK):
             raise AdapterError(
                 f"{adapter.folder}: adapter tensor '{key}' is missing, which {CONFIG} "
                 f"requires{did_you_mean(key, extra) if extra else '; copy the adapter again'}"
@@ -153,10 +162,56 @@ def _check_complete(adapter: Adapter, base: Checkpoint) -> None:
         )
 
 
-def _old_keys(adapter: Adapter, base: Checkpoint) -> set[str]:
+def lacks_experts(adapter: Adapter, base: Checkpoint) -> bool:
+    """Return whether PEFT before 0.19 found no experts by the names in ``target_modules``.
+
+    With transformers 5 ``gate_proj`` and the like then matched nothing in the stacks; today's PEFT
+    translates the names. What was trained and saved is complete without the experts.
+    """
+    stack = f".{base.family.experts_path}."
+    parameters = [f"{base.family.experts_path}.{name}" for name in base.family.expert_parameters]
+    return (
+        adapter.metadata.experts is None
+        and before_019(adapter.config)
+        and not any(stack in key or OLD_EXPERT.fullmatch(key) for key in adapter.tensors)
+        and not any(map(adapter.targets_parameter, parameters))
+    )
+
+
+def names_experts(adapter: Adapter) -> bool:
+    """Return whether ``target_modules`` has names that transformers 4 gave experts' matrices."""
+    targets = adapter.config.get("target_modules") or ()
+    names = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+    return isinstance(targets, str) or any(t.rpartition(".")[2] in names for t in targets)
+
+
+def stacks_of_files(adapter: Adapter, base: Checkpoint) -> bool:
+    """Return whether the adapter has factors of a stack under its name in the files.
+
+    transformers 4 had GraniteMoE's stacks there, as parameters that PEFT could adapt.
+    """
+    paths = {key.partition(".lora_")[0] for key in adapter.tensors if ".lora_" in key}
+    stored = (base.tensors.get(f"{path}.weight") for path in paths)
+    return any(info is not None and len(info.shape) == 3 for info in stored)
+
+
+def _check_biases(adapter: Adapter) -> None:
+    """Refuse biases that trained and were not saved: PEFT forgets those of ``lora_only``."""
+    if adapter.config.get("bias") != "lora_only":
+        return
+    if not any(key.endswith(".bias") for key in adapter.tensors):
+        raise AdapterError(
+            f"{adapter.folder / CONFIG}: bias is 'lora_only', but PEFT did not save the biases "
+            "that trained, and without them the adapter computes something else. Train with bias "
+            "'none' or 'all'; if the biases never changed, set \"bias\": \"none\" in the file"
+        )
+
+
+def _old_keys(adapter: Adapter, base: Checkpoint, as_loaded: bool) -> set[str]:
     """All keys of an adapter for unfused experts, with one module per matrix as in the files.
 
     PEFT then wrapped the matrices of every targeted expert: all, or those named in the config.
+    With ``as_loaded`` modules have the names of transformers 5.
     """
     config, stack = adapter.config, base.family.disk.stack
     layers = config.get("layers_to_transform")
@@ -165,6 +220,8 @@ def _old_keys(adapter: Adapter, base: Checkpoint) -> set[str]:
     keys: set[str] = set()
     try:
         for name, info in base.tensors.items():
+            if as_loaded:
+                name = renamed_as_loaded(base.model_config, name)
             module = name.rpartition(".")[0]
             if _matches(config.get("modules_to_save"), module):
                 keys.add(name)
@@ -175,6 +232,8 @@ def _old_keys(adapter: Adapter, base: Checkpoint) -> set[str]:
             excluded = _matches(config.get("exclude_modules"), module)
             if linear and inside and targeted and not excluded:
                 keys |= {f"{module}.{f}" for f in factors[: 3 if config.get("use_dora") else 2]}
+            if len(info.shape) == 3 and inside and adapter.targets_parameter(name):
+                keys |= {f"{module}.{f}" for f in factors[:2]}
     except (re.error, TypeError) as error:
         raise AdapterError(
             f"{adapter.folder / CONFIG}: its modules must be names or a regular expression "

@@ -16,6 +16,7 @@ from moe_finetune.checkpoint.adapter import Adapter
 from moe_finetune.checkpoint.bias import plan_bias
 from moe_finetune.checkpoint.carried import carried_files
 from moe_finetune.checkpoint.contents import Checkpoint
+from moe_finetune.checkpoint.gate import lacks_experts, names_experts
 from moe_finetune.checkpoint.resolve import resolve
 from moe_finetune.checkpoint.untrained import stale_head
 from moe_finetune.checkpoint.updates import LowRank, Magnitude, Replace, Update
@@ -197,6 +198,12 @@ def plan_merge(
         keys = [key for key in ("dtype", "torch_dtype") if key in base.config] or ["dtype"]
         config_changes |= {key: dtype for key in keys if base.config.get(key) != dtype}
     notes += [f"config.json: {k} becomes {json.dumps(v)}" for k, v in config_changes.items()]
+    for adapter, _ in adapters:
+        if lacks_experts(adapter, base) and names_experts(adapter):
+            notes.append(
+                f"{adapter.folder.name}: attention only. Its target_modules name matrices of the "
+                "experts, but PEFT before 0.19 found none of them in the stacks of transformers 5"
+            )
     if any(plan.updates or plan.value for plan in tensors.values()):
         notes += stale_head(base)
     small = carried_files(base.folder, config_changes)

@@ -18,7 +18,7 @@ from torch import Tensor
 from moe_finetune.checkpoint.adapter import CONFIG, PREFIX, WEIGHTS, Adapter
 from moe_finetune.checkpoint.compute import Factors
 from moe_finetune.checkpoint.contents import Checkpoint
-from moe_finetune.checkpoint.gate import OLD_EXPERT
+from moe_finetune.checkpoint.gate import OLD_EXPERT, lacks_experts, stacks_of_files
 from moe_finetune.checkpoint.resolve import resolve
 from moe_finetune.checkpoint.tensors import read_tensor
 from moe_finetune.checkpoint.updates import LowRank
@@ -42,9 +42,9 @@ def peft_folder(adapter: Adapter, base: Checkpoint, output: Path, rewrite: bool 
         AdapterError, CheckpointError: as for a merge, or PEFT has no form for the adapter.
     """
     updates = resolve(adapter, base)
-    if not rewrite and ordinary(
-        adapter, [update for _, update in updates if isinstance(update, LowRank)]
-    ):
+    low_rank = [update for _, update in updates if isinstance(update, LowRank)]
+    foreign = lacks_experts(adapter, base) or stacks_of_files(adapter, base)
+    if not rewrite and not foreign and ordinary(adapter, low_rank):
         return adapter.folder
     by_tensor: dict[str, list[LowRank]] = {}
     for name, update in updates:

@@ -130,14 +130,35 @@ class _Resolver:
     def _linear(self, path: str, a: str, b: str) -> Iterator[tuple[str, Update]]:
         parameter = f"{path}.weight"
         rule = parameter if self.adapter.targets_parameter(parameter) else path
-        rank = self._rank(rule, a, 1)
         names = self._linear_names(parameter, a)
+        if len(self.base.tensors[names[0]].shape) == 3:
+            yield from self._stack_of_files(names[0], a, b)
+            return
+        rank = self._rank(rule, a, 1)
         sizes = [self._matrix(name)[0] for name in names]
         self._shape(a, (rank, self._matrix(names[0])[1]), names[0])
         self._shape(b, (sum(sizes), rank), names[0])
         update = LowRank(self.number, a, b, rank, self.adapter.scaling(rule))
         for name, rows in _shares(names, sizes):
             yield name, replace(update, rows=rows)
+
+    def _stack_of_files(self, name: str, a: str, b: str) -> Iterator[tuple[str, Update]]:
+        """Factors of a whole stack under its name in the files, as GraniteMoE's before 5."""
+        experts, out_size, in_size = self.base.tensors[name].shape
+        rank = self._rank(name, a, experts)
+        a_shape, b_shape = (self.adapter.tensors[key].shape for key in (a, b))
+        config_file = self.adapter.folder / CONFIG
+        swapped = outputs_first(
+            self.adapter.config, a_shape, b_shape, out_size, in_size, config_file
+        )
+        ends = (in_size, out_size) if swapped else (out_size, in_size)
+        self._shape(a, (experts * rank, ends[1]), name)
+        self._shape(b, (ends[0], rank * experts), name)
+        update = LowRank(
+            self.number, a, b, rank, self.adapter.scaling(name), 0, experts, outputs_first=swapped
+        )
+        for expert in range(experts):
+            yield name, replace(update, slot=expert, expert=expert)
 
     def _linear_names(self, parameter: str, key: str) -> list[str]:
         """Tensors in the files that make up a linear layer's weight, stacked by rows."""

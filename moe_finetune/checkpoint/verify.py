@@ -1,167 +1,307 @@
 """Check a merged checkpoint against base + adapter in stock transformers and PEFT.
 
-Models that fit into memory are compared by their logits, larger ones by sampled tensors. In both
-cases every tensor that no adapter touches must have the base's bytes.
+Three checks: tensors that no adapter touches have the base's bytes; every changed tensor is the
+base plus PEFT's own delta, rounded once (of a stack three experts in every layer); and the logits
+of the model, or of its first layers where it is too large, are those of base + adapter.
 """
 
+from __future__ import annotations
+
+import copy
+import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_finetune.checkpoint.adapter import Adapter, open_adapter
+from moe_finetune.checkpoint.bias import plan_bias
+from moe_finetune.checkpoint.changes import Change, Changes
 from moe_finetune.checkpoint.contents import Checkpoint
-from moe_finetune.checkpoint.merge_plan import plan_merge
 from moe_finetune.checkpoint.opened import open_checkpoint
-from moe_finetune.checkpoint.reference import compare_logits
-from moe_finetune.checkpoint.sampled import compare_tensors
-from moe_finetune.checkpoint.updates import Replace
+from moe_finetune.checkpoint.peft_model import with_adapter
+from moe_finetune.checkpoint.stored import PlainTensors
+from moe_finetune.checkpoint.tensors import DTYPES, read_tensor
 from moe_finetune.checkpoint.values import digest
-from moe_finetune.errors import CheckpointError, NumericsError
+from moe_finetune.errors import AdapterError, CheckpointError, NumericsError
 from moe_finetune.io.checkpoint_files import tensors_of
-from moe_finetune.io.safetensors_header import FLOATS
+from moe_finetune.models.base import CORRECTION_BIASES
+from moe_finetune.models.shrink import first_layers, of_first_layers
+from moe_finetune.models.structure import class_of
 
-# Bound on the logits' relative error (norm of the difference over the norm) by the coarsest stored
-# dtype; rounding the weights moves logits by a few of its steps.
+SLACK = 2.0**-20
+"""Bound on the rounding of the float32 sum itself, over the sum's largest parts."""
+OFF_BY_A_STEP = 1e-3
+"""Largest share of a tensor's elements that may be the other of two nearest 16-bit numbers."""
+NEARER = 10.0
+"""How much nearer the merged logits must be to base + adapter than to the base."""
+# Where they are not: bound on the logits' relative error by the coarsest stored dtype, since
+# rounding the weights moves logits by a few of its steps.
 LOGIT_TOLERANCE = {"F64": 1e-4, "F32": 1e-4, "F16": 2e-2, "BF16": 5e-2}
-# Bound on one element's error over the tensor's largest element: one rounding.
-TENSOR_TOLERANCE = {"F64": 1e-6, "F32": 1e-6, "F16": 1e-3, "BF16": 8e-3}
-# Bound on a requantized tensor's error norm over its change's norm: it must be no further from
-# base + adapter than the base itself, except for rounding in float32.
-REQUANTIZED_TOLERANCE = 1.0 + 1e-3
+# Bound on the error of requantized values over the norm of what the merge changed in them.
+REQUANTIZED_TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was compared, and the largest difference.
+    """What was compared.
 
     Attributes:
-        mode: "logits" (whole models) or "tensors" (sampled layers).
-        max_abs: largest absolute difference of a logit or of a merged tensor's element.
-        max_rel: the measured relative error that ``tolerance`` bounds: relative to the logits'
-            norm, to a tensor's largest element, or, if the merge is stored quantized, to the norm
-            of a tensor's change.
-        tolerance: the bound on ``max_rel``.
-        compared: number of prompts, or names of the compared tensors.
-        checksums: SHA-256 of every tensor that the merge did not change, equal in base and merged.
+        tensors: number of changed tensors, or matrices of stacks, that were compared.
+        elements: number of their elements; ``off_by_a_step``: how many are the other of the two
+            nearest numbers of the stored dtype.
+        layers: number of layers whose logits were compared; None if they could not be.
+        total_layers: number of layers of the model.
+        error: norm of the logits' difference over the norm of the logits; ``moved``: the same
+            between base and base + adapter.
+        note: why logits say less than usual; empty if they do not.
     """
 
-    mode: Literal["logits", "tensors"]
-    max_abs: float
-    max_rel: float
-    tolerance: float
-    compared: int | tuple[str, ...]
-    checksums: dict[str, str] = field(default_factory=dict, repr=False)
+    tensors: int
+    elements: int
+    off_by_a_step: int
+    layers: int | None
+    total_layers: int
+    error: float = math.nan
+    moved: float = math.nan
+    note: str = ""
+
+    def text(self) -> str:
+        """What was compared, in one line."""
+        line = f"{self.tensors} changed tensors are base + adapter, rounded once"
+        if self.off_by_a_step:
+            line += f" ({self.off_by_a_step} of {self.elements} elements off by one step)"
+        if self.layers is not None:
+            part = "logits" if self.layers == self.total_layers else f"logits after {self.layers} "
+            part += "" if self.layers == self.total_layers else f"of {self.total_layers} layers"
+            line += f"; {part} within {self.error:.1e}, the adapter moves them by {self.moved:.1e}"
+        return f"{line}; {self.note}" if self.note else line
 
 
 def verify_merge(
     base: str | Path | Checkpoint,
-    adapter: str | Path | Adapter | Sequence[tuple[str | Path, float]],
+    adapter: str | Path | Adapter,
     merged: str | Path | Checkpoint,
-    prompts: Sequence[str] | None = None,
     bias: Mapping[int, Sequence[float]] | None = None,
-    mode: Literal["auto", "logits", "tensors"] = "auto",
-    tolerance: float | None = None,
-    samples: int = 12,
-    seed: int = 0,
 ) -> VerifyReport:
     """Compare ``merged`` with ``base`` + ``adapter``.
 
     Args:
-        adapter: open adapter, its folder, or the (folder, weight) pairs that were merged.
-        prompts: texts for the logits; by default random token ids, fixed by ``seed``.
         bias: the merged routing bias by decoder layer; None if there is none or it was dropped.
-        mode: "auto" compares logits if a float32 model fits into 60 % of the free memory and
-            transformers can run both sides (not with several saved modules or ``noaux_tc``).
-        tolerance: bound on the relative error; by default that of the merged dtype.
-        samples: modules to compare in mode "tensors", spread over layers and kinds.
-        seed: chooses the samples and the random token ids.
 
     Raises:
-        NumericsError: the difference exceeds the tolerance; names the worst tensor if known.
+        NumericsError: a changed tensor is not base + delta, or the logits differ; names the tensor.
         CheckpointError: a tensor that no adapter changes is missing or differs from the base's
             bytes.
     """
-    single = isinstance(adapter, str | Path | Adapter)
-    pairs: Any = [(adapter, 1.0)] if single else adapter
     opened, result = open_checkpoint(base, stored=True), open_checkpoint(merged, stored=True)
-    adapters = [(open_adapter(path), float(weight)) for path, weight in pairs]
-    plans = plan_merge(opened, adapters, bias=bias).changed
-    sums = _checksums(opened, result, {plan.target.name for plan in plans})
+    trained = open_adapter(adapter)
+    changes = Changes(trained, opened)
+    compared = [_compare(opened, result, change) for change in changes]
+    written = _check_bias(opened, result, bias)
+    _check_unchanged(opened, result, changes.names | written)
+    elements, off = (sum(counts) for counts in zip(*compared, strict=True)) if compared else (0, 0)
+    total = opened.model_config.get_text_config().num_hidden_layers
+    counts = len(compared), elements, off
     if result.quantized is not None:
-        mode = "tensors"  # no bound is known for how far requantizing moves logits
-    kinds = {info.dtype for info in result.tensors.values() if info.dtype in FLOATS}
+        return VerifyReport(*counts, None, total)  # no bound on how far requantizing moves logits
+    if result.config.get("topk_method") != opened.config.get("topk_method"):
+        return VerifyReport(*counts, None, total, note="transformers has no class for the bias")
+    layers = _layers_to_run(opened)
+    if layers is None:
+        return VerifyReport(*counts, None, total, note="too large to run even the first layers")
+    try:
+        error, moved = compare_logits(opened, trained, result, layers, bias)
+    except AdapterError as problem:  # DoRA on single experts, or no factor in the first layers
+        return VerifyReport(*counts, None, total, note=f"no logits: {problem}")
+    return VerifyReport(*counts, layers, total, error, moved, _judge(result, error, moved))
+
+
+def _judge(merged: Checkpoint, error: float, moved: float) -> str:
+    """Raise unless the logits are those of base + adapter; what they cannot tell apart."""
+    kinds = {info.dtype for info in merged.tensors.values()}
     coarsest = next(kind for kind in ("BF16", "F16", "F32", "F64") if kind in kinds)
-    if mode == "auto":
-        saved = any(isinstance(update, Replace) for plan in plans for update in plan.updates)
-        unweighted = len(adapters) == 1 and adapters[0][1] == 1.0
-        runs = result.config.get("topk_method") == opened.config.get("topk_method")
-        mode = "logits" if runs and (unweighted or not saved) and fits(opened) else "tensors"
-    if mode == "logits":
-        ids = _token_ids(opened, prompts, seed)
-        bound = LOGIT_TOLERANCE[coarsest] if tolerance is None else tolerance
-        max_abs, max_rel = compare_logits(opened, adapters, result, ids, bias)
-        if not max_rel <= bound:
-            raise NumericsError(
-                f"{result.folder}: logits differ from base + adapter by {max_rel:.2e} (relative; "
-                f"largest {max_abs:.2e}), the tolerance is {bound:.0e}; merge again, and report "
-                "a bug if it persists"
-            )
-        return VerifyReport("logits", max_abs, max_rel, bound, len(ids), sums)
-    bound = TENSOR_TOLERANCE[coarsest] if tolerance is None else tolerance
-    if result.quantized is not None:
-        bound = REQUANTIZED_TOLERANCE
-    errors = compare_tensors(opened, adapters, result, samples, seed)
-    worst = max(errors, key=lambda name: errors[name][1])
-    max_abs, max_rel = max(e[0] for e in errors.values()), errors[worst][1]
-    if not max_rel <= bound:
+    bound, nearer = LOGIT_TOLERANCE[coarsest], error * NEARER <= moved
+    if not error <= bound and not (nearer and coarsest in ("BF16", "F16")):
         raise NumericsError(
-            f"{result.folder}: '{worst}' differs from base + adapter by {max_rel:.2e} of "
-            f"{'the change' if result.quantized is not None else 'its largest element'}, the "
-            f"tolerance is {bound:.0e}; merge again, and report a bug if it persists"
+            f"{merged.folder}: logits differ from base + adapter by {error:.2e} (relative), which "
+            f"itself moves them by {moved:.2e}; the tolerance is {bound:.0e}; merge again, and "
+            "report a bug if it persists"
         )
-    return VerifyReport("tensors", max_abs, max_rel, bound, tuple(errors), sums)
+    if nearer:
+        return ""
+    if moved == 0:
+        return "the adapter does not move the logits"
+    return (
+        f"rounding to {coarsest} moves the logits nearly as far as the adapter: they are only "
+        f"{moved / error:.1f} x nearer to base + adapter than to the base"
+    )
 
 
-def _checksums(base: Checkpoint, merged: Checkpoint, changed: set[str]) -> dict[str, str]:
-    sums = {}
+def _compare(base: Checkpoint, merged: Checkpoint, change: Change) -> tuple[int, int]:
+    """Number of elements, and of those that are off by one step of a 16-bit dtype.
+
+    Raises:
+        NumericsError: the merged tensor is not base + delta.
+    """
+    before, after = _read(base, change), _read(merged, change)
+    delta = change.apply(before.float())
+    exact = delta.float() if change.whole else before.float() + delta
+    requantized = merged.quantized is not None and len(merged.quantized.stored(change.name)) > 1
+    if requantized:
+        _compare_requantized(base, merged, change, exact)
+        return exact.numel(), 0
+    slack = torch.zeros(()) if change.whole else SLACK * (
+        before.float().abs() + delta.abs() + delta.abs().max()
+    )  # fmt: skip
+    rounded, low, high = (value.to(after.dtype) for value in (exact, exact - slack, exact + slack))
+    wrong = ~((after >= low) & (after <= high))
+    off = int((after != rounded).sum()) if after.dtype.itemsize == 2 else 0
+    if wrong.any() or off > max(2, OFF_BY_A_STEP * after.numel()):
+        count = int(wrong.sum()) or off
+        largest = float((after.float() - exact).abs().max())
+        raise NumericsError(
+            f"{merged.folder}: '{change.name}' is not base + adapter: {count} of {after.numel()} "
+            f"elements differ, by up to {largest:.1e} where the adapter changes them by up to "
+            f"{float((exact - before.float()).abs().max()):.1e}; merge again, and report a bug if "
+            "it persists"
+        )
+    return after.numel(), off
+
+
+def _compare_requantized(
+    base: Checkpoint, merged: Checkpoint, change: Change, exact: Tensor
+) -> None:
+    """A stored quantized tensor must be what the base's format makes of base + adapter."""
+    assert base.quantized is not None and merged.quantized is not None
+    parts = base.quantized.read_parts(change.name, change.expert)
+    expected = base.quantized.values(change.name, base.quantized.pack(exact, parts)).float()
+    before, after = _read(base, change).float(), _read(merged, change).float()
+    error, moved = float((after - expected).norm()), float((expected - before).norm())
+    if not error <= REQUANTIZED_TOLERANCE * moved:
+        raise NumericsError(
+            f"{merged.folder}: '{change.name}' differs from base + adapter, stored as "
+            f"{base.quantized.format}, by {error:.1e}; the merge changes it by {moved:.1e}; merge "
+            "again, and report a bug if it persists"
+        )
+
+
+def _read(checkpoint: Checkpoint, change: Change) -> Tensor:
+    stored = checkpoint.quantized or PlainTensors(checkpoint.tensors)
+    if change.expert is None:
+        return stored.read(change.name)
+    return stored.read_expert(change.name, change.expert)
+
+
+def _check_bias(
+    base: Checkpoint, merged: Checkpoint, bias: Mapping[int, Sequence[float]] | None
+) -> set[str]:
+    """Check the routing bias that was written; return the names of its tensors."""
+    values, _, _ = plan_bias(base, bias)
+    stored = tensors_of(merged.files)
+    for name, value in values.items():
+        expected = torch.frombuffer(bytearray(value.content), dtype=torch.float32)
+        if name not in stored or not torch.equal(read_tensor(stored[name]).float(), expected):
+            raise CheckpointError(f"{merged.folder}: '{name}' is not the routing bias; merge again")
+    return set(values)
+
+
+def _check_unchanged(base: Checkpoint, merged: Checkpoint, changed: set[str]) -> None:
     in_merged = tensors_of(merged.files)
+    packed = base.quantized.packed() if base.quantized is not None else {}
     for name, info in tensors_of(base.files).items():
         if name not in in_merged:
             raise CheckpointError(f"{merged.folder}: tensor '{name}' of the base is missing")
         other = in_merged[name]
-        if name in changed or (info.dtype, info.shape) != (other.dtype, other.shape):
+        if packed.get(name, name) in changed:
             continue
-        sums[name] = digest(info).hexdigest()
-        if digest(other).hexdigest() != sums[name]:
+        same = info.shape == other.shape
+        if same and info.dtype == other.dtype:
+            same = digest(info).digest() == digest(other).digest()
+        elif same:
+            cast = read_tensor(info).to(DTYPES[other.dtype])
+            same = torch.equal(cast, read_tensor(other))
+        if not same:
             raise CheckpointError(
                 f"{other.file}: '{name}' is not changed by the adapter but differs from "
                 f"{info.file}; merge again"
             )
-    return sums
 
 
-def fits(base: Checkpoint) -> bool:
-    """Return whether a float32 model takes less than 60 % of the free memory."""
+def _layers_to_run(base: Checkpoint) -> int | None:
+    """All layers if a float32 model takes less than 60 % of the free memory, else the first."""
     import psutil
 
-    elements = sum(torch.Size(info.shape).numel() for info in base.tensors.values())
-    return 4 * elements < 0.6 * psutil.virtual_memory().available
+    free = 0.6 * psutil.virtual_memory().available
+    total = base.model_config.get_text_config().num_hidden_layers
+    sizes = {name: torch.Size(info.shape).numel() for name, info in base.tensors.items()}
+    if 4 * sum(sizes.values()) < free:
+        return total
+    layers = first_layers(base.model_config, base.family.moe_layers(base.model_config)[0])
+    outside = re.compile(rf"(?:^|\.)layers\.({'|'.join(map(str, range(layers, total)))})\.")
+    first = sum(size for name, size in sizes.items() if not outside.search(name))
+    return layers if 4 * first < free else None
 
 
-def _token_ids(base: Checkpoint, prompts: Sequence[str] | None, seed: int) -> list[Tensor]:
-    if prompts:
-        from transformers import AutoTokenizer
+def compare_logits(
+    base: Checkpoint,
+    adapter: Adapter,
+    merged: Checkpoint,
+    layers: int,
+    bias: Mapping[int, Sequence[float]] | None = None,
+) -> tuple[float, float]:
+    """How far the merged logits are from base + adapter's, and how far the adapter moves the base.
 
-        tokenizer = AutoTokenizer.from_pretrained(base.folder)
-        return [tokenizer(text, return_tensors="pt")["input_ids"] for text in prompts]
-    return random_tokens(base, seed)
+    Both are norms over the norm of base + adapter's logits. If these are all 0, an error is 0 if
+    the others are too, and otherwise infinite.
+    """
+    ids = random_tokens(base)
+    model = load(base, layers)
+    plain = logits_of(model, ids)
+    model = with_adapter(model, adapter, base, layers)
+    if base.family.bias_export == "tensor":
+        _set_bias(model, bias or {})
+    expected = logits_of(model, ids)
+    del model
+    error = _distance(logits_of(load(merged, layers), ids), expected)
+    return error, _distance(plain, expected)
 
 
-def random_tokens(base: Checkpoint, seed: int) -> list[Tensor]:
+def load(checkpoint: Checkpoint, layers: int) -> Any:
+    """The checkpoint's first layers in transformers, in float32 and eval mode."""
+    config = copy.deepcopy(checkpoint.model_config)
+    if layers < config.get_text_config().num_hidden_layers:
+        config = of_first_layers(config, layers)
+    # Float32 for both, so that the weights are compared and not the rounding of activations.
+    kind = class_of(config)
+    return kind.from_pretrained(checkpoint.folder, config=config, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def logits_of(model: Any, ids: list[Tensor]) -> list[Tensor]:
+    """Float64 logits for each row of token ids."""
+    return [model(input_ids=row, use_cache=False).logits.double() for row in ids]
+
+
+def _distance(logits: list[Tensor], reference: list[Tensor]) -> float:
+    norm = sum(values.square().sum().item() for values in reference) ** 0.5
+    pairs = zip(logits, reference, strict=True)
+    error = sum((one - other).square().sum().item() for one, other in pairs) ** 0.5
+    return error / norm if norm else math.inf if error else 0.0
+
+
+def _set_bias(model: Any, bias: Mapping[int, Sequence[float]]) -> None:
+    for name, buffer in model.named_buffers():
+        layer = re.search(r"\.layers\.(\d+)\.", name)
+        if layer and name.endswith(CORRECTION_BIASES) and int(layer[1]) in bias:
+            buffer.copy_(torch.tensor([float(value) for value in bias[int(layer[1])]]))
+
+
+def random_tokens(base: Checkpoint, seed: int = 0) -> list[Tensor]:
     """Three rows of random token ids from the base's vocabulary."""
     generator = torch.Generator().manual_seed(seed)
     size = base.model_config.get_text_config().vocab_size

@@ -56,6 +56,25 @@ def shortened(config: Any, count: int) -> Any:
     return short
 
 
+def first_layers(config: Any, first_moe: int) -> int:
+    """How many first layers contain the layer ``first_moe`` and, in hybrids, some attention."""
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
+    recurrent = ("linear", "mamba", "conv", "recurrent", "moe", "mlp")
+    attending = (n for n, kind in enumerate(kinds) if not any(word in kind for word in recurrent))
+    first = next(attending, 0)
+    return 1 + max(first, first_moe)
+
+
+def of_first_layers(config: Any, count: int) -> Any:
+    """``config`` with only its first ``count`` layers."""
+    short = copy.deepcopy(config)
+    text = short.get_text_config()
+    for key, value in _of_layers(text, range(count)).items():
+        setattr(text, key, value)
+    return short
+
+
 def _of_layers(text: Any, kept: Sequence[int]) -> dict[str, Any]:
     """Changes that reduce a language model to the layers ``kept``, with their entries of lists."""
     changes: dict[str, Any] = {"num_hidden_layers": len(kept)}

@@ -1,8 +1,8 @@
 """Moonlight's ``tiktoken.model`` as a fast tokenizer, without its ``tokenization_moonshot.py``.
 
 Each line of the file is a byte string and its rank. The file lacks the pattern that splits text
-into pieces and the 256 ids reserved for special tokens after the ranks. transformers' own
-conversion silently gets both wrong for this model.
+into pieces and the 256 ids reserved for special tokens after the ranks. transformers' conversion
+gets both from here.
 """
 
 from __future__ import annotations
@@ -92,29 +92,15 @@ def load_tiktoken(folder: Path) -> PreTrainedTokenizerFast:
     Raises:
         CheckpointError: a file is damaged, or the two files do not match.
     """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
-    from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
+    from transformers.convert_slow_tokenizer import TikTokenConverter
 
     ranks = read_ranks(folder / RANKS_FILE)
-    letters = bytes_to_unicode()
-
-    def text(token: bytes) -> str:
-        return "".join(letters[byte] for byte in token)
-
-    merges = [(text(left), text(right)) for left, right in _merges(ranks)]
-    vocabulary = {text(token): rank for token, rank in ranks.items()}
-    core = Tokenizer(BPE(vocab=vocabulary, merges=merges, fuse_unk=False, ignore_merges=True))
-    core.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PATTERN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    core.decoder = decoders.ByteLevel()
     names = special_tokens(folder, len(ranks))
-    core.add_special_tokens([AddedToken(name, normalized=False) for name in names.values()])
+    converter = TikTokenConverter(pattern=PATTERN, extra_special_tokens=list(names.values()))
+    # The tiktoken package, which would read the file, is not needed for its two columns.
+    converter.load_tiktoken_bpe = lambda _: ranks
+    core = converter.converted()
 
     settings = _settings(folder)
     options: dict[str, Any] = {
@@ -134,19 +120,6 @@ def load_tiktoken(folder: Path) -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         **options,
     )
-
-
-def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """All ways to merge two tokens into one, ordered by the result's rank, for greedy merging."""
-    pairs = []
-    for token, rank in ranks.items():
-        ways = [
-            (ranks[token[:cut]], ranks[token[cut:]], cut)
-            for cut in range(1, len(token))
-            if token[:cut] in ranks and token[cut:] in ranks
-        ]
-        pairs += [(rank, left, right, token[:cut], token[cut:]) for left, right, cut in ways]
-    return [(left, right) for *_, left, right in sorted(pairs)]
 
 
 def _content(token: Any) -> str:

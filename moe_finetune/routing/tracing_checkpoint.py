@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,18 +58,12 @@ def with_adapter(model: Any, base: Path | Checkpoint, adapter: Path) -> Any:
     Raises:
         AdapterError: the adapter is damaged or belongs to another base.
     """
-    from peft import PeftModel
-
     from moe_finetune.checkpoint import open_checkpoint
     from moe_finetune.checkpoint.gate import check_adapter
-    from moe_finetune.checkpoint.peft_form import peft_folder
-    from moe_finetune.moe.lora_factors import quiet_patterns
+    from moe_finetune.checkpoint.peft_model import with_adapter as in_peft
 
     checkpoint = open_checkpoint(base)
-    opened = check_adapter(adapter, checkpoint)
-    with tempfile.TemporaryDirectory() as scratch, quiet_patterns():
-        folder = peft_folder(opened, checkpoint, Path(scratch) / "adapter")
-        return PeftModel.from_pretrained(model, folder).eval()
+    return in_peft(model, check_adapter(adapter, checkpoint), checkpoint)
 
 
 def stored_bias(model: Any, adapter: Path) -> BiasBalancer | None:

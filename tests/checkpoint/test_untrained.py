@@ -44,6 +44,12 @@ def test_other_verbs_carry_the_head(family, tmp_path):
     ).text().replace("  (", " (")
 
 
+def test_a_value_head_is_called_by_its_name(tmp_path):
+    with_head("qwen3_next", tmp_path, ["v_head.summary.weight"])
+    with pytest.raises(CheckpointError, match=r"value head of TRL.*save the model alone"):
+        open_checkpoint(tmp_path)
+
+
 def test_a_text_config_over_files_with_vision(tmp_path):
     with_head("qwen3_5_moe_text", tmp_path, ["model.visual.blocks.0.attn.qkv.weight"])
     assert open_checkpoint(tmp_path).parts_left_out() == {OTHER: (1, 30)}

@@ -11,6 +11,7 @@ from eval.placement.permute import check, permute_experts
 from moe_finetune.checkpoint import merge_adapter
 from moe_finetune.checkpoint.fit import check_fit
 from moe_finetune.checkpoint.opened import open_checkpoint
+from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.errors import CaptureError, CheckpointError, ObjectiveError, UnsupportedModelError
 from moe_finetune.lora.coverage import lora_coverage
 from moe_finetune.losses.objective import Objective
@@ -136,6 +137,8 @@ def test_merged_equals_base_and_adapter(family, tmp_path):
     # PEFT's own merge of a linear attention is off by 3e-5 of the largest logit.
     assert torch.allclose(wanted, found, rtol=0, atol=1e-4 * float(wanted.abs().max()))
     assert float((wanted - untouched).abs().max()) > 1e-2
+    report = verify_merge(base, tmp_path / "adapter", tmp_path / "merged")
+    assert report.error < 1e-5 < 1e-2 < report.moved
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,205 @@
+"""What each changed tensor must be: the base plus PEFT's own delta, one matrix at a time.
+
+PEFT's modules are built without weights; the factors are put into one module at a time. PEFT, not
+the merge, thus maps keys to parameters and unpacks the factors, and transformers, not the merge,
+splits the change into the tensors of the files.
+
+Shape legend: E experts, O rows and I columns of a matrix.
+"""
+
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_finetune.checkpoint.adapter import PREFIX, Adapter, open_adapter
+from moe_finetune.checkpoint.contents import Checkpoint
+from moe_finetune.checkpoint.gate import OLD_EXPERT
+from moe_finetune.checkpoint.names import Names
+from moe_finetune.checkpoint.peft_form import peft_folder
+from moe_finetune.checkpoint.peft_model import wrap
+from moe_finetune.checkpoint.tensors import read_tensor
+from moe_finetune.errors import AdapterError
+from moe_finetune.models.structure import renamed_as_loaded
+
+EXPERTS = 3
+"""Number of matrices of each stack that are compared."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """The new value of one tensor in the files, or of one matrix of a stack there.
+
+    Attributes:
+        name: the tensor in the files.
+        expert: which matrix of a stack; None for the whole tensor.
+        apply: from the base's float32 values to the change, so that DoRA can see the base.
+        whole: the change is the new value itself.
+    """
+
+    name: str
+    expert: int | None
+    apply: Callable[[Tensor], Tensor]
+    whole: bool = False
+
+
+class Changes:
+    """All changes that an adapter makes to a base, by PEFT.
+
+    Attributes:
+        names: names of all tensors that change, also of those experts that are not compared.
+    """
+
+    def __init__(self, adapter: Adapter, base: Checkpoint):
+        self.names: set[str] = set()
+        self._base, self._scratch = base, tempfile.TemporaryDirectory()
+        self.layout = Names(base.model_config, {n: i.shape for n, i in base.tensors.items()})
+        self._by_matrix = any(map(OLD_EXPERT.fullmatch, adapter.tensors))
+        self._adapter = adapter
+        self._modules: list[tuple[str, str, Any]] = []
+        if self._by_matrix:
+            return
+        folder = peft_folder(adapter, base, Path(self._scratch.name) / "adapter")
+        if folder != adapter.folder:
+            self._adapter = open_adapter(folder)
+        self._modules = _peft_modules(base, self._adapter)
+
+    @torch.no_grad()
+    def __iter__(self) -> Iterator[Change]:
+        groups: dict[tuple[str, ...], list[tuple[str, str, Any]]] = {}
+        for module in self._modules:
+            groups.setdefault(self.layout.siblings(module[1]), []).append(module)
+        for group in groups.values():
+            # Where loading splits a stored tensor, its parts' changes are one change of it.
+            same: dict[tuple[str, int | None], list[Change]] = {}
+            for module in group:
+                for change in self._of_module(*module):
+                    if len(group) == 1:
+                        yield change
+                    else:
+                        same.setdefault((change.name, change.expert), []).append(change)
+            for (name, expert), parts in same.items():
+                yield Change(name, expert, lambda b, parts=parts: sum(c.apply(b) for c in parts))
+        if self._by_matrix:
+            yield from self._matrices()
+        for key, info in self._adapter.tensors.items():
+            if ".lora_" not in key:
+                yield from self._saved(key.replace(".base_layer.", "."), read_tensor(info))
+
+    def _of_module(self, path: str, loaded: str, module: Any) -> Iterator[Change]:
+        stored = self._adapter.tensors
+        pairs = [("lora_A", ".weight"), ("lora_B", ".weight")]
+        if f"{path}.lora_embedding_A" in stored:
+            pairs = [("lora_embedding_A", ""), ("lora_embedding_B", "")]
+        for factor, suffix in pairs:
+            value = torch.nn.Parameter(read_tensor(stored[f"{path}.{factor}{suffix}"]).float())
+            if suffix:
+                getattr(module, factor)["default"].weight = value
+            else:
+                getattr(module, factor)["default"] = value
+        shape = self.layout.shapes[loaded]
+        if len(shape) == 3 and getattr(module, "num_experts", 1) > 1:
+            lhs, rhs, scale = module.get_delta_factors("default")
+            yield from self._of_stack(loaded, lambda e: (lhs[e] @ rhs[e]) * scale, shape[0])
+            return
+        if hasattr(module, "parameter_name"):  # PEFT would move the product to the base's device
+            a, b = (getattr(module, f"lora_{f}")["default"].weight for f in "AB")
+            delta = (b @ a) * module.scaling["default"]
+        else:
+            delta = module.get_delta_weight("default")
+        norms = stored.get(f"{path}.lora_magnitude_vector")
+        pieces = self.layout.pieces(loaded, delta.view(shape))
+        spread: dict[str, Tensor] = {}
+        if norms is not None:
+            norms_OI = read_tensor(norms).float()[:, None].expand(shape)
+            spread = self.layout.pieces(loaded, norms_OI)
+        for name, piece in pieces.items():
+            self.names.add(name)
+            yield Change(name, None, _dora(piece, spread[name][:, 0] if norms else None))
+
+    def _of_stack(
+        self, loaded: str, delta_OI: Callable[[int], Tensor], experts: int
+    ) -> Iterator[Change]:
+        for names in self.layout.names_of_experts(loaded):
+            self.names.update(names)
+        for expert in _some(experts, loaded):
+            for name, piece in self.layout.of_expert(loaded, expert, delta_OI(expert)).items():
+                index = expert if self.layout.stacked(name) else None
+                yield Change(name, index, _dora(piece, None))
+
+    def _saved(self, key: str, value: Tensor) -> Iterator[Change]:
+        """A tensor that trained in full, under its name in the model or in the files."""
+        if key in self._base.tensors:
+            self.names.add(key)
+            yield Change(key, None, lambda _: value, whole=True)
+            return
+        for name, piece in self.layout.pieces(key, value).items():
+            self.names.add(name)
+            yield Change(name, None, lambda _, piece=piece: piece, whole=True)
+
+    def _matrices(self) -> Iterator[Change]:
+        """Adapters of transformers 4, whose modules are the matrices of the files."""
+        stored = self._adapter.tensors
+        for key in stored:
+            path, separator, _ = key.partition(".lora_A.weight")
+            if not separator:
+                continue
+            a, b = (read_tensor(stored[f"{path}.lora_{f}.weight"]).float() for f in "AB")
+            delta = (b @ a) * self._adapter.scaling(path)
+            norms = stored.get(f"{path}.lora_magnitude_vector")
+            parameter = f"{path}.weight"
+            pieces = {parameter: delta}
+            if parameter not in self._base.tensors:
+                loaded = renamed_as_loaded(self._base.model_config, parameter)
+                pieces = self.layout.pieces(loaded, delta)
+            for name, piece in pieces.items():
+                self.names.add(name)
+                norms_O = read_tensor(norms).float() if norms else None
+                yield Change(name, None, _dora(piece, norms_O))
+
+
+def _dora(delta_OI: Tensor, norms_O: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """The change of a matrix; with DoRA its rows get new norms. A norm of zero: another's row."""
+
+    def change(base_OI: Tensor) -> Tensor:
+        new_OI = base_OI + delta_OI
+        scaled_OI = (norms_O / torch.linalg.norm(new_OI, dim=1))[:, None] * new_OI
+        return (scaled_OI - base_OI) * (norms_O != 0)[:, None]
+
+    return change if norms_O is not None else lambda _: delta_OI
+
+
+def _some(experts: int, loaded: str) -> list[int]:
+    """Three matrices of a stack, the same for all of a layer's stacks; others in each layer."""
+    layer = loaded.partition(".experts")[0]
+    return random.Random(layer).sample(range(experts), min(experts, EXPERTS))
+
+
+def _peft_modules(base: Checkpoint, adapter: Adapter) -> list[tuple[str, str, Any]]:
+    """PEFT's modules on the meta device: path in the adapter's keys, loaded parameter, module."""
+    from peft.tuners.lora import LoraLayer
+
+    from moe_finetune.checkpoint.names import on_meta
+
+    with torch.device("meta"):
+        wrapped = wrap(on_meta(base.model_config), adapter)
+    modules, used = [], set()
+    for name, module in wrapped.named_modules():
+        path = name.removeprefix(PREFIX)
+        if not isinstance(module, LoraLayer) or "default" not in module.scaling:
+            continue
+        factors = [f"{path}.{f}" for f in ("lora_A.weight", "lora_embedding_A")]
+        if not any(key in adapter.tensors for key in factors):
+            raise AdapterError(f"{adapter.folder}: adapter tensor '{factors[0]}' is missing")
+        used.add(path)
+        parameter = getattr(module, "parameter_name", "weight")
+        modules.append((path, f"{path.replace('.base_layer', '')}.{parameter}", module))
+    unused = {k.partition(".lora_")[0] for k in adapter.tensors if ".lora_" in k} - used
+    if unused:
+        raise AdapterError(f"{adapter.folder}: PEFT has no module for '{sorted(unused)[0]}'")
+    return modules
