@@ -20,7 +20,6 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
 from moe_finetune.errors import DataError, RecipeError
-from moe_finetune.lora.initial import initialize
 from moe_finetune.lora.select import ExpertSelection
 from moe_finetune.models.base import GATED_MLP
 from moe_finetune.moe.layers import causal_lm, family_in, moe_layers
@@ -72,11 +71,6 @@ def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
     if router == "lora":
         parameters.append(family.router_target)
         of_part["router"] = [family.router_target]
-    if lora.use_dora and parameters:
-        raise RecipeError(
-            f"lora.use_dora: PEFT has no DoRA for parameters, and '{parameters[0]}' of "
-            f"{family.title} is adapted as one; leave use_dora out"
-        )
     scoped = partial(_scoped, model, f"{family.backbone}.layers.")
     modules, parameters = scoped(modules), scoped(parameters)
     if not modules and not parameters:
@@ -97,7 +91,6 @@ def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
         rank_pattern={name: part.rank for name, part in patterns.items()},
         alpha_pattern={name: part.alpha for name, part in patterns.items()},
         use_rslora=lora.use_rslora,
-        use_dora=lora.use_dora,
         lora_dropout=0.0,
         target_modules=modules or [],
         target_parameters=parameters or None,
@@ -146,7 +139,8 @@ def add_lora(model: nn.Module, lora: LoraSection | None, router: str) -> nn.Modu
     if chosen is not None:
         keep_chosen(adapted, config, chosen)
         materialize(adapted)
-    initialize(adapted, config, lora)
+    if lora.init == "gaussian":
+        _draw_gaussian(adapted)
     set_dropout(adapted, lora.dropout)
     widen_routers(adapted)
     for name, parameter in adapted.named_parameters():
@@ -159,6 +153,16 @@ def add_lora(model: nn.Module, lora: LoraSection | None, router: str) -> nn.Modu
         if quantized(parameter) or hasattr(parameter, "device_mesh")
     ]
     return adapted
+
+
+def _draw_gaussian(model: nn.Module) -> None:
+    from peft.tuners.lora.layer import LoraLayer
+
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            for name, a in module.lora_A.items():
+                if a.weight.device.type != "meta":
+                    module.reset_lora_parameters(name, "gaussian")  # type: ignore[arg-type]
 
 
 def _without_gradient(model: nn.Module) -> set[str]:

@@ -12,16 +12,26 @@ from moe_finetune.recipe.validation import placed
 
 OTHER_TRAINERS = "SpecializationCallback adds the method to TRL's own trainer, see docs/stages.md"
 SLURM = "`sbatch --array` runs a study's shards, see recipes/launch/README.md"
+OWN_MODEL = (
+    "give a PEFT model of your own and SpecializationCallback to TRL's trainer, see "
+    "docs/other-trainers.md; merge takes its adapter"
+)
 KEYS: dict[str, tuple[Any, str]] = {
     "plan": (None, "`train --dry-run` of an arm plans its memory; `study --plan` lists the runs"),
     "launch.options": ({}, SLURM),
     "launch.hours": (24.0, SLURM),
     "launch.jobs": (None, SLURM),
+    "lora.use_dora": (False, f"was dropped; {OWN_MODEL}"),
+    "lora.loraplus_lr_ratio": (None, f"LoRA+ was dropped; {OWN_MODEL}"),
     "teacher": (None, f"stage distill was dropped; {OTHER_TRAINERS}"),
 }
 """Dotted key, ``*`` for any loss -> its old default, and what to do instead."""
 VALUES: dict[str, dict[str, str]] = {
     "launch.kind": {"slurm": f"was dropped; {SLURM}"},
+    "lora.init": dict.fromkeys(
+        ("orthogonal", "olora", "pissa", *(f"pissa_niter_{n}" for n in range(1, 100))),
+        f"was dropped (kept: kaiming, gaussian); {OWN_MODEL}",
+    ),
     "stage": dict.fromkeys(
         ("kto", "orpo", "distill"),
         f"was dropped (kept: sft, pretrain, dpo, grpo); {OTHER_TRAINERS}",
@@ -59,6 +69,9 @@ def _kept(values: dict[str, Any], above: Key, problems: list[str]) -> dict[str, 
 
 def _problem(key: Key, value: Any) -> str | None:
     """Why a dropped key is refused; "" if it is ignored, None if it is not dropped."""
+    for section in ("lora", "method"):  # also below a stage or an arm of an upcycle
+        if section in key:
+            key = key[key.index(section) :]
     of_term = key[:2] == ("method", "terms") and len(key) > 2
     if of_term and len(key) == 3 and key[2] in TERMS:
         removed = value is None or (isinstance(value, dict) and value.get("weight") == 0)

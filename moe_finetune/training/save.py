@@ -1,6 +1,7 @@
 """Save what training produced: an ordinary PEFT adapter, or without one the whole model."""
 
 from collections.abc import Mapping
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from moe_finetune.checkpoint.card import public_name, write_card
 from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.io import output_folder, sync
 from moe_finetune.io.run_folder import RunFolder
-from moe_finetune.lora.initial import ordinary_adapter
 from moe_finetune.moe.bias import BiasBalancer
 from moe_finetune.moe.layers import moe_layers
 from moe_finetune.moe.lora_selected import selected_experts
@@ -54,8 +54,7 @@ def save_trained(
     with output_folder(target, size) as partial:
         if adapted:
             name_base(model, recipe)
-            weights, config = ordinary_adapter(model, weights, _peft_config(model))
-            write_adapter(config, weights, partial)
+            write_adapter(_peft_config(model), weights, partial)
             assert recipe.lora is not None
             metadata = metadata or run_metadata(recipe)
             describe_adapter(model, partial, recipe.lora.dropout, balancer, metadata)
@@ -171,8 +170,9 @@ def _peft_config(model: Any) -> Any:
 def write_adapter(config: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
     """Write PEFT's two files, without the model card that its ``save_pretrained`` adds."""
     save_file(weights, folder / ADAPTER_FILE, metadata={"format": "pt"})
-    mode, config.inference_mode = config.inference_mode, True
-    try:
-        config.save_pretrained(str(folder))
-    finally:
-        config.inference_mode = mode
+    config = copy(config)
+    config.inference_mode = True
+    for name in ("target_modules", "target_parameters"):
+        if not isinstance(targets := getattr(config, name), str | None):
+            setattr(config, name, sorted(targets))  # the order of a set differs between processes
+    config.save_pretrained(str(folder))

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from transformers import PrinterCallback, ProgressCallback
 
-from moe_finetune.errors import RecipeError
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES, Stage
@@ -97,13 +96,7 @@ class RunTrainer(GuardedTrainer, ResumableTrainer):
     """Mixin with checkpoints that resume exactly, and a guard over loss and gradients.
 
     A model on the meta device, as in a rehearsal, stays there.
-
-    Attributes:
-        loraplus_lr_ratio: LoRA+'s ratio of learning rates, or None for one rate.
     """
-
-    loraplus_lr_ratio: float | None = None
-    optimizer: Any
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate without advancing the random state, so evaluations do not change training."""
@@ -112,27 +105,6 @@ class RunTrainer(GuardedTrainer, ResumableTrainer):
             return super().evaluate(*args, **kwargs)
         finally:
             set_random_state(state)
-
-    def create_optimizer(self, model: Any = None) -> Any:
-        if self.optimizer is not None or self.loraplus_lr_ratio is None:
-            return super().create_optimizer(model)
-        from peft.optimizers import create_loraplus_optimizer
-
-        trained = self.model if model is None else model
-        kind, options = self.get_optimizer_cls_and_kwargs(self.args, trained)
-        if not isinstance(kind, type) or {"params", "model", "optimizer_dict"} & set(options):
-            raise RecipeError(
-                f"lora.loraplus_lr_ratio: trainer.optim '{self.args.optim}' makes its own "
-                "parameter groups; use adamw_torch, or leave the ratio out"
-            )
-        self.optimizer = create_loraplus_optimizer(
-            trained,
-            kind,
-            loraplus_lr_ratio=self.loraplus_lr_ratio,
-            loraplus_weight_decay=self.args.weight_decay,
-            **options,
-        )
-        return self.optimizer
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         if next(model.parameters()).device.type != "meta":
@@ -186,7 +158,6 @@ def build_trainer(
     for printer in (ProgressCallback, PrinterCallback):  # LiveTable shows what they would print
         trainer.remove_callback(printer)
     callback.attach(trainer)
-    trainer.loraplus_lr_ratio = recipe.lora.loraplus_lr_ratio if recipe.lora else None
     if isinstance(trainer, FollowsRollouts):
         trainer.callback = callback
         trainer.replay = recipe.router.replay

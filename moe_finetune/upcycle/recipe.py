@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ConfigDict, Field, model_validator
 
 from moe_finetune.errors import RecipeError, did_you_mean
+from moe_finetune.recipe.dropped import without_dropped
 from moe_finetune.recipe.lora import LoraSection
 from moe_finetune.recipe.method import resolve_method
 from moe_finetune.recipe.section import WholeRecipe
@@ -41,7 +42,7 @@ DENSE_TARGETS: dict[str, tuple[str, ...]] = {
 }
 """``lora.targets`` -> modules of a dense model, whose feed-forward becomes an expert."""
 
-_NOT_HERE = {"parts", "use_rslora", "use_dora", "init", "start", "loraplus_lr_ratio"}
+_NOT_HERE = {"parts", "use_rslora", "init", "start"}
 
 
 def _paper_arms(recipe: dict[str, Any]) -> dict[str, ArmSection]:
@@ -129,7 +130,7 @@ def load_upcycle_recipe(
     Raises:
         RecipeError: one line for each problem, with the file, line and dotted key.
     """
-    return from_tree(UpcycleRecipe, load_tree(paths, overrides))
+    return from_tree(UpcycleRecipe, without_dropped(load_tree(paths, overrides)))
 
 
 def _contradictions(recipe: UpcycleRecipe) -> Iterator[str]:

@@ -6,8 +6,14 @@ from moe_finetune.errors import RecipeError
 from moe_finetune.recipe.schema import load_recipe
 
 RECIPE = "model: {path: m}\ndata: {train: a.jsonl}\n"
-DEFAULTS = ["teacher=null"]
+DEFAULTS = ["teacher=null", "lora.use_dora=false", "lora.loraplus_lr_ratio=null"]
 REFUSED = [
+    ("lora.use_dora=true", "lora.use_dora: was dropped; give a PEFT model of your own"),
+    ("lora.loraplus_lr_ratio=16", "lora.loraplus_lr_ratio: LoRA+ was dropped; give"),
+    ("lora.init=pissa", "lora.init: 'pissa' was dropped (kept: kaiming, gaussian); give"),
+    ("lora.init=pissa_niter_4", "lora.init: 'pissa_niter_4' was dropped"),
+    ("lora.init=olora", "lora.init: 'olora' was dropped"),
+    ("lora.init=orthogonal", "lora.init: 'orthogonal' was dropped"),
     ("teacher=other", "teacher: stage distill was dropped; SpecializationCallback"),
     ("stage=kto", "stage: 'kto' was dropped (kept: sft, pretrain, dpo, grpo); Special"),
     ("stage=orpo", "stage: 'orpo' was dropped"),

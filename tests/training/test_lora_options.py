@@ -1,11 +1,8 @@
 """A whole run with the options that people tune LoRA with, stopped and resumed."""
 
 import json
-import shutil
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from moe_finetune.checkpoint import merge_adapter, open_checkpoint
 from moe_finetune.errors import AdapterError, DependencyError
@@ -20,7 +17,7 @@ from moe_finetune.training.preflight import check_inputs
 from moe_finetune.training.trainer import build_trainer
 from tests import tiny
 from tests.checkpoint import helpers
-from tests.checkpoint.helpers import EXPERTS, load, logits, with_adapter
+from tests.checkpoint.helpers import EXPERTS, load, logits
 
 ADAPTER = "adapter/adapter_model.safetensors"
 
@@ -55,54 +52,15 @@ def recipe(base, tmp_path):
     return make
 
 
-def test_a_residual_run_resumes_merges_and_loads_elsewhere(recipe, base, tmp_path):
-    made = recipe(
-        {"init": "pissa_niter_4", "use_rslora": True, "loraplus_lr_ratio": 4.0},
-        neftune_noise_alpha=5.0,
-    )
-    output = run_recipe(made, tmp_path / "run")  # export.verify compares the merged logits
-    config = json.loads((output / "adapter" / "adapter_config.json").read_text())
-    assert (config["r"], config["init_lora_weights"], config["use_rslora"]) == (8, True, True)
-    wanted = logits(load(output / "merged"))
-    assert (logits(with_adapter(base, output / "adapter")) - wanted).norm() < 1e-5 * wanted.norm()
-    assert (logits(load(base)) - wanted).norm() > 0.02 * wanted.norm()
-    half = tmp_path / "half"
-    shutil.copytree(output, half)
-    for name in ("adapter", "merged", "checkpoints/checkpoint-4", "report", "summary.json"):
-        target = half / name
-        shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
-    run_recipe(made, half, resume=True)
-    straight, resumed = load_file(output / ADAPTER), load_file(half / ADAPTER)
-    assert straight.keys() == resumed.keys()
-    assert all(torch.equal(straight[key], resumed[key]) for key in straight)
-
-
-def test_loraplus_and_neftune_are_those_of_peft_and_transformers(recipe, base, tmp_path):
+def test_neftune_reaches_the_trainer(recipe, base, tmp_path):
     from datasets import Dataset
-    from peft.optimizers import create_loraplus_optimizer
 
-    made = recipe({"loraplus_lr_ratio": 16.0}, weight_decay=0.03, neftune_noise_alpha=7.0)
-    torch.manual_seed(0)
+    made = recipe(neftune_noise_alpha=7.0)
     model = add_lora(load(base), made.lora, made.router.train)
     rows = Dataset.from_list([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 4)
     trainer, callback = build_trainer(made, tmp_path, model, tiny.tokenizer(), rows, None)
     callback.close()
     assert trainer.neftune_noise_alpha == 7.0
-    groups = trainer.create_optimizer().param_groups
-    names = {id(p): name for name, p in model.named_parameters()}
-    kind, options = trainer.get_optimizer_cls_and_kwargs(trainer.args, model)
-    peft = create_loraplus_optimizer(
-        model, kind, loraplus_lr_ratio=16.0, loraplus_weight_decay=0.03, **options
-    ).param_groups
-    for ours, theirs in zip(groups, peft, strict=True):
-        assert [id(p) for p in ours["params"]] == [id(p) for p in theirs["params"]]
-        assert (ours["lr"], ours["weight_decay"]) == (theirs["lr"], theirs["weight_decay"])
-    for group in groups:
-        factors = {"lora_B" in names[id(p)] for p in group["params"]}
-        assert factors <= {group["lr"] == 16 * 1e-2}
-    assert sum(len(group["params"]) for group in groups) == sum(
-        p.requires_grad for p in model.parameters()
-    )
 
 
 def test_liger_that_is_not_installed_is_named():
