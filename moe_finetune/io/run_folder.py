@@ -43,7 +43,6 @@ class RunFolder:
         self.summary = path / "summary.json"
         self.log = path / "run.log"
         self.metrics = path / "metrics.jsonl"
-        self.bad_batches = path / "bad_batches.jsonl"
         self.routing = path / "routing"
         self.routing_before = self.routing / "before.json"
         self.routing_after = self.routing / "after.json"

@@ -95,9 +95,6 @@ class BiasBalancer(Perturbation):
             self.bias[layer] = bias + self.update * torch.sign(load_E.mean() - load_E)
             self._load[layer] = torch.zeros_like(load_E)
 
-    def forget_loads(self) -> None:
-        self._load = {layer: torch.zeros_like(load_E) for layer, load_E in self._load.items()}
-
     def effective(self, layers: Sequence[MoeLayer]) -> dict[str, Tensor]:
         """Biases to export: the learned ones plus the checkpoint's own, if any."""
         biases = {}

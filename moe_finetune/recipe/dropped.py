@@ -23,6 +23,11 @@ KEYS: dict[str, tuple[Any, str]] = {
     "launch.jobs": (None, SLURM),
     "lora.use_dora": (False, f"was dropped; {OWN_MODEL}"),
     "lora.loraplus_lr_ratio": (None, f"LoRA+ was dropped; {OWN_MODEL}"),
+    "numerics.on_nan": ("stop", "steps are no longer skipped; lower trainer.learning_rate"),
+    "numerics.max_violation": (None, "the limit is 0.75 x (experts / selected - 1)"),
+    "numerics.dead_experts": (0.5, "the limit is 0.5"),
+    "numerics.patience": (5, "a collapse is reported after 5 logs"),
+    "numerics.deterministic": (False, "set trainer.full_determinism: true"),
     "teacher": (None, f"stage distill was dropped; {OTHER_TRAINERS}"),
 }
 """Dotted key, ``*`` for any loss -> its old default, and what to do instead."""
@@ -61,7 +66,9 @@ def _kept(values: dict[str, Any], above: Key, problems: list[str]) -> dict[str, 
         key = (*above, name)
         problem = _problem(key, value)
         if problem is None:
-            kept[name] = _kept(value, key, problems) if isinstance(value, dict) else value
+            inner = _kept(value, key, problems) if isinstance(value, dict) else value
+            if inner != {} or value == {}:  # a section of dropped keys alone is as if not given
+                kept[name] = inner
         elif problem:
             problems.append(f"{dotted(key)}: {problem}")
     return kept

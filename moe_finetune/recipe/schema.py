@@ -28,7 +28,6 @@ from moe_finetune.recipe.sections import (
     EvaluationSection,
     ExportSection,
     ModelSection,
-    NumericsSection,
     ParallelSection,
     RewardSection,
     RouterSection,
@@ -63,7 +62,6 @@ class Recipe(WholeRecipe):
         default=ExportSection(), description="what is written after training"
     )
     evaluation: EvaluationSection | None = None
-    numerics: NumericsSection = NumericsSection()
     parallel: ParallelSection = ParallelSection()
     rewards: list[RewardSection] = Field(
         default=[], description="for stage grpo: a name, or a mapping"

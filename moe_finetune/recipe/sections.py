@@ -265,30 +265,3 @@ class EvaluationSection(Section):
                 f"evaluation.every: its curve ends with the last step, but trainer.{BEST} "
                 "returns to an earlier one; leave one of them out"
             )
-
-
-class NumericsSection(Section):
-    """What to do about NaN and routing collapse, and whether operations are deterministic.
-
-    ``max_violation`` and ``dead_experts`` are the limits beyond which routing counts as collapsed,
-    see :class:`moe_finetune.training.numerics.CollapseWatch`; ``patience`` counts logs.
-    """
-
-    on_nan: Literal["stop", "skip"] = Field(
-        default="stop",
-        description="if a loss or gradient is not finite: stop the run, or skip the step",
-    )
-    max_violation: float | None = Field(
-        default=None,
-        gt=0,
-        description="limit of MaxVio before collapse; default: 0.75 x (experts / selected - 1)",
-    )
-    dead_experts: float = Field(
-        default=0.5, gt=0, le=1, description="limit of the share of dead experts before collapse"
-    )
-    patience: int = Field(
-        default=5, ge=1, description="consecutive logs beyond a limit before the run stops"
-    )
-    deterministic: bool = Field(
-        default=False, description="refuse operations that are not bitwise reproducible"
-    )

@@ -6,9 +6,7 @@ from transformers import TrainerCallback
 
 FIRST = (
     "SpecializationCallback",  # puts the method's values into the log entry that all others read
-    "RoutingDrift",  # adds to the same entry
     "RunLog",  # writes the entry
-    "NumericsGuard",  # acts before anything is saved or shown
     "CollapseWatch",
     "FoundWeights",
     "LiveTable",  # shows what was written

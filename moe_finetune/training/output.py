@@ -72,7 +72,7 @@ def discard(run: RunFolder, new_folder: bool) -> None:
     Args:
         new_folder: whether this run created the folder; it is then removed too.
     """
-    products = (run.metrics, run.bad_batches, run.steps, *run.weights)
+    products = (run.metrics, run.steps, *run.weights)
     if any(path.exists() for path in products) or checkpoints(run.checkpoints):
         return
     for folder in (run.routing, run.checkpoints):

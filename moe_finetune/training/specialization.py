@@ -41,9 +41,9 @@ from moe_finetune.training.preconditions import check_forward
 from moe_finetune.training.reach import check_reach
 from moe_finetune.training.statistics import TrainingStatistics
 from moe_finetune.training.strength import StrengthMeter
+from moe_finetune.training.unmoved import STEPS, fingerprints, unmoved_since
 
 log = logging.getLogger(__name__)
-UNMOVED_CHECK_STEP = 10
 
 _ON_MODEL: WeakKeyDictionary[nn.Module, ref[Specialization]] = WeakKeyDictionary()
 
@@ -69,7 +69,7 @@ class Specialization:
     Attributes:
         objective, recorder, statistics, balancer, strength: the method's parts.
         reached: trainable parameters that each term's gradient reaches.
-        unmoved: trainable tensors that were unchanged after ten steps.
+        unmoved: trainable tensors that were unchanged after ten steps; None before.
         run: an object that identifies the training, such as a trainer's state.
 
     Raises:
@@ -124,7 +124,7 @@ class Specialization:
             self.recorder, self.objective, self.method.strength.every, self.method.strength.first
         )
         self.reached: dict[str, list[str]] = {}
-        self.unmoved: list[str] = []
+        self.unmoved: list[str] | None = None
         self.run: object = None
         self._start: dict[str, torch.Tensor] = {}
         self._kept: KeptBias | None = None
@@ -168,9 +168,7 @@ class Specialization:
         except ObjectiveError:
             self.restore()
             raise
-        self._start = {
-            name: _fingerprint(p) for name, p in self.model.named_parameters() if p.requires_grad
-        }
+        self._start = fingerprints(self.model)
 
     @property
     def at_work(self) -> bool:
@@ -255,8 +253,9 @@ class Specialization:
             if isinstance(term, Coupling):
                 term.reduce_over_ranks()
         self.begin_step(self.steps + 1, self.total_steps)
-        if self._start and self.steps >= UNMOVED_CHECK_STEP:
-            self._look_for_unmoved()
+        if self.unmoved is None and self.steps >= STEPS:
+            self.unmoved = unmoved_since(self._start, self.model)
+            self._start = {}
 
     def read(self) -> dict[str, float]:
         """Losses and routing metrics since the last read; see :class:`TrainingStatistics`."""
@@ -314,33 +313,6 @@ class Specialization:
         if self.balancer is not None:
             self.balancer.load_state_dict(state)
 
-    def snapshot(self) -> dict[str, Any]:
-        """State for :meth:`go_back`; cheap: tables are replaced and never changed in place."""
-        return {"tables": self.state_dict(), "statistics": self.statistics.snapshot()}
-
-    def go_back(self, snapshot: dict[str, Any]) -> None:
-        """Undo the forwards since :meth:`snapshot`: tables, loads and sums."""
-        self.objective.load_state_dict(snapshot["tables"])
-        self.statistics.load_state_dict(snapshot["statistics"])
-        if self.balancer is not None:
-            self.balancer.forget_loads()
-
-    def _look_for_unmoved(self) -> None:
-        self.unmoved = [
-            name
-            for name, parameter in self.model.named_parameters()
-            if name in self._start and torch.equal(_fingerprint(parameter), self._start[name])
-        ]
-        self._start = {}
-        if self.unmoved:
-            listed = ", ".join(self.unmoved[:8]) + (" ..." if len(self.unmoved) > 8 else "")
-            log.warning(
-                "%d trainable tensors did not change in the first %d steps: %s",
-                len(self.unmoved),
-                UNMOVED_CHECK_STEP,
-                listed,
-            )
-
 
 def _check_frozen(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
@@ -349,12 +321,3 @@ def _check_frozen(model: nn.Module) -> None:
                 f"'{name}' is quantized and cannot be trained; train a LoRA adapter on it (lora: "
                 "or target_parameters, not modules_to_save), or load the model without quantization"
             )
-
-
-def _fingerprint(parameter: torch.Tensor) -> torch.Tensor:
-    """A few numbers that change when the parameter changes."""
-    values = parameter.detach()
-    values = values.to_local() if hasattr(values, "to_local") else values
-    wide = values.double().reshape(-1)
-    ramp = torch.arange(1, wide.numel() + 1, device=wide.device, dtype=torch.float64)
-    return torch.stack([wide.sum(), wide.square().sum(), (wide * ramp).sum()]).cpu()

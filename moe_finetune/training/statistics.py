@@ -86,9 +86,6 @@ class TrainingStatistics:
             "strength": dict(self._strength),
         }
 
-    def snapshot(self) -> dict[str, Any]:
-        return {**self.state_dict(), "sums": None if self._sums is None else self._sums.clone()}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._sums = state["sums"]
         self._routers = dict(state.get("routers", {}))

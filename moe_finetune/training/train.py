@@ -16,7 +16,6 @@ from moe_finetune.training import ranks
 from moe_finetune.training.callback_order import add_callbacks
 from moe_finetune.training.continued_adapter import continue_adapter
 from moe_finetune.training.keep_steps import KeepSteps
-from moe_finetune.training.numerics import make_deterministic
 from moe_finetune.training.preflight import Inputs
 from moe_finetune.training.resumable import find_checkpoint
 from moe_finetune.training.save import name_base, run_metadata, save_trained
@@ -31,8 +30,6 @@ log = logging.getLogger(__name__)
 def train(recipe: Recipe, run: RunFolder, inputs: Inputs, resume: bool = False) -> None:
     """Fine-tune and write the adapter (or, without LoRA, the model) to the run folder."""
     start, output = inputs.start, run.path
-    if recipe.numerics.deterministic:
-        make_deterministic()
     model = trainable_model(start)
     checkpoint = find_checkpoint(run.checkpoints) if resume else None
     trainer, callback = build_trainer(

@@ -18,7 +18,7 @@ from moe_finetune.training.callback_order import add_callbacks
 from moe_finetune.training.checkpoint_parts import accumulation
 from moe_finetune.training.generation_batch import ResumesRollouts
 from moe_finetune.training.live_table import LiveTable
-from moe_finetune.training.numerics import CollapseWatch, NumericsGuard
+from moe_finetune.training.numerics import CollapseWatch, FiniteTrainer
 from moe_finetune.training.rank_state import random_state, set_random_state
 from moe_finetune.training.resumable import ResumableTrainer
 from moe_finetune.training.rollout import FollowsRollouts
@@ -75,25 +75,8 @@ def training_arguments(recipe: Recipe, output: Path) -> Any:
     return config(**{**defaults, **recipe.trainer, **ours})
 
 
-class GuardedTrainer(_Trainer):
-    """Mixin that shows a :class:`NumericsGuard` every loss and gradient of any Trainer."""
-
-    guard: NumericsGuard | None = None
-
-    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        loss = super().training_step(model, inputs, *args, **kwargs)
-        return self.guard.batch(inputs, loss) if self.guard else loss
-
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        norm = super()._get_grad_norm(model, grad_norm)
-        step = self.state.global_step + 1
-        if self.guard and self.guard.leaves_out(model, step, float(norm)):
-            return 0.0
-        return norm
-
-
-class RunTrainer(GuardedTrainer, ResumableTrainer):
-    """Mixin with checkpoints that resume exactly, and a guard over loss and gradients.
+class RunTrainer(FiniteTrainer, ResumableTrainer):
+    """Mixin with checkpoints that resume exactly, and an end at numbers that are not finite.
 
     A model on the meta device, as in a rehearsal, stays there.
     """
@@ -161,15 +144,12 @@ def build_trainer(
     if isinstance(trainer, FollowsRollouts):
         trainer.callback = callback
         trainer.replay = recipe.router.replay
-    numbers = recipe.numerics
-    trainer.guard = NumericsGuard(output, numbers.on_nan, callback, stage.form != "prompts")
-    watch = CollapseWatch(callback, numbers.max_violation, numbers.dead_experts, numbers.patience)
     found_weights = FoundWeights(
         RunFolder(output).recipe,
         lambda: callback.specialization,
         lambda weights: with_weights(recipe, weights).to_yaml(),
     )
-    add_callbacks(trainer, RunLog(output), trainer.guard, watch, found_weights, LiveTable())
+    add_callbacks(trainer, RunLog(output), CollapseWatch(callback), found_weights, LiveTable())
     return trainer, callback
 
 

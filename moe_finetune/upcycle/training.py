@@ -138,7 +138,6 @@ def build(
     from moe_finetune.recipe.stages import STAGES
     from moe_finetune.training.callback import SpecializationCallback
     from moe_finetune.training.callback_order import add_callbacks
-    from moe_finetune.training.numerics import NumericsGuard
     from moe_finetune.training.run_log import RunLog
     from moe_finetune.training.trainer import trainer_of, training_arguments
 
@@ -196,8 +195,7 @@ def build(
     )
     if job.method is not None:
         callback.attach(trainer)
-    trainer.guard = NumericsGuard(work_folder, "stop", callback)
-    add_callbacks(trainer, RunLog(work_folder), trainer.guard)
+    add_callbacks(trainer, RunLog(work_folder))
     return trainer, callback.close
 
 

@@ -6,8 +6,17 @@ from moe_finetune.errors import RecipeError
 from moe_finetune.recipe.schema import load_recipe
 
 RECIPE = "model: {path: m}\ndata: {train: a.jsonl}\n"
-DEFAULTS = ["teacher=null", "lora.use_dora=false", "lora.loraplus_lr_ratio=null"]
+NUMERICS = "on_nan: stop, max_violation: null, dead_experts: 0.5, patience: 5, deterministic: false"
+DEFAULTS = [
+    f"numerics={{{NUMERICS}}}",
+    "teacher=null",
+    "lora.use_dora=false",
+    "lora.loraplus_lr_ratio=null",
+]
 REFUSED = [
+    ("numerics.on_nan=skip", "numerics.on_nan: steps are no longer skipped; lower trainer.lea"),
+    ("numerics.deterministic=true", "numerics.deterministic: set trainer.full_determinism: true"),
+    ("numerics.patience=3", "numerics.patience: a collapse is reported after 5 logs"),
     ("lora.use_dora=true", "lora.use_dora: was dropped; give a PEFT model of your own"),
     ("lora.loraplus_lr_ratio=16", "lora.loraplus_lr_ratio: LoRA+ was dropped; give"),
     ("lora.init=pissa", "lora.init: 'pissa' was dropped (kept: kaiming, gaussian); give"),

@@ -7,9 +7,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.recipe.sections import LoraSection
-from moe_finetune.training.numerics import NumericsGuard
+from moe_finetune.training.numerics import FiniteTrainer
 from moe_finetune.training.resumable import ResumableTrainer
-from moe_finetune.training.trainer import GuardedTrainer
 from tests import tiny
 from tests.tiny_adapter import random_factors
 
@@ -69,12 +68,12 @@ def loaded(base, whole=False):
     return model if whole else get_peft_model(model, LoraConfig(**LORA))
 
 
-class Guarded(GuardedTrainer, ResumableTrainer, Trainer):
+class Guarded(FiniteTrainer, ResumableTrainer, Trainer):
     """The mixins of the run's trainer on transformers' own."""
 
 
-def guarded(folder, model, callback, on_nan="stop", kind=Guarded, **options):
-    """A trainer whose guard watches its numbers; checkpoints go into ``folder``."""
+def guarded(folder, model, callback, kind=Guarded, **options):
+    """A trainer that ends at numbers that are not finite; checkpoints go into ``folder``."""
     trainer = kind(
         model,
         TrainingArguments(
@@ -92,6 +91,4 @@ def guarded(folder, model, callback, on_nan="stop", kind=Guarded, **options):
         callbacks=[callback],
     )
     callback.attach(trainer)
-    trainer.guard = NumericsGuard(folder, on_nan, callback)
-    trainer.add_callback(trainer.guard)
     return trainer

@@ -106,7 +106,7 @@ def test_tensors_that_do_not_move_are_named(caplog):
             optimizer.zero_grad()
             method.step()
     assert method.unmoved and all("layers.2" in name for name in method.unmoved)
-    assert "trainable tensors did not change in the first" in caplog.text
+    assert f"{len(method.unmoved)} of " in caplog.text and "never changed in 10" in caplog.text
 
 
 @pytest.mark.parametrize("token_mask", ["attention", "labels"])
