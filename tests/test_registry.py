@@ -72,7 +72,7 @@ def test_an_installed_loss_trains_and_is_inspected(plugin, tmp_path, capsys):
     tree = {"model": {"path": str(base)}, "data": {"train": str(data), "max_length": 24}}
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(tree | {"method": {"terms": {"logit_spread": {"weight": 1}}}}))
-    assert cli.main(["inspect", str(base), "--recipe", str(recipe), "--strength"]) == 0
+    assert cli.main(["inspect", str(base), "--recipe", str(recipe)]) == 0
     assert "logit_spread" in capsys.readouterr().out
     recipe.write_text(yaml.safe_dump(tree | {"method": {"terms": {"logit_spred": {"weight": 1}}}}))
     assert cli.main(["inspect", str(base), "--recipe", str(recipe)]) == 2

@@ -31,23 +31,10 @@ def inspect(
         list[str] | None, typer.Option("--recipe", "-r", help="Recipe file; may be repeated.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    strength: Annotated[
-        bool,
-        typer.Option(
-            "--strength",
-            help="Measure the recipe's losses against the trainer's loss; loads the model.",
-        ),
-    ] = False,
     prove: Annotated[
         bool,
         typer.Option(
             "--prove", help="Compare the declared family with transformers' class; 1 if it differs."
-        ),
-    ] = False,
-    quantization: Annotated[
-        bool,
-        typer.Option(
-            "--quantization", help="Measure what int8 and nf4 cost the base on the recipe's rows."
         ),
     ] = False,
     gpu: Annotated[
@@ -83,24 +70,6 @@ def inspect(
         print(dumps(proof.to_mapping(), indent=2) if json else proof.text())
         if not proof.ok:
             raise typer.Exit(1)
-        return
-    if strength:
-        from moe_finetune.training.measure_strength import strength_of, strength_table
-
-        if not recipe:
-            raise RecipeError("--strength: measures a recipe's losses; give one with --recipe")
-        rows = strength_of(checkpoint, load_recipe(recipe))
-        print(dumps(rows, indent=2, allow_nan=False) if json else strength_table(rows))
-        return
-    if quantization:
-        from dataclasses import asdict
-
-        from moe_finetune.training.quantization_cost import cost_table, quantization_cost
-
-        if not recipe:
-            raise RecipeError("--quantization: needs rows to measure on; give a --recipe with data")
-        costs = quantization_cost(checkpoint, load_recipe(recipe))
-        print(dumps([asdict(cost) for cost in costs], indent=2) if json else cost_table(costs))
         return
     if gpu is not None and not recipe:
         raise RecipeError("--gpu: checks whether a recipe fits; give one with --recipe")

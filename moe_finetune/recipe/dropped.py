@@ -23,6 +23,10 @@ KEYS: dict[str, tuple[Any, str]] = {
     "launch.jobs": (None, SLURM),
     "lora.use_dora": (False, f"was dropped; {OWN_MODEL}"),
     "lora.loraplus_lr_ratio": (None, f"LoRA+ was dropped; {OWN_MODEL}"),
+    "method.strength.every": (
+        None,
+        "give a term its own every, or call moe_finetune.measure_strength in Python",
+    ),
     "numerics.on_nan": ("stop", "steps are no longer skipped; lower trainer.learning_rate"),
     "numerics.max_violation": (None, "the limit is 0.75 x (experts / selected - 1)"),
     "numerics.dead_experts": (0.5, "the limit is 0.5"),

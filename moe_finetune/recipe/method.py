@@ -32,13 +32,9 @@ class Perturbations(Section):
 
 
 class StrengthSection(Section):
-    """When the losses' gradients are measured against that of the trainer's loss.
-
-    ``first``: in the first optimizer step; ``every``: again after each ``every`` steps.
-    """
+    """Whether the losses' gradients are measured against that of the trainer's loss."""
 
     first: bool = Field(default=True, description="measure in the first optimizer step")
-    every: int | None = Field(default=None, ge=1, description="measure again every so many steps")
 
 
 class Method(Section):

@@ -202,8 +202,6 @@ class SpecializationCallback(TrainerCallback, ExportableState):
 
     def on_step_end(self, args, state, control, **kwargs):
         self._at_work().step()
-        if self._run is not None:
-            self._run.step(args, state, control)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if self.specialization is None or logs is None:

@@ -8,7 +8,6 @@ FIRST = (
     "SpecializationCallback",  # puts the method's values into the log entry that all others read
     "RunLog",  # writes the entry
     "CollapseWatch",
-    "FoundWeights",
     "LiveTable",  # shows what was written
 )
 """Before the trainer's own callbacks and reporters."""

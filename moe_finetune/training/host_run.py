@@ -30,11 +30,7 @@ from moe_finetune.recipe.sections import ModelSection
 from moe_finetune.training import ranks
 from moe_finetune.training.output import discard, write_environment
 from moe_finetune.training.rank_state import random_state, set_random_state
-from moe_finetune.training.run_log import (
-    FoundWeights,
-    RunLog,
-    with_weights,
-)
+from moe_finetune.training.run_log import RunLog
 from moe_finetune.training.sample import token_inputs
 from moe_finetune.training.save import run_metadata, save_trained
 from moe_finetune.training.snapshot import MAX_TOKENS, Example, first_rows, take_snapshot
@@ -68,7 +64,6 @@ class HostRun:
         self.routing_file = self._run.routing_steps
         self.metadata: dict[str, Any] = {}
         self._log = RunLog(output)
-        self._weights: FoundWeights | None = None
         self._recipe: Recipe | None = None
         self._rows: list[Example] = []
         self._held_out = False
@@ -99,11 +94,6 @@ class HostRun:
         self._rows, self._held_out = _sample(trainer, events.get("train_dataloader"))
         arguments = {name: getattr(args, name, None) for name in ARGUMENTS}
         arguments["max_steps"] = state.max_steps
-        self._weights = FoundWeights(
-            self._run.recipe,
-            lambda: specialization,
-            lambda weights: _text(with_weights(recipe, weights), arguments),
-        )
         self._started = time.perf_counter()
         if args.logging_strategy == "steps" and state.logging_steps > state.max_steps:
             log.warning(
@@ -128,11 +118,6 @@ class HostRun:
         """Remove what :meth:`begin` wrote when training cannot begin."""
         if ranks.rank() == 0:
             discard(self._run, self._new_folder)
-
-    def step(self, args: Any, state: Any, control: Any) -> None:
-        """After an optimizer step, record the weights that were found for shares."""
-        assert self._weights is not None
-        self._weights.on_step_end(args, state, control)
 
     def log(self, args: Any, state: Any, control: Any, logs: dict[str, Any]) -> None:
         """Append what the trainer logged."""

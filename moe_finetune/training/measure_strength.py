@@ -1,23 +1,15 @@
 """Measure the strength of a method's terms without training."""
 
-import itertools
-import tempfile
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import set_seed
 
-from moe_finetune.errors import ObjectiveError, RecipeError
-from moe_finetune.io.tables import aligned
+from moe_finetune.errors import ObjectiveError
 from moe_finetune.moe.layers import in_mode
 from moe_finetune.recipe.method import resolve_method
-from moe_finetune.recipe.schema import Recipe
-from moe_finetune.recipe.stages import STAGES
 from moe_finetune.training.specialization import Specialization
-from moe_finetune.training.strength import PARTS
 
 
 def measure_strength(
@@ -65,66 +57,3 @@ def measure_strength(
     finally:
         for parameter, gradient in zip(trainable, gradients, strict=True):
             parameter.grad = gradient
-
-
-def strength_of(checkpoint: str, recipe: Recipe) -> list[dict[str, Any]]:
-    """Measure the recipe's losses on ``checkpoint`` and the first window of its training.
-
-    Model, adapter, seed and the order of the data are the run's; nothing is trained or saved. With
-    several processes the run's window is larger: this is one process's part of it.
-
-    Raises:
-        RecipeError: the recipe has no losses, or does not fit the checkpoint.
-        ObjectiveError: a term reaches nothing trainable, or one with a share has no gradient.
-    """
-    from moe_finetune.lora.targets import add_lora
-    from moe_finetune.training.preflight import check_inputs
-    from moe_finetune.training.start import start_model
-    from moe_finetune.training.trainer import build_trainer
-
-    if STAGES[recipe.stage].form != "tokens":
-        raise RecipeError(
-            "--strength: only stages sft and pretrain can be measured without training; stage "
-            f"{recipe.stage} logs it at its first step"
-        )
-    model_section = recipe.model.model_copy(update={"path": checkpoint})
-    recipe = recipe.model_copy(update={"model": model_section, "evaluation": None})
-    if not recipe.method.terms:
-        raise RecipeError(
-            "--strength: the recipe's method has no losses to measure; choose a method with losses"
-        )
-    inputs = check_inputs(recipe)
-    model: Any = start_model(inputs.start)
-    set_seed(recipe.seed)
-    model = add_lora(model, recipe.lora, recipe.router.train)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer, callback = build_trainer(
-            recipe, Path(folder), model, inputs.start.tokenizer, inputs.train, None
-        )
-        model.to(trainer.args.device)
-        loader = trainer.get_train_dataloader()
-        window = list(itertools.islice(loader, trainer.args.gradient_accumulation_steps))
-    batches = [{k: v for k, v in batch.items() if torch.is_tensor(v)} for batch in window]
-    with trainer.compute_loss_context_manager():
-        return measure_strength(model, callback.method, batches)
-
-
-def strength_table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """The rows of :func:`measure_strength` as a text table."""
-
-    def number(value: float | None, form: str, factor: float = 1.0) -> str:
-        return "-" if value is None else format(factor * value, form)
-
-    table = [
-        ("loss", "weight", "% router", "% experts", "cos router", "cos experts", "weight for 10 %")
-    ]
-    for row in rows:
-        shares = [number(row[f"share_{part}"], ".3g", 100) for part in PARTS]
-        cosines = [number(row[f"cosine_{part}"], "+.2f") for part in PARTS]
-        weights = [number(row[name], ".3g") for name in ("weight", "weight_for_10_percent")]
-        table.append((row["term"], weights[0], *shares, *cosines, weights[1]))
-    return (
-        aligned(table)
-        + "\n%: norm of the loss's gradient in percent of that of the trainer's loss, on the "
-        "parameters that train; cos: the cosine between the two"
-    )

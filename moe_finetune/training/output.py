@@ -13,7 +13,6 @@ from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.recipe.resume import check_resumable
 from moe_finetune.recipe.schema import Recipe, load_recipe
 from moe_finetune.training.checkpoint import checkpoints
-from moe_finetune.training.run_log import noted_weights, with_weights
 
 log = logging.getLogger(__name__)
 
@@ -54,10 +53,8 @@ def with_date(recipe: Recipe, date: str | None) -> Recipe:
 def begin_run(recipe: Recipe, run: RunFolder) -> None:
     """Create the run folder with the resolved recipe and the environment."""
     # The recipe makes the folder a resumable run, so it is written first, in one step.
-    if not run.recipe.exists():
+    if not run.recipe.exists() or load_recipe(run.recipe).hash != recipe.hash:
         write_atomic(run.recipe, recipe.to_yaml())
-    elif load_recipe(run.recipe).hash != recipe.hash:
-        write_atomic(run.recipe, with_weights(recipe, noted_weights(run.recipe)).to_yaml())
     write_environment(run)
 
 

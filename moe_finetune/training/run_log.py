@@ -1,8 +1,7 @@
-"""Files that a run writes during training: its log, and the weights found for shares."""
+"""The log that a run writes during training."""
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -10,9 +9,6 @@ from transformers import TrainerCallback
 
 from moe_finetune.io import write_atomic
 from moe_finetune.io.run_folder import RunFolder, read_log
-from moe_finetune.recipe.schema import Recipe
-from moe_finetune.recipe.tree import load_tree
-from moe_finetune.training.specialization import Specialization
 
 LOGS_OF_A_SHORT_RUN = 10
 
@@ -77,58 +73,3 @@ def drop_after(path: Path, step: int) -> None:
     if path.exists():
         rows = [r for r in read_log(path) if r["step"] <= step and r.get("kind") != "end"]
         write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-class FoundWeights(TrainerCallback):
-    """Writes the weights found for shares into the run's resolved recipe.
-
-    The recipe still equals the original: next to a share, a weight is only a record.
-
-    Args:
-        path: the resolved recipe; nothing is written until it exists.
-        at_work: returns the installed method once training has begun.
-        text: the recipe's text with these weights, by term.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        at_work: Callable[[], Specialization | None],
-        text: Callable[[dict[str, float]], str],
-    ):
-        self.path, self.at_work, self.text = path, at_work, text
-        self._written: dict[str, float] = {}
-
-    def on_step_end(self, args, state, control, **kwargs):
-        specialization = self.at_work()
-        if specialization is None or not state.is_world_process_zero or not self.path.exists():
-            return
-        weights = {
-            term.name: weight
-            for term in specialization.objective.terms
-            if term.options.finds_weight
-            and (weight := specialization.objective.full_weights[term.name]) is not None
-        }
-        if weights != self._written:
-            self._written = weights
-            write_atomic(self.path, self.text(weights))
-
-
-def with_weights(recipe: Recipe, weights: dict[str, float]) -> Recipe:
-    """``recipe`` with each found weight next to its share."""
-    terms = {
-        name: options.model_copy(update={"weight": weights[name]}) if name in weights else options
-        for name, options in recipe.method.terms.items()
-    }
-    method = recipe.method.model_copy(update={"terms": terms})
-    return recipe.model_copy(update={"method": method})
-
-
-def noted_weights(path: Path) -> dict[str, float]:
-    """The weights that :class:`FoundWeights` recorded in a run's recipe, by term."""
-    terms = load_tree([path]).values["method"]["terms"]
-    return {
-        name: options["weight"]
-        for name, options in terms.items()
-        if (options.get("share") or options.get("target")) and options.get("weight")
-    }

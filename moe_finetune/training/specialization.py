@@ -120,9 +120,7 @@ class Specialization:
             kernel=kernel,
         )
         self.recorder.change(scale=self._scale)
-        self.strength = StrengthMeter(
-            self.recorder, self.objective, self.method.strength.every, self.method.strength.first
-        )
+        self.strength = StrengthMeter(self.recorder, self.objective, self.method.strength.first)
         self.reached: dict[str, list[str]] = {}
         self.unmoved: list[str] | None = None
         self.run: object = None

@@ -91,16 +91,15 @@ class TermStrength:
 class StrengthMeter:
     """Measures the objective's terms in the windows that are due.
 
-    Due are the first window, every ``every``-th one after it, and windows that a term's share asks
-    for. A weight found there acts from the next step on, so a term with a share does not act in the
-    measured step unless a weight was found before. If a window gives no weight, because the term or
-    the trainer's loss has no gradient in it, the term keeps its weight; without one, the next
-    window is due, up to :data:`FIRST_WINDOWS` times.
+    Due are the first window and windows that a term's share asks for. A weight found there acts
+    from the next step on, so a term with a share does not act in the measured step unless a weight
+    was found before. If a window gives no weight, because the term or the trainer's loss has no
+    gradient in it, the term keeps its weight; without one, the next window is due, up to
+    :data:`FIRST_WINDOWS` times.
 
     Args:
         recorder: its objective is measured.
         objective: the recorder's.
-        every: number of steps between measurements; None measures only the first window.
         first: whether to measure the first window even if no share needs it.
 
     Attributes:
@@ -111,12 +110,10 @@ class StrengthMeter:
         self,
         recorder: Recorder,
         objective: Objective,
-        every: int | None = None,
         first: bool = True,
     ):
         self.recorder = recorder
         self.objective = objective
-        self.every = every
         self.first = first
         self.rows: list[TermStrength] = []
         self._gradients: TermGradients | None = None
@@ -136,7 +133,7 @@ class StrengthMeter:
         self.close()
         self._step = step
         self._due = {term.name for term in self.objective.terms if self._finds(term)}
-        due |= (step == 0 and self.first) or (self.every is not None and step % self.every == 0)
+        due |= step == 0 and self.first
         if not self.objective.terms or not (due or self._due):
             return
         gradients = TermGradients(self.recorder, [term.name for term in self.objective.terms])

@@ -22,11 +22,7 @@ from moe_finetune.training.numerics import CollapseWatch, FiniteTrainer
 from moe_finetune.training.rank_state import random_state, set_random_state
 from moe_finetune.training.resumable import ResumableTrainer
 from moe_finetune.training.rollout import FollowsRollouts
-from moe_finetune.training.run_log import (
-    FoundWeights,
-    RunLog,
-    with_weights,
-)
+from moe_finetune.training.run_log import RunLog
 
 _Trainer: Any = object
 log = logging.getLogger(__name__)
@@ -144,12 +140,7 @@ def build_trainer(
     if isinstance(trainer, FollowsRollouts):
         trainer.callback = callback
         trainer.replay = recipe.router.replay
-    found_weights = FoundWeights(
-        RunFolder(output).recipe,
-        lambda: callback.specialization,
-        lambda weights: with_weights(recipe, weights).to_yaml(),
-    )
-    add_callbacks(trainer, RunLog(output), CollapseWatch(callback), found_weights, LiveTable())
+    add_callbacks(trainer, RunLog(output), CollapseWatch(callback), LiveTable())
     return trainer, callback
 
 

@@ -257,28 +257,6 @@ def test_a_run_merges_into_the_unquantised_base_and_resumes_exactly(recipe_file,
     assert "verified" in said and "nf4" in said
 
 
-def test_inspect_says_what_quantising_costs(base, recipe_file, capsys):
-    command = ["inspect", str(base), "--recipe", str(recipe_file), "--quantization", "--json"]
-    assert main(command) == 0
-    rows = json.loads(capsys.readouterr().out)
-    assert [row["held"] for row in rows] == ["float32", "int8", "nf4"]
-    text = [json.loads(line)["text"] for line in recipe_data(recipe_file)]
-    model = load_model(base, "float32", quantization="nf4")
-    # Bytes are this tokenizer's tokens; each row ends with one more and is cut to the length.
-    ids = [torch.tensor([*tiny.tokenizer()(t)["input_ids"], 0])[:32] for t in text]
-    with torch.no_grad():
-        losses = [
-            float(model(input_ids=row[None], labels=row[None]).loss) * (len(row) - 1) for row in ids
-        ]
-    tokens = sum(len(row) - 1 for row in ids)
-    assert {row["tokens"] for row in rows} == {tokens}
-    assert rows[2]["loss"] == pytest.approx(sum(losses) / tokens, rel=1e-5)
-    assert rows[0]["increase"] == 0 and abs(rows[1]["increase"]) < abs(rows[2]["increase"])
-    assert rows[0]["weights"] > rows[1]["weights"] > rows[2]["weights"]
-    assert main(["inspect", str(base), "--quantization"]) == 2
-    assert "give a --recipe" in capsys.readouterr().err
-
-
 def test_preferences_are_measured_from_the_quantised_base(base, recipe_file, tmp_path):
     """It is there once, and is the reference where the adapter is switched off."""
     pairs = tmp_path / "pairs.jsonl"
@@ -291,10 +269,6 @@ def test_preferences_are_measured_from_the_quantised_base(base, recipe_file, tmp
     steps = [row for row in log if row["kind"] == "train"]
     assert steps[0]["rewards/margins"] == 0 and steps[1]["rewards/margins"] != 0
     assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)
-
-
-def recipe_data(recipe_file):
-    return (recipe_file.parent / "data.jsonl").read_text().splitlines()
 
 
 def test_an_8_bit_optimizer_resumes_exactly(recipe_file, tmp_path):

@@ -10,10 +10,12 @@ NUMERICS = "on_nan: stop, max_violation: null, dead_experts: 0.5, patience: 5, d
 DEFAULTS = [
     f"numerics={{{NUMERICS}}}",
     "teacher=null",
+    "method.strength.every=null",
     "lora.use_dora=false",
     "lora.loraplus_lr_ratio=null",
 ]
 REFUSED = [
+    ("method.strength.every=9", "method.strength.every: give a term its own every, or call moe_"),
     ("numerics.on_nan=skip", "numerics.on_nan: steps are no longer skipped; lower trainer.lea"),
     ("numerics.deterministic=true", "numerics.deterministic: set trainer.full_determinism: true"),
     ("numerics.patience=3", "numerics.patience: a collapse is reported after 5 logs"),

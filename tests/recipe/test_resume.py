@@ -27,7 +27,7 @@ def recipe(tmp_path):
     [
         ("evaluation={suite: demo, every: 2}", {"evaluation.suite", "evaluation.every"}),
         ("export.merge=false", {"export.merge", "export.verify"}),
-        ("method.strength.every=4", {"method.strength.every"}),
+        ("method.strength.first=false", {"method.strength.first"}),
         ("data.num_proc=2", {"data.num_proc"}),
         ("trainer.save_steps=3", {"trainer.save_steps"}),
         ("trainer.logging_steps=1", {"trainer.logging_steps"}),

@@ -59,7 +59,6 @@ def method(preset):
                 "load_balance": {"share": 0.5, "scope": "global_batch"},
                 "orthogonality": {"share": 0.3},
             },
-            "strength": {"every": 3},
         }
     # Strength is compared where a share needs it.
     chosen = {"preset": preset, "strength": {"first": False}}

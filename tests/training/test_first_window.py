@@ -102,7 +102,7 @@ def test_a_share_is_found_in_the_first_window_and_acts_from_the_next_step(tmp_pa
 def test_a_share_in_a_plain_loop_and_every_so_many_steps():
     model = adapted().train()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    method = {"terms": {"dpp": {"share": 0.3}}, "strength": {"every": 2}}
+    method = {"terms": {"dpp": {"share": 0.3}, "ncl": {"share": 0.1, "every": 2}}}
     seen = []
     with Specialization(model, method) as work:
         for batch in (*BATCHES, *BATCHES):

@@ -15,7 +15,6 @@ from moe_finetune.run import plan_run
 from moe_finetune.training import trainer as stage_trainer
 from moe_finetune.training.keep_steps import KeepSteps
 from moe_finetune.training.preflight import check_inputs
-from moe_finetune.training.run_log import noted_weights
 from tests import tiny, tiny_families
 
 
@@ -216,8 +215,6 @@ def test_a_resume_takes_other_keys_where_they_leave_the_training_what_it_was(
     code, _, err = train(capsys, recipe, *often, "lora.rank=5", "--output", run, "--resume")
     assert code == 2 and "lora.rank: 4, now 5" in err and "max_steps" not in err
     seldom = [*common, "trainer.save_steps=3", "trainer.logging_steps=3"]
-    weight = noted_weights(run / "recipe.yaml")
-    assert weight == noted_weights(straight / "recipe.yaml") and weight["variance"] > 0
     assert train(capsys, recipe, *seldom, "--output", run, "--resume")[0] == 0
     assert "changed since the start of the run: trainer.logging" in caplog.text
     name = Path("adapter") / "adapter_model.safetensors"
@@ -230,11 +227,9 @@ def test_a_resume_takes_other_keys_where_they_leave_the_training_what_it_was(
     }
     saved = load_recipe(run / "recipe.yaml")
     assert saved.trainer["save_steps"] == 3
-    assert noted_weights(run / "recipe.yaml") == weight
     # What comes after training can still be asked for.
     trained = (run / name).stat().st_mtime_ns
     merged = [*seldom, "export.merge=true"]
     assert train(capsys, recipe, *merged, "--output", run, "--resume")[0] == 0
     assert (run / "merged" / "config.json").exists()
     assert (run / name).stat().st_mtime_ns == trained
-    assert noted_weights(run / "recipe.yaml") == weight

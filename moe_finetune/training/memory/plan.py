@@ -299,5 +299,4 @@ def _is_measured(recipe: Recipe) -> bool:
 
 def _is_measured_again(recipe: Recipe) -> bool:
     terms: list[Any] = list(recipe.method.terms.values())
-    shares = any(options.every is not None for options in terms)
-    return recipe.method.strength.every is not None or shares
+    return any(options.every is not None for options in terms)

@@ -133,7 +133,7 @@ def test_the_worst_moment():
     # Measured once, there are no states yet: 40 bytes less beside 16 of each of two losses more.
     once = recipe(method={"preset": "aux_loss"})
     assert put_together(OneWeight, StepProfile(layers, 10, 40, 20), once).total == backward.total
-    often = recipe(method={"preset": "aux_loss", "strength": {"every": 3}})
+    often = recipe(method={"terms": {"load_balance": {"share": 0.1, "every": 3}}})
     first = put_together(OneWeight, StepProfile(layers, 10, 40, 20), often)
     assert first.moment == "measuring the losses' strength, backward of one of them"
     assert first.total == backward.total + 2 * 16  # of the loss, and of the language loss
