@@ -95,23 +95,10 @@ def train(
     tree = load_tree(*split_items(items))
     if int(os.environ.get("RANK", "0")) == 0:
         terminal().say(headline(tree.values, output))  # the imports below take some seconds
-    from moe_finetune.experiments.chain import chain_of, check_later, describe_starts, run_chain
     from moe_finetune.recipe.schema import recipe_from_tree
     from moe_finetune.report.outcome import end_run, next_commands
     from moe_finetune.run import plan_run, run_recipe
 
-    if runs := chain_of(tree, output):
-        if dry_run:
-            print(plan_run(runs[0][1], runs[0][0], resume, ignore_memory).text())
-            check_later(runs, ignore_memory)
-            print(describe_starts(runs))
-            return
-        page = run_chain(output, runs, resume, ignore_memory)
-        if int(os.environ.get("RANK", "0")) == 0:
-            last = runs[-1][0]
-            ended = {folder.name: folder for folder, _ in runs}
-            end_run(ended, None, next_commands(page, last))
-        return
     recipe = recipe_from_tree(tree)
     if dry_run:
         print(plan_run(recipe, output, resume, ignore_memory).text())

@@ -32,6 +32,7 @@ KEYS: dict[str, tuple[Any, str]] = {
     "numerics.dead_experts": (0.5, "the limit is 0.5"),
     "numerics.patience": (5, "a collapse is reported after 5 logs"),
     "numerics.deterministic": (False, "set trainer.full_determinism: true"),
+    "stages": (None, "give each stage its own run: train next.yaml model.path=runs/first/merged"),
     "teacher": (None, f"stage distill was dropped; {OTHER_TRAINERS}"),
 }
 """Dotted key, ``*`` for any loss -> its old default, and what to do instead."""

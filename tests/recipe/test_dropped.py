@@ -15,6 +15,7 @@ DEFAULTS = [
     "lora.loraplus_lr_ratio=null",
 ]
 REFUSED = [
+    ("stages=[{stage: sft}]", "stages: give each stage its own run: train next.yaml model.path="),
     ("method.strength.every=9", "method.strength.every: give a term its own every, or call moe_"),
     ("numerics.on_nan=skip", "numerics.on_nan: steps are no longer skipped; lower trainer.lea"),
     ("numerics.deterministic=true", "numerics.deterministic: set trainer.full_determinism: true"),

@@ -8,10 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moe_finetune import cli
 from moe_finetune.data.stage_form import StageFormer
-from moe_finetune.errors import DataError, OutputExistsError, RecipeError
-from moe_finetune.experiments.chain import chain_of, describe_starts, run_chain
+from moe_finetune.errors import DataError, RecipeError
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.sections import RewardSection
 from moe_finetune.recipe.stages import STAGES
@@ -233,125 +231,14 @@ def test_rows_longer_than_the_limit_are_left_out_and_counted(made, tmp_path, cap
         plan_run(made("dpo", rows=rows, data=data), tmp_path / "run")
 
 
-def test_stages_in_a_row_start_from_the_one_before(made, checkpoint, tmp_path):
-    sft, dpo = made("sft", 2), made("dpo", 3)
-    shared = {
-        "model": {"path": str(checkpoint / "model"), "dtype": "float32"},
-        "lora": {"rank": 4, "alpha": 8, "dropout": 0.0},
-        "data": {"max_length": 96},
-        "stages": [
-            {"stage": "sft", "data": {"train": sft.data.train}, "trainer": sft.trainer},
-            {"stage": "dpo", "data": {"train": dpo.data.train}, "trainer": dpo.trainer},
-        ],
-    }
-    output = tmp_path / "chain"
-    wrong = tmp_path / "wrong.jsonl"
-    wrong.write_text(json.dumps(PAIRS[0]) + "\n" + json.dumps({"prompt": "a"}) + "\n")
-    spoiled = {**shared["stages"][1], "data": {"train": str(wrong)}}
-    runs = chain_of(Tree({**shared, "stages": [shared["stages"][0], spoiled]}), output)
-    with pytest.raises(DataError, match=r"2-dpo: .*wrong.jsonl:2: no field 'chosen'"):
-        run_chain(output, runs)
-    assert not (output / "1-sft").exists()
-    runs = chain_of(Tree(shared), output)
-    assert [folder.name for folder, _ in runs] == ["1-sft", "2-dpo"]
-    assert run_chain(output, runs) == output / "report" / "index.html"
-    first, second = (load_file(folder / "merged" / "model.safetensors") for folder, _ in runs)
-    start = load_file(checkpoint / "model" / "model.safetensors")
+def test_a_stage_starts_from_the_merged_checkpoint_of_another(made, tmp_path):
+    first = run_recipe(made("sft", 2), tmp_path / "first")
+    model = {"path": str(first / "merged"), "dtype": "float32"}
+    second = run_recipe(made("dpo", 3, model=model), tmp_path / "second")
     name = "model.layers.1.mlp.gate.weight"
-    assert not torch.equal(start[name], first[name]) and not torch.equal(first[name], second[name])
-    assert logged(output / "2-dpo", "rewards/margins")[0] == 0
-    with pytest.raises(OutputExistsError, match="already contains a chain of stages"):
-        run_chain(output, runs)
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "notes.txt").write_text("mine")
-    with pytest.raises(OutputExistsError, match="other contains other files"):
-        run_chain(tmp_path / "other", runs, resume=True)
-    before = (output / "1-sft" / "metrics.jsonl").stat().st_mtime_ns
-    for left in ("2-dpo", "report"):
-        shutil.rmtree(output / left)
-    again = second[name]
-    run_chain(output, runs, resume=True)
-    assert (output / "1-sft" / "metrics.jsonl").stat().st_mtime_ns == before
-    assert torch.equal(load_file(output / "2-dpo" / "merged" / "model.safetensors")[name], again)
-
-
-def test_a_later_stage_starts_from_the_stage_before_whatever_the_first_starts_from(
-    made, checkpoint, tmp_path, capsys
-):
-    pretrain, sft = made("pretrain", 2), made("sft", 3)
-    shared = {
-        "model": {
-            "path": str(checkpoint / "model"),
-            "tokenizer": str(checkpoint / "tokenizer"),
-            "init": "random",
-            "config": {"num_hidden_layers": 3},
-            "dtype": "float32",
-        },
-        "lora": None,
-        "data": {"max_length": 96},
-        "export": {"verify": False},
-        "stages": [
-            {"stage": "pretrain", "data": {"train": pretrain.data.train},
-             "trainer": pretrain.trainer},
-            {"stage": "sft", "data": {"train": sft.data.train},
-             "trainer": {**sft.trainer, "learning_rate": 0.0}},
-        ],
-    }  # fmt: skip
-    recipe, output = tmp_path / "chain.yaml", tmp_path / "chain"
-    recipe.write_text(json.dumps(shared))
-    command = ["train", str(recipe), "--output", str(output)]
-    assert cli.main([*command, "--dry-run"]) == 0
-    shown = capsys.readouterr().out
-    assert f"1-pretrain starts from random weights, config of {checkpoint / 'model'}" in shown
-    assert f"2-sft starts from {output / '1-pretrain' / 'merged'}\n" in shown
-    broken = json.dumps({**shared, "stages": [shared["stages"][0], {"data": {"train": "gone"}}]})
-    (tmp_path / "broken.yaml").write_text(broken)
-    assert cli.main(["train", str(tmp_path / "broken.yaml"), *command[2:], "--dry-run"]) == 2
-    assert "2-sft: " in capsys.readouterr().err
-    assert cli.main(command) == 0
-    first, second = (output / name / "merged" for name in ("1-pretrain", "2-sft"))
-    weights = [load_file(folder / "model.safetensors") for folder in (first, second)]
-    assert weights[0].keys() == weights[1].keys()
-    assert any(name.startswith("model.layers.2.") for name in weights[0])
-    for name, tensor in weights[0].items():
-        assert torch.equal(tensor, weights[1][name]), f"{name}: a learning rate of 0 keeps it"
-
-
-def test_only_the_first_stage_starts_from_an_adapter(tmp_path):
-    shared = {
-        "model": {"path": "m"},
-        "data": {"train": "t.jsonl"},
-        "lora": {"start": "a", "rank": 5},
-    }
-    runs = chain_of(Tree({**shared, "stages": [{"stage": "sft"}, {"stage": "dpo"}]}), tmp_path)
-    sections = [recipe.lora for _, recipe in runs]
-    assert [section.start for section in sections] == ["a", None]
-    assert [section.rank for section in sections] == [5, 5]
-    first, second = describe_starts(runs).splitlines()
-    assert first.endswith("1-sft starts from m with a") and second.endswith("1-sft/merged")
-
-
-@pytest.mark.parametrize(
-    ("stages", "said"),
-    [
-        ({}, "stages: must be a list of mappings"),
-        (["sft"], "stages.0: must be a mapping"),
-        (
-            [{"export": {"merge": False}}, {"stage": "dpo"}],
-            "leaves the next stage without a checkpoint",
-        ),
-        ([{}, {"model": {"path": "x"}}], "model.path: a later stage starts from the previous one"),
-        ([{}, {"model": {"init": "random"}}], "stages.1: model.init: a later stage starts from"),
-        ([{}, {"model": {"config": {"hidden_size": 8}}}], "stages.1: model.config: a later stage"),
-        ([{}, {"lora": {"start": "a"}}], "stages.1: lora.start: a later stage starts from"),
-        ([{}, {"stage": "dpa"}], "unknown stage 'dpa'"),
-    ],
-)
-def test_a_chain_that_cannot_be_is_refused(tmp_path, stages, said):
-    tree = Tree({"model": {"path": "m"}, "data": {"train": "t.jsonl"}, "stages": stages})
-    with pytest.raises(RecipeError) as caught:
-        chain_of(tree, tmp_path / "out")
-    assert said in str(caught.value)
+    before, after = (load_file(run / "merged" / "model.safetensors") for run in (first, second))
+    assert not torch.equal(before[name], after[name])
+    assert logged(second, "rewards/margins")[0] == 0
 
 
 def test_rewards_score_texts_and_chats():
