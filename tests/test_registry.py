@@ -1,11 +1,10 @@
-"""Losses, metrics and rewards of installed packages: one that works, and ones that do not."""
+"""Losses and rewards of installed packages: one that works, and ones that do not."""
 
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -13,12 +12,9 @@ import yaml
 from moe_finetune import Specialization, cli
 from moe_finetune.errors import ObjectiveError, PluginError, RecipeError
 from moe_finetune.losses import TERMS
-from moe_finetune.metrics import METRICS
-from moe_finetune.metrics.words import word
 from moe_finetune.recipe.sections import RewardSection
 from moe_finetune.registry import Registry
 from moe_finetune.training.rewards import REWARDS, reward_functions
-from moe_finetune.training.snapshot import take_snapshot
 from tests import tiny
 from tests.conftest import ROOT
 
@@ -28,7 +24,7 @@ def fresh():
     """The registries look for installed packages again, before and after."""
 
     def forget():
-        for registry in (TERMS, METRICS, REWARDS):
+        for registry in (TERMS, REWARDS):
             registry.__dict__.pop("_plugins", None)
 
     forget()
@@ -79,22 +75,6 @@ def test_an_installed_loss_trains_and_is_inspected(plugin, tmp_path, capsys):
     assert "did you mean 'logit_spread'" in capsys.readouterr().err
 
 
-def test_an_installed_metric_is_measured(plugin, tmp_path):
-    model = tiny.model("qwen3_moe")
-    rows = [{"input_ids": list(range(5, 40)), "domain": "x"}]
-    metrics = take_snapshot(model, rows, tmp_path / "before.json")["metrics"]
-    layers = metrics["first_choice_margin"]["per_layer"]
-    chosen = []
-    for layer in model.model.layers:
-        layer.mlp.gate.register_forward_hook(lambda _m, _a, out: chosen.append(out[0]))
-    with torch.no_grad():
-        model(torch.tensor([rows[0]["input_ids"]]))
-    for value, logits in zip(layers, chosen, strict=True):
-        top = logits.float().softmax(-1).topk(2).values
-        assert value == pytest.approx(float((top[:, 0] - top[:, 1]).mean()), rel=1e-4)
-    assert word("eval_routing/first_choice_margin").good == 1
-
-
 def test_an_installed_reward_is_named_in_a_recipe(plugin):
     sections = [RewardSection(name="brevity"), RewardSection(name="exact_match")]
     brevity, _ = reward_functions(sections, ["prompt", "answer", "limit"])
@@ -115,10 +95,7 @@ def install(folder: Path, monkeypatch, group: str, points: dict[str, str], code:
     monkeypatch.syspath_prepend(str(folder))
 
 
-LOSSES, METRIC_GROUP, REWARD_GROUP = (
-    f"moe_finetune.{kind}" for kind in ("losses", "metrics", "rewards")
-)
-METRIC = "from moe_finetune.metrics import LayerMetric, Word\n"
+LOSSES, REWARD_GROUP = (f"moe_finetune.{kind}" for kind in ("losses", "rewards"))
 WRONG = {
     "taken": (
         TERMS,
@@ -135,17 +112,6 @@ WRONG = {
         "from moe_finetune.losses.z_loss import ZLoss as x",
         "its class has the name 'z_loss'",
     ),
-    "metric-taken": (
-        *(METRICS, METRIC_GROUP, "max_violation"),
-        METRIC + "x = LayerMetric(lambda: 1.0, Word('x'))",
-        "is already a metric of moe-finetune; rename it",
-    ),
-    "metric-input": (
-        *(METRICS, METRIC_GROUP, "odd"),
-        METRIC + "x = LayerMetric(lambda logits: 1.0, Word('x'))",
-        "reads 'logits'; a metric can read index_TK",
-    ),
-    "metric-type": (METRICS, METRIC_GROUP, "odd", "x = len", r"must be a .*LayerMetric"),
     "reward-taken": (
         REWARDS,
         REWARD_GROUP,
@@ -174,21 +140,3 @@ def test_two_packages_of_one_name_are_named(tmp_path, monkeypatch):
         PluginError, match=r"thing 'odd' of the installed plugin_\w+:x already exists"
     ):
         _ = "odd" in Registry("thing", ObjectiveError, "some.group")
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("1 / 0", "metric 'odd' failed: ZeroDivisionError"),
-        ("'high'", "metric 'odd' failed: ValueError"),
-        ("float('nan')", "metric 'odd' returned nan; return None"),
-    ],
-)
-def test_a_metric_that_fails_is_named(body, message, fresh, tmp_path, monkeypatch):
-    code = f"{METRIC}x = LayerMetric(lambda index_TK: {body}, Word('x'))"
-    folder = f"m{abs(hash(body))}"
-    install(tmp_path / folder, monkeypatch, METRIC_GROUP, {"odd": "x"}, code)
-    arrays = {"index_TK": np.array([[1, 2]])}
-    with pytest.raises(PluginError, match=message):
-        METRICS["odd"]("odd", arrays)
-    assert METRICS["odd"]("odd", {"index_TK": None}) is None

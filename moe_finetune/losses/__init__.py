@@ -5,7 +5,6 @@ from moe_finetune.losses.coupling import Coupling
 from moe_finetune.losses.dpp import Dpp
 from moe_finetune.losses.erc import Erc
 from moe_finetune.losses.inject import inject
-from moe_finetune.losses.layer_loss import layer_loss
 from moe_finetune.losses.load_balance import LoadBalance
 from moe_finetune.losses.ncl import Ncl
 from moe_finetune.losses.orthogonality import Orthogonality
@@ -24,4 +23,4 @@ for term in (
 ):
     TERMS.register(term.name, term)
 
-__all__ = ["TERMS", "RoutingRecord", "inject", "layer_loss"]
+__all__ = ["TERMS", "RoutingRecord", "inject"]

@@ -13,7 +13,6 @@ from moe_finetune.metrics.experts import (
     output_cosine,
     silhouette,
 )
-from moe_finetune.metrics.layer_metric import LayerMetric, Word
 from moe_finetune.metrics.load import expert_load, max_violation
 from moe_finetune.metrics.paths import (
     conditional_activation,
@@ -35,12 +34,8 @@ from moe_finetune.metrics.routing import (
     score_variance,
 )
 from moe_finetune.metrics.tokens import conditional_mean_rank
-from moe_finetune.metrics.words import METRICS
 
 __all__ = [
-    "METRICS",
-    "LayerMetric",
-    "Word",
     "activation_cosine",
     "coherence_barrier",
     "conditional_activation",

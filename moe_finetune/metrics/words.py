@@ -1,10 +1,19 @@
 """Names and meanings of logged values and metrics."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from moe_finetune.errors import RecipeError
-from moe_finetune.metrics.layer_metric import LayerMetric, Word, problem_of
-from moe_finetune.registry import Registry
+
+@dataclass(frozen=True)
+class Word:
+    """A metric's display name, meaning, and good direction for specialized, balanced experts.
+
+    ``good`` is +1 (higher is better), -1 (lower is better) or 0 (neither by itself).
+    """
+
+    name: str
+    meaning: str = ""
+    good: int = 0
+
 
 WORDS: dict[str, Word] = {
     "loss": Word("Training loss", "nats per token", -1),
@@ -108,14 +117,6 @@ WORDS: dict[str, Word] = {
 }
 
 
-def _problem(name: str, value: object) -> str | None:
-    return "is already a metric of moe-finetune; rename it" if name in WORDS else problem_of(value)
-
-
-METRICS: Registry[LayerMetric] = Registry("metric", RecipeError, "moe_finetune.metrics", _problem)
-"""Metrics of installed packages, computed at evaluations and in snapshots."""
-
-
 def word(key: str) -> Word:
     """Return the words for a key such as ``losses/load_balance`` or ``routing/max_violation``."""
     head, _, tail = key.rpartition("/")
@@ -123,8 +124,6 @@ def word(key: str) -> Word:
     # One name, entropy, can belong to the router or to the model's predictions.
     router_key = f"routing/{name}" if head.endswith("routing") else key
     listed = WORDS.get(router_key) or WORDS.get(name)
-    if listed is None and head.endswith("routing") and name in METRICS:
-        listed = METRICS[name].word
     plain = name.replace("_", " ").strip()
     plain = plain[:1].upper() + plain[1:]
     if head.endswith("losses") or head == "losses":

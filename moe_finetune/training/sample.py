@@ -19,7 +19,6 @@ from moe_finetune.losses.base import ModelFacts
 from moe_finetune.losses.objective import LayerLoss
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.metrics import (
-    METRICS,
     conditional_activation,
     coupling_mass,
     max_violation,
@@ -62,8 +61,6 @@ class Sample:
         self._priority_T = np.random.default_rng(0).permutation(max_tokens)
         self._seen = dict.fromkeys(self.layers, 0)
         self._kept: dict[str, dict[int, list[np.ndarray]]] = {}
-        self._router: dict[int, np.ndarray] = {}
-        self._installed = dict(METRICS)
         self.measures = Measures(
             self.layers, self.num_experts, self.top_k, False, pictures and facts.has_gate
         )
@@ -82,19 +79,6 @@ class Sample:
         self._note("inputs", layer, record.inputs_TH[at_T[drawn_N]].float())
         self._note("inputs_at", layer, first + drawn_N)
         self.measures.add(record, at_T)
-        if self._installed:
-            self._note_for_installed(record, at_T)
-
-    def _note_for_installed(self, record: RoutingRecord, at_T: Tensor) -> None:
-        """Keep what only metrics of installed packages read."""
-        for kind in ("activations_gram", "outputs_gram"):
-            gram_TKK = getattr(record, f"{kind}_TKK")
-            assert gram_TKK is not None
-            self._note(kind, record.layer, gram_TKK[at_T].float())
-        if record.router_weight_EH is not None:
-            # A copy: under FSDP2 the weight's own memory is freed after the layer.
-            weight_EH = record.router_weight_EH.detach().clone()
-            self._router[record.layer] = weight_EH.float().cpu().numpy()
 
     def _note(self, name: str, layer: int, rows: Tensor) -> None:
         chunks = self._kept.setdefault(name, {}).setdefault(layer, [])
@@ -141,26 +125,10 @@ class Sample:
                     "score_variance": score_variance(self.rows("scores", layer)),
                     "expert_overlap": overlap,
                     "silhouette": clusters,
-                    **self._installed_metrics(layer),
                 }
             for name, value in values.items():
                 metrics.setdefault(name, []).append(None if value is None else float(value))
         return metrics | {name: measured[name] for name in MEASURED if name in measured}
-
-    def _installed_metrics(self, layer: int) -> dict[str, float | None]:
-        if not self._installed:
-            return {}
-        several = self.top_k > 1
-        arrays = {
-            "index_TK": self.rows("index", layer),
-            "scores_TK": self.rows("weights", layer),
-            "scores_TE": self.rows("scores", layer),
-            "probabilities_TE": self.rows("probabilities", layer),
-            "router_weight_EH": self._router.get(layer),
-            "activations_gram_TKK": self.rows("activations_gram", layer) if several else None,
-            "outputs_gram_TKK": self.rows("outputs_gram", layer) if several else None,
-        }
-        return {name: metric(name, arrays) for name, metric in self._installed.items()}
 
     def coupling(self) -> list[float]:
         return [

@@ -29,7 +29,11 @@ gate = Gate(config).train()
 with torch.no_grad():
     gate.weight.normal_()
 x_TH, valid_T = torch.randn(17, 14), torch.arange(17) < 13
-handle = add_losses(gate, 2, {"z_loss": {"weight": 0.3}, "variance": {"weight": 0.7}})
+def loss_of(record):
+    z_loss = 0.3 * router_z_loss(record.logits_TE, record.mask_T)
+    return z_loss + 0.7 * variance_loss(record.scores_TE, record.mask_T)
+
+handle = add_losses(gate, 2, loss_of)
 (0 * gate(x_TH, valid_T, None)[0].sum()).backward()
 gradient, gate.weight.grad = gate.weight.grad, None
 handle.remove()

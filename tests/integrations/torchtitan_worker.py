@@ -25,6 +25,7 @@ from torchtitan.models.common.moe import (
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 from torchtitan.models.qwen3 import model_registry
 
+from moe_finetune.losses import functional
 from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
@@ -39,6 +40,25 @@ TERMS = {
     "coupling": {"weight": 0.4},
     "erc": {"weight": 0.1, "noise": False},
 }
+
+
+def losses_of(record, below):
+    """``TERMS`` with pure functions."""
+    mask_T = record.mask_T
+    loss = 0.3 * functional.load_balancing_loss(record.distribution_TE, record.index_TK, mask_T)
+    loss = loss + 0.5 * functional.orthogonality_loss(record.outputs_TKH, mask_T=mask_T)
+    loss = loss + 0.6 * functional.specialization_loss(record.activations_TKD, mask_T)
+    loss = loss + 0.7 * functional.variance_loss(record.scores_TE, mask_T)
+    loss = loss + 0.02 * functional.router_z_loss(record.logits_TE, mask_T)
+    gate = record.expert_factors("gate").weight_EOI
+    loss = loss + 0.1 * functional.erc_loss(record.router_weight_EH, gate, noise=False)
+    if below is not None:
+        p_TE, index_TK = below.distribution_TE, below.index_TK
+        top_k = index_TK.shape[1]
+        loss = loss + 0.4 * functional.coupling_loss(
+            p_TE, index_TK, record.distribution_TE, top_k, mask_T
+        )
+    return loss
 
 
 class Float32Experts(GroupedExperts):
@@ -119,7 +139,7 @@ def main(page: str) -> None:
         parameter.grad /= world  # FSDP averages
 
     for experts, tolerance in ((Float32Experts, 1e-5), (GroupedExperts, 2e-2)):
-        model, losses = tiny.model("qwen3_moe").train(), example["BlockLosses"](TERMS)
+        model, losses = tiny.model("qwen3_moe").train(), example["BlockLosses"](losses_of)
         for number, layer in enumerate(model.model.layers):
             layer.mlp = block_of(layer.mlp, model.config, experts)
             losses.attach(layer.mlp, number)
@@ -141,7 +161,7 @@ def main(page: str) -> None:
         print(f"torchtitan: gradients differ by {largest:.1e}", file=sys.stderr)
 
     spec = model_registry("debugmodel_moe")
-    losses = example["BlockLosses"](TERMS)
+    losses = example["BlockLosses"](losses_of)
     spec.parallelize_fn = lambda model, **options: model  # torchtitan's own needs an accelerator
     with torch.device("meta"):
         model = example["with_losses"](spec, losses).parallelize_fn(spec.model.build())

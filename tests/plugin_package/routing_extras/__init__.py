@@ -1,10 +1,7 @@
-"""A loss, a metric and a reward, as a package of its own brings them."""
-
-import numpy as np
+"""A loss and a reward, as a package of its own brings them."""
 
 from moe_finetune.losses.base import Term
 from moe_finetune.losses.tensors import mean_over_tokens
-from moe_finetune.metrics import LayerMetric, Word
 
 
 class LogitSpread(Term):
@@ -17,16 +14,6 @@ class LogitSpread(Term):
 
     def loss(self, record, context):
         return mean_over_tokens(record.logits_TE.square().mean(-1), record.mask_T)
-
-
-def margin(probabilities_TE):
-    first, second = np.sort(probabilities_TE, -1)[:, :-3:-1].T
-    return (first - second).mean()
-
-
-FIRST_CHOICE_MARGIN = LayerMetric(
-    margin, Word("First choice's margin", "over the second, mean over tokens", 1)
-)
 
 
 def brevity(completions, limit, **_):

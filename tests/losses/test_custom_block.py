@@ -1,15 +1,12 @@
-"""A loss of a record that was filled by hand equals ours, without importing transformers."""
+"""Pure functions in a block of one's own equal our hooks, without importing transformers."""
 
 import subprocess
 import sys
 
-import pytest
 import torch
 from torch.nn.functional import silu
 
-from moe_finetune.errors import ObjectiveError
-from moe_finetune.losses import RoutingRecord, inject, layer_loss
-from moe_finetune.losses.base import LayerContext
+from moe_finetune.losses import RoutingRecord, functional, inject
 from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts, moe_layers, stacks
@@ -51,6 +48,24 @@ def block(layer, x_TH, mask_T):
     return (weights_TK.unsqueeze(-1) * y_TKH).sum(1), record
 
 
+def losses_of(record, below):
+    """``TERMS`` with pure functions."""
+    mask_T = record.mask_T
+    loss = 0.3 * functional.load_balancing_loss(record.distribution_TE, record.index_TK, mask_T)
+    loss = loss + 0.5 * functional.orthogonality_loss(record.outputs_TKH, mask_T=mask_T)
+    loss = loss + 0.6 * functional.specialization_loss(record.activations_TKD, mask_T)
+    loss = loss + 0.2 * functional.dpp_loss(record.outputs_TKH, mask_T)
+    loss = loss + 0.02 * functional.router_z_loss(record.logits_TE, mask_T)
+    loss = loss + 0.7 * functional.variance_loss(record.scores_TE, mask_T)
+    if below is not None:
+        p_TE, index_TK = below.distribution_TE, below.index_TK
+        top_k = index_TK.shape[1]
+        loss = loss + 0.4 * functional.coupling_loss(
+            p_TE, index_TK, record.distribution_TE, top_k, mask_T
+        )
+    return loss
+
+
 def test_values_and_gradients_are_those_of_our_own_hooks():
     model = tiny.model("qwen3_moe", num_hidden_layers=2).train()
     batch, totals, records = tiny.batch(), [], []
@@ -73,7 +88,7 @@ def test_values_and_gradients_are_those_of_our_own_hooks():
         layer = layers[id(module)]
         x_TH = hidden_BLH.flatten(0, 1)
         output_TH, record = block(layer, x_TH, records[0].mask_T)
-        loss = layer_loss(record, TERMS, last[-1] if last else None)
+        loss = losses_of(record, last[-1] if last else None)
         last.append(record)
         by_hand.append(loss)
         return inject(output_TH, loss, 1.0).view_as(hidden_BLH)
@@ -90,53 +105,9 @@ def test_values_and_gradients_are_those_of_our_own_hooks():
     assert ours["model.layers.0.mlp.gate.weight"].abs().max() > 0
 
 
-def record(**changes):
-    torch.manual_seed(0)
-    logits_TE = torch.randn(7, 5)
-    weights_TK, index_TK = logits_TE.softmax(-1).topk(2)
-    parts = {
-        "layer": 4,
-        "inputs_TH": torch.randn(7, 6),
-        "logits_TE": logits_TE,
-        "index_TK": index_TK,
-        "weights_TK": weights_TK,
-        "mask_T": torch.arange(7) < 5,
-        "score": "softmax",
-        "router_weight_EH": torch.randn(5, 6),
-    }
-    return RoutingRecord(**{**parts, **changes})
-
-
-def test_what_a_record_lacks_is_named():
-    with pytest.raises(ObjectiveError, match="orthogonality: the record has no outputs_TKH"):
-        layer_loss(record(), {"orthogonality": {"weight": 0.1}})
-    with pytest.raises(ObjectiveError, match="share or target needs a trainer"):
-        layer_loss(record(), {"variance": {"share": 0.1}})
-    with pytest.raises(ObjectiveError, match="'mean' needs moe_layers"):
-        layer_loss(record(), {"variance": {"weight": 0.1, "layers_reduction": "mean"}})
-    with pytest.raises(ObjectiveError, match="also changes routing"):
-        layer_loss(record(), "st_moe")
-    with pytest.raises(ObjectiveError, match="did you mean 'variance'"):
-        layer_loss(record(), {"varianse": {"weight": 0.1}})
-
-
-def test_a_mean_over_layers_divides_by_all_of_them():
-    whole = layer_loss(record(), {"variance": {"weight": 0.3}})
-    part = {"variance": {"weight": 0.3, "layers_reduction": "mean"}}
-    below = record(layer=3)
-    for previous in (None, below):
-        torch.testing.assert_close(
-            layer_loss(record(), part, previous, moe_layers=range(24)), whole / 24
-        )
-    wanted = Objective.from_options(
-        {"variance": {"weight": 0.3}}, model_facts(tiny.model("qwen3_moe"))
-    )(record(layer=1), LayerContext()).total
-    torch.testing.assert_close(whole, wanted)
-
-
 def test_neither_transformers_nor_peft_is_imported():
     code = (
-        "import sys; from moe_finetune.losses import layer_loss, inject, RoutingRecord;"
+        "import sys; from moe_finetune.losses import functional, inject, RoutingRecord;"
         "sys.exit(any(m in sys.modules for m in ('transformers', 'peft', 'trl', 'datasets')))"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
