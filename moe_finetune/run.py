@@ -20,6 +20,7 @@ from moe_finetune.io.run_folder import RunFolder, read_log
 from moe_finetune.io.terminal import terminal
 from moe_finetune.io.versions import check_versions
 from moe_finetune.recipe.schema import Recipe
+from moe_finetune.training.disk import check_disk
 from moe_finetune.training.preflight import Inputs, check_inputs
 from moe_finetune.training.start import base_folder
 
@@ -83,6 +84,8 @@ def carry_out(recipe: Recipe, output: Path, resume: bool, ignore_memory: bool) -
     if not run.trained:
         with terminal().phase("prepare"):
             inputs = check_inputs(recipe, ignore_memory)
+            if first_rank and not resume:
+                check_disk(recipe, run, inputs)
         recipe = with_date(recipe, inputs.date)
     ranks.barrier()  # rank 0 writes into the folder that the others look at above
     new_folder = not output.exists()
@@ -158,7 +161,10 @@ def plan_run(
     check_versions("a recipe")
     recipe = on_day_of(recipe, RunFolder(output))
     check_run_folder(recipe, RunFolder(output), resume)
-    return check_inputs(recipe, ignore_memory, activations=True).plan
+    inputs = check_inputs(recipe, ignore_memory, activations=True)
+    if not resume:
+        check_disk(recipe, RunFolder(output), inputs)
+    return inputs.plan
 
 
 def merge(recipe: Recipe, run: RunFolder, base: Path | Checkpoint | None = None) -> None:

@@ -15,6 +15,7 @@ from moe_finetune.cli.app import app, check_alone, split_common
 from moe_finetune.cli.dropped import refuse_dropped
 from moe_finetune.cli.pipes import outlive_readers
 from moe_finetune.errors import MoeFinetuneError, is_machine_failure, reason_of
+from moe_finetune.io.signals import sigterm_interrupts
 from moe_finetune.io.terminal import OWN, Records, Terminal, use_terminal
 
 # A path from the user cannot be used as requested.
@@ -57,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     logging.getLogger(OWN).setLevel(logging.DEBUG if debug else logging.INFO)
     try:
-        return app(arguments, prog_name="moe-finetune", standalone_mode=False) or 0
+        with sigterm_interrupts():
+            return app(arguments, prog_name="moe-finetune", standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         return 130

@@ -4,13 +4,16 @@ import enum
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moe_finetune.cli.app import Output, RecipeItems, app, split_items, write_json
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.io.terminal import terminal
+
+if TYPE_CHECKING:
+    from moe_finetune.recipe.tree import Tree
 
 
 class Backend(enum.StrEnum):
@@ -95,19 +98,41 @@ def train(
     tree = load_tree(*split_items(items))
     if int(os.environ.get("RANK", "0")) == 0:
         terminal().say(headline(tree.values, output))  # the imports below take some seconds
-    from moe_finetune.recipe.schema import recipe_from_tree
+    try:
+        run = _train(tree, output, resume, dry_run, ignore_memory)
+    except KeyboardInterrupt as interrupt:
+        # Between the first step and the last, a signal is handled with the trainer's checkpoint.
+        if type(interrupt) is KeyboardInterrupt and not dry_run:
+            terminal().say(f"interrupted. {_how_to_continue(output)}", "warning")
+        raise
+    if run is None:
+        return
     from moe_finetune.report.outcome import end_run, next_commands
+
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"run: {run}")
+        page = RunFolder(run).page
+        end_run({"after": run}, None, next_commands(page, run))
+
+
+def _train(
+    tree: "Tree", output: Path, resume: bool, dry_run: bool, ignore_memory: bool
+) -> Path | None:
+    from moe_finetune.recipe.schema import recipe_from_tree
     from moe_finetune.run import plan_run, run_recipe
 
     recipe = recipe_from_tree(tree)
     if dry_run:
         print(plan_run(recipe, output, resume, ignore_memory).text())
-        return
-    run = run_recipe(recipe, output, resume=resume, ignore_memory=ignore_memory)
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(f"run: {run}")
-        page = RunFolder(run).page
-        end_run({"after": run}, None, next_commands(page, run))
+        return None
+    return run_recipe(recipe, output, resume=resume, ignore_memory=ignore_memory)
+
+
+def _how_to_continue(output: Path) -> str:
+    recipe = RunFolder(output).recipe
+    if not recipe.exists():
+        return "Nothing was written; repeat the command"
+    return f"To continue: moe-finetune train {recipe} --output {output} --resume"
 
 
 def headline(values: Mapping[str, Any], output: Path) -> str:

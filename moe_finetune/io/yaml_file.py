@@ -10,6 +10,8 @@ from moe_finetune.errors import MoeFinetuneError
 from moe_finetune.io.json_file import TextError
 
 MAX_BYTES = 1 << 20
+MAX_NODES = 100_000
+"""Values in a document once its aliases are expanded."""
 
 
 class YamlError(TextError):
@@ -31,8 +33,8 @@ def parse_yaml(text: str) -> tuple[yaml.Node | None, Any]:
     """The document's node, which has line numbers (None if empty), and its value.
 
     Raises:
-        YamlError: not YAML, too large, a duplicate key in a mapping, or an alias inside its own
-            value.
+        YamlError: not YAML, too large, also once aliases are expanded, a duplicate key in a
+            mapping, or an alias inside its own value.
     """
     if len(text) > MAX_BYTES:
         raise YamlError(f"has more than {MAX_BYTES >> 10} KiB")
@@ -86,20 +88,21 @@ def parse_file(file: Path, refused: type[MoeFinetuneError]) -> tuple[yaml.Node |
         raise refused(f"{location}: {problem.problem}") from None
 
 
-def _check_keys(node: yaml.Node, checked: dict[int, bool], path: tuple[str, ...] = ()) -> None:
-    """Refuse a key that a mapping sets twice; PyYAML silently takes the last.
+def _check_keys(node: yaml.Node, sizes: dict[int, int], path: tuple[str, ...] = ()) -> int:
+    """The number of values in ``node``; refuse too many, and a key that a mapping sets twice.
 
-    ``checked`` records for each visited node whether everything inside it has been checked.
+    PyYAML would silently take the last of two keys. ``sizes`` has each visited node's number, 0
+    while it is being counted.
     """
-    if id(node) in checked:  # an alias
-        if not checked[id(node)]:
+    if id(node) in sizes:  # an alias
+        if not sizes[id(node)]:
             line = node.start_mark.line + 1
             raise YamlError("an alias is inside the value that it refers to", line)
-        return
-    checked[id(node)] = False
+        return sizes[id(node)]
+    sizes[id(node)], size = 0, 1
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
-            _check_keys(item, checked, (*path, str(index)))
+            size += _check_keys(item, sizes, (*path, str(index)))
     elif isinstance(node, yaml.MappingNode):
         names: set[str] = set()
         for name, child in node.value:
@@ -110,5 +113,9 @@ def _check_keys(node: yaml.Node, checked: dict[int, bool], path: tuple[str, ...]
             if name.value in names:
                 raise YamlError(f"{'.'.join(child_path):.200} is set twice in this file", line)
             names.add(name.value)
-            _check_keys(child, checked, child_path)
-    checked[id(node)] = True
+            size += 1 + _check_keys(child, sizes, child_path)
+    if size > MAX_NODES:
+        line = node.start_mark.line + 1
+        raise YamlError(f"has more than {MAX_NODES:,} values once aliases are expanded", line)
+    sizes[id(node)] = size
+    return size

@@ -92,6 +92,10 @@ def resolve_method(method: str | dict[str, Any] | Method | None, **overrides: An
     """
     if isinstance(method, Method):
         options = method.model_dump(mode="json")
+    elif method is not None and not isinstance(method, str | dict):
+        raise RecipeError(
+            f"method: must be a preset's name or a mapping such as {{preset: erc}}, not {method!r}"
+        )
     else:
         options = {"preset": method} if isinstance(method, str) else dict(method or {})
     options = merge_mappings(options, overrides)

@@ -15,7 +15,8 @@ SECRET = re.compile(
 """Names of keys whose values are secrets."""
 _TOKEN = re.compile(r"\b(hf_|api_org_)[A-Za-z0-9]{20,}|\b(sk-)[A-Za-z0-9_-]{40,}")
 """Secrets with a known form: tokens of the hub and of OpenAI. Folder names are shorter."""
-_ASSIGNED = re.compile(rf"([\w.]*(?:{SECRET.pattern}\w*|\btoken)=)[^\s'\",;]+", re.I)
+_ASSIGNED = re.compile(r"(?<![\w.])([\w.]+)=[^\s'\",;]+")
+"""A dotted key and its value. A match starts only where a word does, so long words take no time."""
 
 
 class Section(BaseModel):
@@ -46,7 +47,13 @@ class WholeRecipe(Section):
 
 def hide_secrets(text: str) -> str:
     """``text`` with stars for tokens and for values assigned to keys such as ``hf_token``."""
-    return _TOKEN.sub(r"\1\2***", _ASSIGNED.sub(r"\1***", text))
+    return _TOKEN.sub(r"\1\2***", _ASSIGNED.sub(_starred, text))
+
+
+def _starred(assigned: re.Match[str]) -> str:
+    name = assigned[1].rpartition(".")[2]
+    secret = name.lower() == "token" or SECRET.search(name)
+    return f"{assigned[1]}=***" if secret else assigned[0]
 
 
 def _secrets(value: Any, path: str = "") -> Iterator[str]:

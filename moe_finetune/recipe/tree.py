@@ -66,19 +66,22 @@ def load_tree(paths: Iterable[str | Path], overrides: Sequence[str] = ()) -> Tre
         RecipeError: a file is missing, is not YAML or extends itself, a key is duplicate, or an
             override cannot be applied. The message names file and line.
     """
-    tree = Tree()
+    tree, known = Tree(), dict[Path, Tree]()
     for path in paths:
-        tree.merge(_read(find_recipe(Path(path)), ()))
+        tree.merge(_read(find_recipe(Path(path)), (), known))
     for override in overrides:
         _apply(tree, override)
     return tree
 
 
-def _read(path: Path, extending: tuple[Path, ...]) -> Tree:
+def _read(path: Path, extending: tuple[Path, ...], known: dict[Path, Tree]) -> Tree:
+    """The file and what it extends; ``known`` has files that were read before."""
     resolved = path.resolve()
     if resolved in extending:
         chain = " -> ".join(str(p) for p in (*extending[extending.index(resolved) :], resolved))
         raise RecipeError(f"{path}: `extends` is circular: {chain}; remove one of them")
+    if resolved in known:
+        return known[resolved]
     child = _parse(path)
     parents = child.values.pop("extends", [])
     if isinstance(parents, str):
@@ -97,8 +100,9 @@ def _read(path: Path, extending: tuple[Path, ...]) -> Tree:
                 f"{child.origin(('extends',))}: extends: there is no file {path.parent / parent} "
                 f"(paths are relative to {path.parent})"
             )
-        tree.merge(_read(file, (*extending, resolved)))
+        tree.merge(_read(file, (*extending, resolved), known))
     tree.merge(child)
+    known[resolved] = tree
     return tree
 
 

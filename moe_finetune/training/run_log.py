@@ -38,8 +38,10 @@ class RunLog(TrainerCallback):
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         if state.is_world_process_zero:
+            # A run that begins again, before its first checkpoint, also repeats step 0.
+            kept = state.global_step or -1
             for path in (self.run.metrics, self.run.routing_steps):
-                drop_after(path, state.global_step)
+                drop_after(path, kept)
 
     def on_step_end(self, args, state, control, **kwargs):
         if args.logging_strategy == "no":

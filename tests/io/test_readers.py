@@ -10,6 +10,14 @@ from moe_finetune.io.json_file import JsonError, parse_json, read_object
 from moe_finetune.io.rows import read_rows as read_task_rows
 from moe_finetune.io.yaml_file import YamlError, parse_yaml
 
+# Nine levels of nine aliases, and 26 levels of two merged mappings, under 1 KB of text each.
+BOMB = "a0: &a0 [1]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10)
+)
+MERGES = "a0: &a0 {x: 1}\n" + "".join(
+    f"a{n}: &a{n}\n  <<: [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 27)
+)
+
 
 @pytest.mark.parametrize(
     ("text", "problem"),
@@ -64,6 +72,8 @@ def test_a_file_is_named_with_its_line(tmp_path):
         ("a: !!python/name:os.system x", "not YAML"),
         ("a: *nowhere", "not YAML"),
         ("a: &a [*a]", "an alias is inside the value that it refers to"),
+        (BOMB, "has more than 100,000 values once aliases are expanded"),
+        (MERGES, "has more than 100,000 values once aliases are expanded"),
         ("x" * (1 << 20) + "x", "KiB"),
     ],
 )

@@ -213,6 +213,19 @@ def test_the_trainers_own_balance_loss_is_refused(tmp_path):
         SpecializationCallback("none").attach(trainer)
 
 
+def test_a_run_that_begins_again_logs_step_0_once(tmp_path):
+    """Resumed before its first checkpoint it starts from step 0, which it has logged before."""
+    (tmp_path / "routing").mkdir()
+    log, state = RunLog(tmp_path), TrainerState(is_world_process_zero=True)
+    for _ in range(2):
+        log.on_train_begin(None, state, None)
+        with log.run.routing_steps.open("a") as file:
+            file.write('{"step": 0}\n')
+        log.on_log(None, state, None, logs={"eval_loss": 3.0})
+    for path in (log.run.metrics, log.run.routing_steps):
+        assert len(path.read_text().splitlines()) == 1
+
+
 def test_the_log_holds_the_devices_peak_memory(tmp_path, monkeypatch):
     """Of training rows; counted from where training began, not from loading."""
     calls = []

@@ -1,0 +1,48 @@
+"""A run looks at its disk before it trains: it used to lose all steps at the end."""
+
+import shutil
+from types import SimpleNamespace
+
+import pytest
+
+from moe_finetune.errors import DiskSpaceError
+from moe_finetune.io import folder
+from moe_finetune.io.rows import write_jsonl
+from moe_finetune.recipe.schema import recipe_from_tree
+from moe_finetune.recipe.tree import Tree
+from moe_finetune.run import plan_run, run_recipe
+from moe_finetune.training import train
+from moe_finetune.training.disk import _checkpoints
+
+
+@pytest.mark.parametrize("begin", [run_recipe, plan_run])
+def test_a_run_that_does_not_fit_is_refused_before_its_weights_load(
+    begin, tiny_checkpoint, tmp_path, monkeypatch
+):
+    write_jsonl(tmp_path / "rows.jsonl", [{"text": "ab " * 9}] * 4)
+    tree = {
+        "model": {"path": str(tiny_checkpoint("qwen3_moe")), "dtype": "float32"},
+        "lora": {"rank": 3},
+        "data": {"train": str(tmp_path / "rows.jsonl"), "max_length": 33},
+    }
+    usage = shutil.disk_usage(tmp_path)
+    few = SimpleNamespace(total=usage.total, used=usage.used, free=6_000_000)
+    monkeypatch.setattr(folder.shutil, "disk_usage", lambda path: few)
+    monkeypatch.setattr(train, "trainable_model", lambda start: pytest.fail("weights were loaded"))
+    with pytest.raises(DiskSpaceError, match="MB are needed, but only 6 MB are free"):
+        begin(recipe_from_tree(Tree(tree)), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("trainer", "steps", "count"),
+    [
+        ({}, 40, 1),  # the last step's
+        ({"save_steps": 10}, 40, 3),
+        ({"save_steps": 10, "save_total_limit": 9}, 40, 4),
+        ({"save_steps": 0.5}, 40, 2),
+        ({"save_strategy": "no"}, 40, 0),
+    ],
+)
+def test_the_checkpoints_that_lie_on_the_disk_at_once(trainer, steps, count):
+    assert _checkpoints({"save_total_limit": 2, **trainer}, steps) == count
