@@ -16,6 +16,8 @@ class Preset:
         terms: options of each loss term, by its name.
         source: paper and section.
         shows: the expected effect compared with ``aux_loss`` or ``none``.
+        goal: the routing metric, or logged ``losses/<term>``, that training should raise (+1) or
+            lower (-1); None for a method without one.
         perturbations: ``jitter``, ``expert_dropout``, ``random_second_choice``.
         bias_update: step of the loss-free bias, or None.
     """
@@ -24,6 +26,7 @@ class Preset:
     terms: Mapping[str, Mapping[str, Any]]
     source: str
     shows: str
+    goal: tuple[str, int] | None = None
     perturbations: Mapping[str, Any] = field(default_factory=dict)
     bias_update: float | None = None
 
@@ -71,6 +74,7 @@ _ALL = (
         terms={"load_balance": _DEEPSEEK},
         source='P0 "With Aux Loss"; DeepSeek-V2 eq. 23',
         shows="MaxVio below none",
+        goal=("max_violation", -1),
     ),
     Preset(
         "gshard",
@@ -78,6 +82,7 @@ _ALL = (
         perturbations={"random_second_choice": True},
         source="GShard (Lepikhin et al. 2020)",
         shows="MaxVio below none",
+        goal=("max_violation", -1),
     ),
     Preset(
         "st_moe",
@@ -85,6 +90,7 @@ _ALL = (
         perturbations={"jitter": 0.01, "expert_dropout": 0.4},
         source="ST-MoE (Zoph et al. 2022)",
         shows="MaxVio and router logits below none",
+        goal=("max_violation", -1),
     ),
     Preset(
         "loss_free",
@@ -92,6 +98,7 @@ _ALL = (
         bias_update=1e-3,
         source="loss-free balancing; DeepSeek-V3",
         shows="MaxVio below none without a balance gradient",
+        goal=("max_violation", -1),
     ),
     Preset(
         "orthogonal_variance",
@@ -102,6 +109,7 @@ _ALL = (
         },
         source="P0 eq. 7, 18, 25, summed over tokens as printed",
         shows="score variance above and output overlap below aux_loss, MaxVio about the same",
+        goal=("score_variance", 1),
     ),
     Preset(
         "orthogonal_variance_mean",
@@ -112,6 +120,7 @@ _ALL = (
         },
         source="P0 eq. 7, 18, 25, its weights on the mean over tokens",
         shows="as orthogonal_variance, some thousand times weaker",
+        goal=("score_variance", 1),
     ),
     Preset(
         "orthogonal_variance_released",
@@ -122,54 +131,63 @@ _ALL = (
         },
         source="P0's authors' code (November 2025), which differs from the paper",
         shows="score variance above aux_loss",
+        goal=("score_variance", 1),
     ),
     Preset(
         "specialization_coupling",
         terms=_COUPLED,
         source="P1 eq. 4, 6, Table 14 (fine-tuning)",
         shows="activation cosine below and coupling mass above aux_loss",
+        goal=("activation_cosine", -1),
     ),
     Preset(
         "specialization_coupling_z",
         terms={**_COUPLED, **_Z},
         source="P1 Table 14, with the z-loss of B.1",
         shows="as specialization_coupling, with smaller router logits",
+        goal=("activation_cosine", -1),
     ),
     Preset(
         "specialization_coupling_scratch",
         terms=_COUPLED_SCRATCH,
         source="P1 eq. 4, 6, B.1 (from scratch)",
         shows="as specialization_coupling, when training from scratch",
+        goal=("activation_cosine", -1),
     ),
     Preset(
         "specialization_coupling_scratch_z",
         terms={**_COUPLED_SCRATCH, **_Z},
         source="P1 B.1 (from scratch), with z-loss",
         shows="as specialization_coupling_scratch, with smaller router logits",
+        goal=("activation_cosine", -1),
     ),
     Preset(
         "erc",
         terms={"load_balance": _PER_LAYER, "erc": {"weight": 1.0, "alpha": 1.0}},
         source="P2 eq. 3, 4, §4.1; balance averaged over layers as in OLMoE",
         shows="ERC table down to 0 at alpha 1 in the trained layers",
+        goal=("losses/erc", -1),
     ),
     Preset(
         "router_orthogonality",
         terms={"load_balance": _PER_LAYER, "router_orthogonality": {"weight": 1e-2}},
         source="P2 §4.5 (ERNIE); the weight is ours",
         shows="cosine of router rows below aux_loss",
+        goal=("router_cosine", -1),
     ),
     Preset(
         "dpp",
         terms={"load_balance": _SYNTHETIC, "dpp": {"weight": 0.1}},
         source="P4 algorithm 2, Table 2",
         shows="output cosine below aux_loss",
+        goal=("output_cosine", -1),
     ),
     Preset(
         "ncl",
         terms={"load_balance": _SYNTHETIC, "ncl": {"weight": 0.1}},
         source="P4 algorithm 3 without its label term, Table 2",
         shows="spread of outputs above aux_loss",
+        goal=("losses/ncl", -1),
     ),
     Preset(
         "cosine_orthogonality",
@@ -179,18 +197,21 @@ _ALL = (
         },
         source="P4 §6.2, Table 2",
         shows="output cosine below aux_loss",
+        goal=("output_cosine", -1),
     ),
     Preset(
         "supervised_routing",
         terms={"supervised_routing": {"weight": 1.0}},
         source="P3 §3.2 (router stage); needs `terms.supervised_routing.table`",
         shows="conditional mean rank and router entropy below none",
+        goal=("entropy", -1),
     ),
     Preset(
         "supervised_routing_baseline",
         terms={"load_balance": _balance(1e-2, "gshard", "micro_batch", probabilities="topk")},
         source="P3 appendix B",
         shows="the balance loss that P3 compares with",
+        goal=("max_violation", -1),
     ),
 )
 

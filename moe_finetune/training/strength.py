@@ -272,6 +272,17 @@ def _report(row: TermStrength) -> None:
     if all(share is None for share in row.shares.values()):
         log.info("method.terms.%s: not measured, because %s", row.term, row.missing)
         return
+    measured = [part for part, share in row.shares.items() if share is not None]
+    trained = sorted(row.trains.intersection(measured))
+    if not trained:
+        own, reached = " and ".join(sorted(row.trains)), " and ".join(sorted(measured))
+        log.warning(
+            "method.terms.%s: it acts on the %s, frozen here, so it can act only through the %s "
+            "of earlier layers; at weight %.3g its gradient is %.2g %% of that of the trainer's "
+            "loss there",
+            *(row.term, own, reached, row.weight, 100 * row.share),
+        )
+        return
     aim = row.weight_for(AIM)
     advice = (
         "no weight changes that while its goal is met"
@@ -279,7 +290,7 @@ def _report(row: TermStrength) -> None:
         else f"weight {aim:.3g} would be 10 %, and so would share: 0.1 instead of weight"
     )
     what = f"method.terms.{row.term}: at weight {row.weight:.3g} its gradient is"
-    where = f"of that of the trainer's loss on {' and '.join(sorted(row.trains))}"
+    where = f"of that of the trainer's loss on {' and '.join(trained)}"
     if row.share < WHISPER:
         log.warning("%s %.2g %% %s, too little to show: %s", what, 100 * row.share, where, advice)
     elif row.share > DROWNS * (1 + 1e-9):  # a share of 1 is exact only up to the last bits

@@ -6,16 +6,20 @@ import math
 import re
 
 import pytest
+import yaml
 
 from moe_finetune.errors import TraceError
+from moe_finetune.losses import TERMS
+from moe_finetune.losses.presets import PRESETS
 from moe_finetune.metrics.words import Word
 from moe_finetune.report.context import Report
-from moe_finetune.report.outcome import outcome_text
+from moe_finetune.report.outcome import CHANGES, outcome_text
 from moe_finetune.report.runs import read_runs
 from moe_finetune.report.sections.answer import ANSWER
 from moe_finetune.report.sections.curves import CURVES
 from moe_finetune.report.sections.experts import Change
 from moe_finetune.report.sections.strength import STRENGTH
+from moe_finetune.training.sample import MEASURED
 from tests.report.folders import write_run
 
 METRICS = {"expert_overlap": 0.4, "score_variance": 0.02, "entropy": 2.2, "max_violation": 0.5}
@@ -215,3 +219,29 @@ def test_a_damaged_passage_is_one_line(tmp_path):
     change(runs[1] / "routing" / "after.json", colored_text=[["a", "b"]])
     with pytest.raises(TraceError, match="'colored_text' is missing or malformed"):
         text(*runs)
+
+
+@pytest.mark.parametrize(
+    ("after", "method", "said"),
+    [
+        (0.0202, {}, "hardly moved; train for more steps, or set method.share: 0.1 or more"),
+        (0.0202, {"terms": {"variance": {"share": 0.1}}}, "or set method.share: 0.3"),
+        (0.03, {}, "(0.0200 → 0.0300), which orthogonal_variance should raise</dd>"),
+        (0.01, {}, "which orthogonal_variance should raise: moved the other way"),
+    ],
+)
+def test_a_run_says_whether_its_method_moved_what_it_is_for(tmp_path, after, method, said):
+    """A first run with the defaults changed score variance by 0.1 %, without a word on that."""
+    run = run_of(tmp_path / "ours", 2, {"score_variance": after})
+    change(run / "routing" / "before.json", metrics={"score_variance": {"mean": 0.02}})
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+    recipe["method"] = {"preset": "orthogonal_variance", **method}
+    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert said in text(run)
+
+
+def test_every_preset_but_none_has_a_goal_that_is_measured():
+    measured = {*CHANGES, *MEASURED, *(f"losses/{term}" for term in TERMS)}
+    for preset in PRESETS.values():
+        assert (preset.goal is None) == (preset.name == "none")
+        assert preset.goal is None or preset.goal[0] in measured

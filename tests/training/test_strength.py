@@ -51,3 +51,15 @@ def test_window_without_labels_is_refused():
     for window in ([], [batch]):
         with pytest.raises(ObjectiveError, match="at least one batch, each with labels"):
             measure_strength(adapted(), "erc", window)
+
+
+def test_a_frozen_router_is_not_named_and_no_larger_weight_is_advised(caplog):
+    terms = {"variance": {"share": 0.1}, "load_balance": {"weight": 1e-6}, "erc": {"weight": 1e-6}}
+    with caplog.at_level("INFO", "moe_finetune"):
+        measure_strength(adapted(router="frozen"), {"terms": terms}, BATCHES)
+    said = {r.getMessage().split(":")[0].rpartition(".")[2]: r.getMessage() for r in caplog.records}
+    for name in ("variance", "load_balance"):
+        assert "acts on the router, frozen here" in said[name], said[name]
+        assert "through the experts of earlier layers" in said[name]
+        assert "would be 10 %" not in said[name]
+    assert "on experts, too little to show: weight" in said["erc"]  # it trains experts, too

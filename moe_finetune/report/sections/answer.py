@@ -12,6 +12,7 @@ from moe_finetune.report.markup import DASH, Markup, breakable, is_number, join,
 from moe_finetune.report.numbers import ends
 from moe_finetune.report.runs import Run, losses_compare
 from moe_finetune.report.sections.experts import Change, expert_changes, experts_table
+from moe_finetune.report.sections.goal import goal_text
 from moe_finetune.report.sections.scores import baseline_label, comparisons, score_table
 
 # The logged objective of each stage: a reward, the margin of preferences, or the loss.
@@ -50,7 +51,8 @@ def answer_text(report: Report) -> list[str]:
 def _answer(report: Report, run: Run) -> Answer:
     changes, scores = expert_changes(report, run), comparisons(report, run)
     parts = [("Warning", run.collapse), ("Experts", _experts(changes)),
-             ("Scores", _scores(scores)), *_objective(report, run)]  # fmt: skip
+             ("Method", goal_text(run)), ("Scores", _scores(scores)),
+             *_objective(report, run)]  # fmt: skip
     findings = [(label, text) for label, text in parts if text]
     compared = scores or any(math.isfinite(change.share) for change in changes)
     reference = baseline_label(report) if compared else ""
