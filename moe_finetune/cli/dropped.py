@@ -26,6 +26,10 @@ OPTIONS: dict[str, dict[str, str]] = {
         "--candidates": DETERMINANT,
         "--parity": "run eval once per --backend with --dtype float32, and compare the two folders",
     },
+    "inspect": {
+        "--strength": "moe_finetune.measure_strength(model, method, batches) measures it in Python",
+        "--quantization": "compare the first losses of two runs, or `eval` both",
+    },
     "merge": {
         "--push": "upload with `hf upload OWNER/NAME OUTPUT`",
         "--private": "upload with `hf upload OWNER/NAME OUTPUT --private`",
