@@ -57,7 +57,10 @@ class Comparison:
         return to_json(asdict(self), 1, sort=False) + "\n"
 
     def to_text(self) -> str:
-        return "\n".join([aligned(self.table(), "left"), "", *self.summary()]) + "\n"
+        header, *lines = self.table()
+        words = {"unclear": "no clear difference", "unknown": "no interval"}
+        lines = [[*line[:-1], words.get(line[-1], line[-1])] for line in lines]
+        return "\n".join([aligned([header, *lines], "left"), "", *self.summary()]) + "\n"
 
     def table(self) -> list[list[str]]:
         """Return the rows as cells, headings first."""
