@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from moe_finetune.errors import (
@@ -32,7 +32,7 @@ from moe_finetune.errors import (
 from moe_finetune.losses.tensors import without_autocast
 from moe_finetune.moe.by_token import gram
 from moe_finetune.moe.experts import Experts, ExpertsResult, LoraFactors, run_experts
-from moe_finetune.moe.layers import is_spread, model_facts
+from moe_finetune.moe.layers import is_spread, model_facts, moe_layers
 from moe_finetune.quantization.weight import QuantizedWeight
 
 DISPATCH = "ep_dispatch_experts"
@@ -76,7 +76,8 @@ def spread_experts(model: Any) -> Any:
     """Distribute ``model``'s routed experts over the ranks, and return the model.
 
     Each rank keeps E / N consecutive experts, by transformers' plan ``ep_dispatch_experts``. Add an
-    adapter afterwards. The training loop must average all other gradients over ranks.
+    adapter afterwards. The training loop must average all other gradients over ranks: as DDP does,
+    or by FSDP2, whose ``ignored_params`` must then be those of :func:`spread_modules`.
 
     Args:
         model: a causal language model with all experts, equal on all ranks, without an adapter.
@@ -139,6 +140,11 @@ def place_experts(model: Any, ranks: int, device: str) -> Any:
     apply_expert_parallelism(model, mesh["ep"], mesh["tp"], plan)
     model.generate = partial(model.generate, synced_gpus=True)
     return model
+
+
+def spread_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules whose expert stacks are spread, without PEFT's wrappers and their factors."""
+    return [layer.experts for layer in moe_layers(model) if is_spread(layer.experts)]
 
 
 def spread_of(experts: Any) -> Spread | None:

@@ -41,6 +41,7 @@ from moe_finetune.training.host_run import HostRun
 from moe_finetune.training.preconditions import OWN_BALANCE_LOSS, check_arguments
 from moe_finetune.training.sample import evaluation_metrics, evaluation_sample
 from moe_finetune.training.save import describe_adapter
+from moe_finetune.training.shards import check_all_sharded
 from moe_finetune.training.specialization import Specialization, on_model
 from moe_finetune.training.state import TRAINER_FILE, from_text, to_text
 from moe_finetune.training.statistics import TrainingStatistics
@@ -159,6 +160,7 @@ class SpecializationCallback(TrainerCallback, ExportableState):
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         check_arguments(args, self.method, backbone_of(model).config)
+        check_all_sharded(model)
         self._window.begin(args, kwargs.get("train_dataloader"), state)
         _check_equal_steps(kwargs.get("train_dataloader"))
         previous = on_model(model)

@@ -24,16 +24,25 @@ def launched_by(name: str) -> bool:
 
 
 def check_quantization(kind: str) -> None:
-    """Refuse a ``model.quantization`` that this launch cannot shard; prepare FSDP2 for the others.
-
-    FSDP2 gathers packed bytes; each process reads and quantizes the checkpoint itself, because
-    accelerate's loading on rank 0 would broadcast float values.
+    """Refuse a ``model.quantization`` that this launch cannot shard.
 
     Raises:
         DependencyError: bitsandbytes cannot be used here.
-        RecipeError: FSDP1 or CPU offload, which cannot gather or move packed weights, is on.
+        RecipeError: see :func:`load_on_each_rank`.
     """
-    if check_kind(kind, "model.quantization") is None or not launched_by("FSDP"):
+    if check_kind(kind, "model.quantization") is not None:
+        load_on_each_rank(f"model.quantization: '{kind}'", "set model.quantization: none")
+
+
+def load_on_each_rank(setting: str, otherwise: str) -> None:
+    """Prepare FSDP2 for ``setting``: each process reads its own weights; refuse other sharding.
+
+    Accelerate's loading on rank 0 would broadcast float values, and rank 0's experts to all.
+
+    Raises:
+        RecipeError: FSDP1 or CPU offload is on.
+    """
+    if not launched_by("FSDP"):
         return
     problem = None
     if os.environ.get("FSDP_VERSION", "1") != "2":
@@ -42,10 +51,30 @@ def check_quantization(kind: str) -> None:
         problem = "fsdp_offload_params, which pins float shards; set it to false"
     if problem is not None:
         raise RecipeError(
-            f"model.quantization: '{kind}' cannot be combined with {problem} in the accelerate "
-            "config (recipes/hardware/fsdp2_8gpu.yaml is one), or set model.quantization: none"
+            f"{setting} cannot be combined with {problem} in the accelerate "
+            f"config (recipes/hardware/fsdp2_8gpu.yaml is one), or {otherwise}"
         )
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+
+
+def check_whole_rows(args: Any = None) -> None:
+    """Refuse context parallelism: losses are means over whole rows, but a rank has parts of them.
+
+    Raises:
+        ObjectiveError: accelerate's environment or ``args`` set ``cp_size`` or ``sp_size``.
+    """
+    config: Any = getattr(args, "parallelism_config", None)
+    for name in ("cp_size", "sp_size"):
+        of_launcher = 1
+        if launched_by("PARALLELISM_CONFIG"):
+            of_launcher = int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1"))
+        size = max(getattr(config, name, 1), of_launcher)
+        if size > 1:
+            raise ObjectiveError(
+                f"parallelism_config: {name} is {size}, but the losses and metrics need whole rows "
+                "on each process; set it to 1 in the accelerate config, and shard with FSDP2 "
+                "(recipes/hardware/fsdp2_8gpu.yaml)"
+            )
 
 
 def check_accelerator(trainer: Mapping[str, Any]) -> None:
@@ -74,11 +103,12 @@ def check_arguments(args: Any, method: Method, config: Any) -> None:
         method: the method to train with.
 
     Raises:
-        ObjectiveError: fp16 (also if accelerate's environment sets it), the trainer's own balance
-            loss, or labels that the model is never called with.
+        ObjectiveError: fp16 (also if accelerate's environment sets it), context parallelism, the
+            trainer's own balance loss, or labels that the model is never called with.
     """
     if args.fp16 or getattr(args, "mixed_precision", "") == "fp16":
         raise ObjectiveError(_FP16)
+    check_whole_rows(args)
     # As in TRL's trainers, None means the checkpoint's own coefficient.
     coefficient: Any = getattr(args, "router_aux_loss_coef", 0.0)
     if coefficient is None:

@@ -81,7 +81,11 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False, activations: bool 
 
 def check_launch(recipe: Recipe) -> None:
     """Refuse a launcher that cannot start the run."""
-    from moe_finetune.training.preconditions import launched_by
+    from moe_finetune.training.preconditions import (
+        check_whole_rows,
+        launched_by,
+        load_on_each_rank,
+    )
 
     spread = expert_ranks(recipe)
     if launched_by("DEEPSPEED"):  # whose engine keeps gradients and optimizer to itself
@@ -90,12 +94,9 @@ def check_launch(recipe: Recipe) -> None:
             "stores the optimizer in pickle files, which are never loaded); use FSDP2: "
             "accelerate launch --config_file recipes/hardware/fsdp2_8gpu.yaml"
         )
-    if spread > 1 and launched_by("FSDP"):
-        raise RecipeError(
-            "parallel.experts: cannot be combined with FSDP, which would shard the experts "
-            "again; start it without that config (accelerate launch --multi_gpu --num_processes "
-            f"{spread}), or leave the key out"
-        )
+    check_whole_rows()
+    if spread > 1:
+        load_on_each_rank(f"parallel.experts: {spread}", "leave the key out")
     if recipe.parallel.experts == "all" and spread == 1:
         log.warning(
             "parallel.experts: all, but only one process was started, so experts are not spread"

@@ -18,8 +18,10 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.fsdp import FSDPModule
 
-from moe_finetune.errors import CheckpointError
+from moe_finetune.errors import CheckpointError, ObjectiveError
+from moe_finetune.moe.spread import spread_modules
 from moe_finetune.training import ranks
 from moe_finetune.training.checkpoint import Entry, entry_of
 
@@ -29,6 +31,41 @@ FOLDER = "shards"
 def is_sharded(model: nn.Module) -> bool:
     """Whether trained parameters are sharded over ranks (FSDP2)."""
     return any(hasattr(p, "device_mesh") for p in model.parameters() if p.requires_grad)
+
+
+def leave_experts(trainer: Any) -> None:
+    """Let FSDP2 shard everything but experts that are already spread over ranks.
+
+    The inner modules are left out, not PEFT's wrappers: FSDP2 would never average the factors of an
+    ignored wrapper.
+    """
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and (spread := spread_modules(trainer.model)):
+        plugin.ignored_modules = spread
+
+
+def check_all_sharded(model: nn.Module) -> None:
+    """Refuse trained parameters that FSDP2 does not know, and whose gradients it never averages.
+
+    Every rank would train different ones, without an error. They are in modules that FSDP2 ignores,
+    or were added after sharding.
+
+    Raises:
+        ObjectiveError: names one of them.
+    """
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        return
+    unknown = [
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and not hasattr(p, "device_mesh")
+    ]
+    if unknown:
+        raise ObjectiveError(
+            f"FSDP2 does not shard {len(unknown)} trained tensors, e.g. {unknown[0]}, so each rank "
+            "would train its own; add the adapter before sharding, and ignore only the frozen "
+            "modules inside PEFT's wrappers"
+        )
 
 
 def write_shards(target: Path, tensors: Mapping[str, Tensor]) -> tuple[Path, dict[str, Entry]]:

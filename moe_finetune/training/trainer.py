@@ -23,6 +23,7 @@ from moe_finetune.training.rank_state import random_state, set_random_state
 from moe_finetune.training.resumable import ResumableTrainer
 from moe_finetune.training.rollout import FollowsRollouts
 from moe_finetune.training.run_log import RunLog
+from moe_finetune.training.shards import leave_experts
 
 _Trainer: Any = object
 log = logging.getLogger(__name__)
@@ -136,6 +137,7 @@ def build_trainer(
     )
     for printer in (ProgressCallback, PrinterCallback):  # LiveTable shows what they would print
         trainer.remove_callback(printer)
+    leave_experts(trainer)
     callback.attach(trainer)
     if isinstance(trainer, FollowsRollouts):
         trainer.callback = callback

@@ -17,11 +17,12 @@ from transformers import Trainer, TrainingArguments
 
 from moe_finetune import SpecializationCallback
 from moe_finetune.lora.targets import add_lora
+from moe_finetune.moe.spread import spread_experts
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training import ranks
 from moe_finetune.training.full_weights import trained_weights, whole_model
 from moe_finetune.training.resumable import ResumableTrainer
-from moe_finetune.training.shards import is_sharded
+from moe_finetune.training.shards import is_sharded, leave_experts
 from tests import fsdp, tiny
 
 WORLDS = (4, 2, 1)
@@ -34,6 +35,7 @@ METHODS = {
             "load_balance": {"share": 0.3},
         }
     },
+    "spread": {"preset": "orthogonal_variance", "terms": {"variance": {"weight": 0.0}}},
     "whole": {"preset": "loss_free", "terms": {"erc": {"weight": 0.1, "noise": False}}},
 }
 
@@ -43,16 +45,19 @@ class Plain(ResumableTrainer, Trainer):
 
 
 def model(case: str) -> torch.nn.Module:
-    """Two layers of 13 experts, which no number of ranks here divides."""
+    """Two layers of 12 experts; in case "spread" each of several ranks has its part of them."""
     torch.manual_seed(1)
     base = tiny.model("qwen3_moe", num_hidden_layers=2)
     if case == "whole":
         return base
+    if case == "spread" and ranks.world_size() > 1:
+        spread_experts(base)
     return add_lora(base, LoraSection(rank=4, alpha=8.0), "full")
 
 
 def train(case: str, folder: Path, resume: Path | None = None) -> dict[str, torch.Tensor]:
     """Train to the end; the weights on rank 0. The log goes into ``log.json``."""
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(case != "spread").lower()
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(4, 260, (ROWS * STEPS, LENGTH), generator=generator).tolist()
     arguments = TrainingArguments(
@@ -72,6 +77,7 @@ def train(case: str, folder: Path, resume: Path | None = None) -> dict[str, torc
     dataset = Dataset.from_dict({"input_ids": ids, "labels": ids})
     trainer = Plain(model(case), arguments, train_dataset=dataset, callbacks=[callback])
     callback.attach(trainer)
+    leave_experts(trainer)
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     assert is_sharded(trainer.model) == (ranks.world_size() > 1), "accelerate fell back to DDP"
     if ranks.rank() == 0:

@@ -1,5 +1,5 @@
 """What each rank of ``test_sharded.py`` runs: every method plain, sharded, and both sharded and
-checkpointed; and checkpointed with the experts spread over the ranks.
+checkpointed; and checkpointed with the experts spread over the ranks, the rest whole or sharded.
 
 ``python -m tests.training.sharded_worker OUT`` under RANK and WORLD_SIZE 2; rank 0 writes OUT.
 The plain model sees both ranks' batches, one after the other, in every process: one rank of an
@@ -20,18 +20,22 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from moe_finetune.errors import ObjectiveError
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.presets import PRESETS
-from moe_finetune.moe.spread import spread_experts
+from moe_finetune.moe.layers import moe_layers
+from moe_finetune.moe.spread import spread_experts, spread_modules
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training import ranks, specialization
+from moe_finetune.training.shards import check_all_sharded
 from moe_finetune.training.specialization import Specialization
 from tests import tiny
 from tests.ranks import furthest
 from tests.tiny_adapter import random_factors
 
 CHECK_REACH = specialization.check_reach
-MODES = ("plain", "sharded", "both", "spread")
+MODES = ("plain", "sharded", "both", "spread", "spread and sharded")
+SPREAD = MODES[3:]
 WORLD = 2
 # Large enough that a term which is lost or quieter is seen in the gradients.
 WEIGHT = {"z_loss": 0.02, "coupling": 2.0, "orthogonality": 0.5}
@@ -97,20 +101,22 @@ def run(built: torch.nn.Module, mode: str, options: dict, measured: bool = False
     and the strength. ``measured``: measure the strength also here.
     """
     measured = measured or mode == "both"
-    specialization.check_reach = CHECK_REACH if measured or mode == "spread" else lambda *_: {}
+    specialization.check_reach = CHECK_REACH if measured or mode in SPREAD else lambda *_: {}
     options = {**options, "strength": {"first": measured}}
-    built = model(spread=True) if mode == "spread" else copy.deepcopy(built)
-    if mode in ("both", "spread"):
+    built = model(spread=True) if mode in SPREAD else copy.deepcopy(built)
+    if mode in ("both", *SPREAD):
         built.gradient_checkpointing_enable({"use_reentrant": False})
         built.enable_input_require_grads()
-    if mode == "spread":
+    if mode in SPREAD:
         experts = built.get_base_model().model.layers[1].mlp.experts
         assert experts.base_layer.base_layer.num_experts == 6, "the experts are not spread"
-    elif mode != "plain":
+    if mode not in ("plain", "spread"):
         mesh = init_device_mesh("cpu", (WORLD,))
+        ignored = {p for experts in spread_modules(built) for p in experts.parameters()}
         for layer in built.get_base_model().model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(built, mesh=mesh)
+            fully_shard(layer, mesh=mesh, ignored_params=ignored)
+        fully_shard(built, mesh=mesh, ignored_params=ignored)
+        check_all_sharded(built)
     batches = range(WORLD) if mode == "plain" else [ranks.rank()]
     with Specialization(built, options, accumulation=len(batches)) as work:
         if work.balancer is not None:
@@ -139,13 +145,27 @@ def run(built: torch.nn.Module, mode: str, options: dict, measured: bool = False
     return {"gradients": gradients, "losses": losses, "biases": biases, "strength": strength}
 
 
+def refusal() -> str:
+    """The message when PEFT's wrappers, with their factors, are ignored in place of the experts."""
+    built, mesh = model(spread=True), init_device_mesh("cpu", (WORLD,))
+    ignored = {p for layer in moe_layers(built) for p in layer.outer_experts.parameters()}
+    for layer in built.get_base_model().model.layers:
+        fully_shard(layer, mesh=mesh, ignored_params=ignored)
+    fully_shard(built, mesh=mesh, ignored_params=ignored)
+    try:
+        check_all_sharded(built)
+    except ObjectiveError as error:
+        return str(error)
+    return ""
+
+
 def compare(case: str, table: str, built: torch.nn.Module, without: dict) -> dict:
     """By mode: the distance to the plain run, or the error."""
     options = method(case, table)
     plain = run(built, "plain", options, case in MEASURED)
     found = {"plain": {"acts": furthest(plain["gradients"], without)}}
     for mode in modes(case):
-        if mode == "spread" and case == "st_moe":
+        if mode in SPREAD and case == "st_moe":
             # Dropout inside the experts is drawn where they are, in another order.
             options["perturbations"]["expert_dropout"] = None
             plain = run(built, "plain", options)
@@ -175,6 +195,7 @@ def main(out: Path) -> None:
         save_file({"token_frequencies": torch.randn(300, 12).softmax(-1)}, table)
         built = model()
         without = run(built, "plain", {"terms": {}})["gradients"]
+        found["refused"] = refusal()
         for case in CASES:
             found[case] = compare(case, table, built, without)
     if ranks.rank() == 0:

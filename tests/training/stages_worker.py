@@ -1,5 +1,5 @@
 """What each rank of ``test_stages_sharded.py`` runs: one step of every stage with experts spread
-over the ranks, by FSDP2, then alone.
+over the ranks, by FSDP2, by both, then alone.
 
 ``python -m tests.training.stages_worker FOLDER`` under RANK and WORLD_SIZE 2. Two ranks take the
 micro-batches that one process then takes one after the other.
@@ -39,7 +39,7 @@ PLAIN, RAGGED = "sft without a method", "grpo whose completions end early"
 CASES = (*STAGES, PLAIN, RAGGED)
 WORLD, LENGTH = 2, 7
 PAD, END = tiny.tokenizer().pad_token_id, tiny.tokenizer().eos_token_id
-SPREAD, SHARDED, ALONE = MODES = ("spread", "sharded", "alone")
+SPREAD, SHARDED, BOTH, ALONE = MODES = ("spread", "sharded", "both", "alone")
 # Means over tokens, which are as many in every micro-batch here, or of weights alone: the trainer
 # of GRPO cuts a step into other micro-batches.
 TERMS = {
@@ -117,7 +117,7 @@ def recipe(case: str, folder: Path) -> Any:
 
 def student(mode: str) -> torch.nn.Module:
     """A tiny model with an adapter that does something."""
-    if mode == SPREAD:
+    if mode in (SPREAD, BOTH):
         folder = Path(os.environ["STAGES_FOLDER"]) / "base"
         base = load_model(folder, dtype="float32", expert_ranks=WORLD)
         assert base.model.layers[1].mlp.experts.num_experts == 6, "the experts are not spread"
@@ -174,12 +174,12 @@ def step(case: str, folder: Path, mode: str) -> tuple[dict[str, torch.Tensor], d
         trainer.train()
     finally:
         callback.close()
-    assert is_sharded(trainer.model) == (mode == SHARDED), "accelerate fell back to DDP"
+    assert is_sharded(trainer.model) == (mode in (SHARDED, BOTH)), "accelerate fell back to DDP"
     return held.held, trainer.state.log_history[0]
 
 
 def main(folder: Path) -> None:
-    """Every case by two ranks, in two ways, then by the first of them."""
+    """Every case by two ranks, in three ways, then by the first of them."""
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     os.environ["STAGES_FOLDER"] = str(folder)
@@ -190,6 +190,8 @@ def main(folder: Path) -> None:
             return
         if mode == SHARDED:
             fsdp.use()
+        if mode == BOTH:
+            os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
         fsdp.regroup(world)
         tensors, logs = {}, {}
         for case in CASES:

@@ -51,8 +51,8 @@ def test_ranks_write_their_own_part(runs, case):
     files = sorted(file.name[:11] for file in (folder / FOLDER).iterdir())
     assert files == [f"shard-0000{n}" for n in (1, 2, 3, 4)]
     held = {name.partition("/")[0] for name in stored(folder)}
-    assert held == ({"optimizer"} if case == "adapter" else {"optimizer", "weights"})
-    assert (folder / "adapter_model.safetensors").is_file() == (case == "adapter")
+    assert held == ({"optimizer", "weights"} if case == "whole" else {"optimizer"})
+    assert (folder / "adapter_model.safetensors").is_file() == (case != "whole")
     assert not [
         file for file in folder.rglob("*") if file.suffix not in (".safetensors", ".json", "")
     ]

@@ -1,5 +1,5 @@
 """Every method, sharded on two ranks, checkpointed too, and with experts spread over them, has the
-gradients of the plain model.
+gradients of the plain model; so it has with experts spread and the rest sharded.
 """
 
 import json
@@ -11,7 +11,7 @@ from tests.training.sharded_worker import CASES, MEASURED, WORLD, modes
 
 pytestmark = pytest.mark.slow
 LIMIT = 1e-4
-CLOSER = {"spread": 1e-5}
+CLOSER = {"spread": 1e-5, "spread and sharded": 1e-5}
 
 
 @pytest.fixture(scope="module")
@@ -43,3 +43,7 @@ def test_strength_of_a_sharded_model_is_that_of_a_whole_one(found, case):
     for term, row in wanted.items():
         assert max(row["share_router"], row["share_experts"]) > 0, term
         assert got[term] == pytest.approx(row, rel=1e-4, abs=1e-7), term
+
+
+def test_an_adapter_that_fsdp_would_never_average_is_refused(found):
+    assert "lora_" in found["refused"] and "each rank would train its own" in found["refused"]

@@ -1,5 +1,5 @@
 """Every stage's gradients with a method: two ranks with their experts spread over them, two FSDP2
-ranks through the launcher's way, and one process.
+ranks through the launcher's way, both together, and one process.
 """
 
 import json
@@ -10,7 +10,17 @@ from safetensors.torch import load_file
 from moe_finetune.recipe.stages import STAGES
 from tests import tiny
 from tests.ranks import furthest, run_ranks
-from tests.training.stages_worker import ALONE, MODES, PLAIN, RAGGED, SHARDED, SPREAD, TERMS, WORLD
+from tests.training.stages_worker import (
+    ALONE,
+    BOTH,
+    MODES,
+    PLAIN,
+    RAGGED,
+    SHARDED,
+    SPREAD,
+    TERMS,
+    WORLD,
+)
 
 pytestmark = pytest.mark.slow
 LIMIT = 1e-5
@@ -33,7 +43,7 @@ def gradients(tensors, case):
     return chosen
 
 
-@pytest.mark.parametrize("mode", [SPREAD, SHARDED])
+@pytest.mark.parametrize("mode", [SPREAD, SHARDED, BOTH])
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_ranks_have_the_gradients_of_one_process(found, stage, mode):
     (one, log), (two, other) = found[ALONE], found[mode]
@@ -59,7 +69,7 @@ def test_a_rank_whose_completions_have_ended_runs_on_with_the_others(found):
     alone, log = found[ALONE]
     lengths = [log[RAGGED][f"completions/{end}_length"] for end in ("min", "max")]
     assert lengths[0] < lengths[1]
-    for mode in (SPREAD, SHARDED):
+    for mode in (SPREAD, SHARDED, BOTH):
         tensors, other = found[mode]
         assert furthest(gradients(tensors, RAGGED), gradients(alone, RAGGED)) <= LIMIT
         for name in ("routing/changed_from_rollout", "rollout/log_prob_difference", "rollout/kl"):

@@ -144,8 +144,8 @@ def _refuse_unsharded(recipe: Recipe) -> None:
     for setting, used in settings.items():
         if used:
             raise RecipeError(
-                f"{setting} cannot be combined with FSDP2, which shares the weights among "
-                "several GPUs; leave it out, or plan for one GPU"
+                f"{setting} is not counted for several GPUs with FSDP2; leave it out, or plan for "
+                "one GPU"
             )
 
 
