@@ -1,10 +1,13 @@
 """``moe_finetune.json`` in an adapter's folder: what PEFT's own config has no field for.
 
-``{"experts": {"<layer>": [ids]}, "experts_dropout": p}``. ``experts`` is present when only selected
-experts have LoRA (expert-selective fine-tuning, ESFT). A layer's factors are then packed like
-PEFT's for a whole stack, for the n listed experts in the listed order: ``lora_A`` (n·r, in) with
-the expert slowest, ``lora_B`` (out, r·n) with the expert fastest. A layer that is not listed has no
-expert LoRA. Without ``experts`` the adapter is an ordinary PEFT adapter.
+``{"chosen_experts": {"<layer>": [ids]}, "experts_dropout": p}``. ``chosen_experts`` is present when
+only chosen experts trained (expert-selective fine-tuning, ESFT); the others' factors are zero, and
+the adapter is an ordinary PEFT adapter.
+
+Checkpoints of such a training, and adapters written until November 2026, have ``experts`` in place
+of ``chosen_experts``. A layer's factors are then packed like PEFT's for a whole stack, for the n
+listed experts in the listed order: ``lora_A`` (n·r, in) with the expert slowest, ``lora_B`` (out,
+r·n) with the expert fastest. A layer that is not listed has no expert LoRA.
 """
 
 import json
@@ -25,7 +28,7 @@ class AdapterMetadata:
     """Contents of ``moe_finetune.json``.
 
     Attributes:
-        experts: decoder layer -> chosen experts in packing order, or None for all experts.
+        experts: decoder layer -> experts with factors, in packing order; None if all have them.
         experts_dropout: LoRA dropout on the routed experts, which PEFT's config cannot hold.
         extra: every other key of the file, unchanged.
     """

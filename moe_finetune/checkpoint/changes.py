@@ -12,19 +12,17 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_finetune.checkpoint.adapter import PREFIX, Adapter, open_adapter
+from moe_finetune.checkpoint.adapter import Adapter, open_adapter
 from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.gate import OLD_EXPERT
 from moe_finetune.checkpoint.names import Names
-from moe_finetune.checkpoint.peft_form import peft_folder
-from moe_finetune.checkpoint.peft_model import wrap
+from moe_finetune.checkpoint.packings import as_peft
+from moe_finetune.checkpoint.peft_model import LoraModule, filled, modules_of
 from moe_finetune.checkpoint.tensors import read_tensor
-from moe_finetune.errors import AdapterError
 from moe_finetune.models.structure import renamed_as_loaded
 
 EXPERTS = 3
@@ -61,28 +59,29 @@ class Changes:
         self.layout = Names(base.model_config, {n: i.shape for n, i in base.tensors.items()})
         self._by_matrix = any(map(OLD_EXPERT.fullmatch, adapter.tensors))
         self._adapter = adapter
-        self._modules: list[tuple[str, str, Any]] = []
+        self._modules: list[LoraModule] = []
         if self._by_matrix:
             return
-        folder = peft_folder(adapter, base, Path(self._scratch.name) / "adapter")
+        folder = as_peft(adapter, base, Path(self._scratch.name) / "adapter")
         if folder != adapter.folder:
             self._adapter = open_adapter(folder)
-        self._modules = _peft_modules(base, self._adapter)
+        self._modules = modules_of(base, self._adapter)
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[Change]:
-        groups: dict[tuple[str, ...], list[tuple[str, str, Any]]] = {}
+        groups: dict[tuple[str, ...], list[LoraModule]] = {}
         for module in self._modules:
-            groups.setdefault(self.layout.siblings(module[1]), []).append(module)
+            groups.setdefault(self.layout.siblings(module.loaded), []).append(module)
         for group in groups.values():
             # Where loading splits a stored tensor, its parts' changes are one change of it.
             same: dict[tuple[str, int | None], list[Change]] = {}
             for module in group:
-                for change in self._of_module(*module):
-                    if len(group) == 1:
-                        yield change
-                    else:
-                        same.setdefault((change.name, change.expert), []).append(change)
+                with filled(self._adapter, module):
+                    for change in self._of_module(module):
+                        if len(group) == 1:
+                            yield change
+                        else:
+                            same.setdefault((change.name, change.expert), []).append(change)
             for (name, expert), parts in same.items():
                 yield Change(name, expert, lambda b, parts=parts: sum(c.apply(b) for c in parts))
         if self._by_matrix:
@@ -91,18 +90,9 @@ class Changes:
             if ".lora_" not in key:
                 yield from self._saved(key.replace(".base_layer.", "."), read_tensor(info))
 
-    def _of_module(self, path: str, loaded: str, module: Any) -> Iterator[Change]:
-        stored = self._adapter.tensors
-        pairs = [("lora_A", ".weight"), ("lora_B", ".weight")]
-        if f"{path}.lora_embedding_A" in stored:
-            pairs = [("lora_embedding_A", ""), ("lora_embedding_B", "")]
-        for factor, suffix in pairs:
-            value = torch.nn.Parameter(read_tensor(stored[f"{path}.{factor}{suffix}"]).float())
-            if suffix:
-                getattr(module, factor)["default"].weight = value
-            else:
-                getattr(module, factor)["default"] = value
-        shape = self.layout.shapes[loaded]
+    def _of_module(self, adapted: LoraModule) -> Iterator[Change]:
+        loaded, module = adapted.loaded, adapted.module
+        stored, shape = self._adapter.tensors, self.layout.shapes[loaded]
         if len(shape) == 3 and getattr(module, "num_experts", 1) > 1:
             lhs, rhs, scale = module.get_delta_factors("default")
             yield from self._of_stack(loaded, lambda e: (lhs[e] @ rhs[e]) * scale, shape[0])
@@ -112,7 +102,7 @@ class Changes:
             delta = (b @ a) * module.scaling["default"]
         else:
             delta = module.get_delta_weight("default")
-        norms = stored.get(f"{path}.lora_magnitude_vector")
+        norms = stored.get(f"{adapted.path}.lora_magnitude_vector")
         pieces = self.layout.pieces(loaded, delta.view(shape))
         spread: dict[str, Tensor] = {}
         if norms is not None:
@@ -178,28 +168,3 @@ def _some(experts: int, loaded: str) -> list[int]:
     """Three matrices of a stack, the same for all of a layer's stacks; others in each layer."""
     layer = loaded.partition(".experts")[0]
     return random.Random(layer).sample(range(experts), min(experts, EXPERTS))
-
-
-def _peft_modules(base: Checkpoint, adapter: Adapter) -> list[tuple[str, str, Any]]:
-    """PEFT's modules on the meta device: path in the adapter's keys, loaded parameter, module."""
-    from peft.tuners.lora import LoraLayer
-
-    from moe_finetune.checkpoint.names import on_meta
-
-    with torch.device("meta"):
-        wrapped = wrap(on_meta(base.model_config), adapter)
-    modules, used = [], set()
-    for name, module in wrapped.named_modules():
-        path = name.removeprefix(PREFIX)
-        if not isinstance(module, LoraLayer) or "default" not in module.scaling:
-            continue
-        factors = [f"{path}.{f}" for f in ("lora_A.weight", "lora_embedding_A")]
-        if not any(key in adapter.tensors for key in factors):
-            raise AdapterError(f"{adapter.folder}: adapter tensor '{factors[0]}' is missing")
-        used.add(path)
-        parameter = getattr(module, "parameter_name", "weight")
-        modules.append((path, f"{path.replace('.base_layer', '')}.{parameter}", module))
-    unused = {k.partition(".lora_")[0] for k in adapter.tensors if ".lora_" in k} - used
-    if unused:
-        raise AdapterError(f"{adapter.folder}: PEFT has no module for '{sorted(unused)[0]}'")
-    return modules

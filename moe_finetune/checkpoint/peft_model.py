@@ -6,17 +6,17 @@ only warns.
 """
 
 import re
-import tempfile
 import warnings
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from moe_finetune.checkpoint.adapter import CONFIG, Adapter, open_adapter
+from moe_finetune.checkpoint.adapter import CONFIG, PREFIX, Adapter
 from moe_finetune.checkpoint.contents import Checkpoint
-from moe_finetune.checkpoint.peft_form import peft_folder
+from moe_finetune.checkpoint.names import on_meta
 from moe_finetune.checkpoint.tensors import read_tensor
 from moe_finetune.errors import AdapterError, reason_of
 from moe_finetune.io.safetensors_header import TensorInfo
@@ -24,25 +24,6 @@ from moe_finetune.io.safetensors_header import TensorInfo
 # A router's buffer is saved only where the router trains.
 _MAY_LACK = "e_score_correction_bias"
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-
-
-def with_adapter(model: Any, adapter: Adapter, base: Checkpoint, layers: int | None = None) -> Any:
-    """``model`` with ``adapter``, of any program, in PEFT and in eval mode.
-
-    Args:
-        base: the checkpoint of ``model``.
-        layers: number of layers of a ``model`` that has only the first; None if it has all.
-
-    Raises:
-        AdapterError: PEFT cannot apply the adapter, or one of its tensors has no place in the model
-            or the other way round.
-    """
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = peft_folder(adapter, base, Path(scratch) / "adapter")
-        written = adapter if folder == adapter.folder else open_adapter(folder)
-        wrapped = wrap(model, written)
-        fill(wrapped, written, layers)
-    return wrapped.eval()
 
 
 def wrap(model: Any, adapter: Adapter) -> Any:
@@ -75,9 +56,8 @@ def fill(wrapped: Any, adapter: Adapter, layers: int | None = None) -> None:
         stored = {
             k: stored[k] for k, match in numbers.items() if not match or int(match[1]) < layers
         }
-    prefix = "base_model.model."
     live = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
-    targets = {key.removeprefix(prefix): tensor for key, tensor in live.items()}
+    targets = {key.removeprefix(PREFIX): tensor for key, tensor in live.items()}
     others = dict(wrapped.named_parameters())
     missing = sorted(k for k in targets.keys() - stored.keys() if not k.endswith(_MAY_LACK))
     missing = [key for key in missing if key not in adapter.tables]
@@ -88,9 +68,76 @@ def fill(wrapped: Any, adapter: Adapter, layers: int | None = None) -> None:
     for key, info in stored.items():
         target = targets.get(key)
         if target is None:  # a whole embedding that was saved beside its factors
-            target = others.get(prefix + key)
+            target = others.get(PREFIX + key)
         if target is None or tuple(target.shape) != info.shape:
             raise AdapterError(
                 f"{adapter.folder}: adapter tensor '{key}' {list(info.shape)} has no place in PEFT"
             )
         target.copy_(read_tensor(info))
+
+
+@dataclass(frozen=True)
+class LoraModule:
+    """One of PEFT's LoRA modules.
+
+    Attributes:
+        path: in the adapter's keys, with a ``base_layer`` for each wrapper around it.
+        loaded: the parameter of the model that it adapts.
+    """
+
+    path: str
+    loaded: str
+    module: Any
+
+
+def modules_of(base: Checkpoint, adapter: Adapter) -> list[LoraModule]:
+    """PEFT's modules for the adapter, on the meta device, without factors.
+
+    Raises:
+        AdapterError: a module has no factors in the adapter, or the other way round.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    with torch.device("meta"):
+        wrapped = wrap(on_meta(base.model_config), adapter)
+    modules, used = [], set()
+    for name, module in wrapped.named_modules():
+        path = name.removeprefix(PREFIX)
+        if not isinstance(module, LoraLayer) or "default" not in module.scaling:
+            continue
+        factors = [f"{path}.{f}" for f in ("lora_A.weight", "lora_embedding_A")]
+        if not any(key in adapter.tensors for key in factors):
+            raise AdapterError(f"{adapter.folder}: adapter tensor '{factors[0]}' is missing")
+        used.add(path)
+        parameter = getattr(module, "parameter_name", "weight")
+        loaded = f"{path.replace('.base_layer', '')}.{parameter}"
+        modules.append(LoraModule(path, loaded, module))
+    unused = {key.partition(".lora_")[0] for key in adapter.tensors if ".lora_" in key} - used
+    if unused:
+        raise AdapterError(f"{adapter.folder}: PEFT has no module for '{min(unused)}'")
+    return modules
+
+
+@contextmanager
+def filled(adapter: Adapter, adapted: LoraModule) -> Iterator[None]:
+    """Give one module its factors in float32, and take them away again."""
+    path, module = adapted.path, adapted.module
+    embedding = f"{path}.lora_embedding_A" in adapter.tensors
+    before = {}
+    for factor in ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A", "lora_B"):
+        holder = getattr(module, factor)
+        key = f"{path}.{factor}" if embedding else f"{path}.{factor}.weight"
+        value = torch.nn.Parameter(read_tensor(adapter.tensors[key]).float())
+        if embedding:
+            before[factor], holder["default"] = holder["default"], value
+        else:
+            before[factor], holder["default"].weight = holder["default"].weight, value
+    try:
+        yield
+    finally:
+        for factor, value in before.items():
+            holder = getattr(module, factor)
+            if embedding:
+                holder["default"] = value
+            else:
+                holder["default"].weight = value

@@ -23,7 +23,7 @@ from moe_finetune.checkpoint.bias import plan_bias
 from moe_finetune.checkpoint.changes import Change, Changes
 from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.opened import open_checkpoint
-from moe_finetune.checkpoint.peft_model import with_adapter
+from moe_finetune.checkpoint.packings import with_adapter
 from moe_finetune.checkpoint.stored import PlainTensors
 from moe_finetune.checkpoint.tensors import DTYPES, read_tensor
 from moe_finetune.checkpoint.values import digest

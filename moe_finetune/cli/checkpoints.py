@@ -98,20 +98,64 @@ def _prove(checkpoint: str, recipe: Recipe | None) -> Proof:
     return prove(config, family)
 
 
+class AdapterForm(StrEnum):
+    """Forms of an adapter that ``convert --to`` writes."""
+
+    peft = "peft"
+    per_expert = "per-expert"
+    vllm = "vllm"
+
+
 @app.command()
 def convert(
-    checkpoint: Annotated[str, typer.Argument(help="Checkpoint folder or hub id.")],
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT|ADAPTER|RUN", help="Checkpoint folder or hub id; an adapter or run."
+        ),
+    ],
     output: Output,
+    to: Annotated[
+        AdapterForm | None,
+        typer.Option("--to", help="Write an adapter, of any program, as this one reads it."),
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option("--base", help="Base checkpoint; default: the adapter's own.")
+    ] = None,
 ) -> None:
-    """Write a copy that needs no remote code: config, fast tokenizer, the same weights.
+    """Write a copy that needs no remote code, or an adapter that another program reads.
 
     Example: moe-finetune convert moonshotai/Moonlight-16B-A3B --output ./moonlight
     """
+    if to is not None:
+        folder = _convert_adapter(Path(checkpoint), to, base, output)
+        print(f"adapter: {folder} (as {to.value})")
+        return
+    from moe_finetune.checkpoint.adapter import CONFIG
     from moe_finetune.checkpoint.convert import convert_checkpoint
+    from moe_finetune.errors import AdapterError
     from moe_finetune.models.loading import local_folder
 
+    if base is not None or (Path(checkpoint) / CONFIG).is_file():
+        raise AdapterError(
+            f"{checkpoint}: an adapter is converted with --to peft, --to per-expert or --to vllm"
+        )
     folder = local_folder(checkpoint_in(checkpoint))
     print(f"checkpoint: {convert_checkpoint(folder, output)}")
+
+
+def _convert_adapter(source: Path, to: AdapterForm, base: str | None, output: Path) -> Path:
+    from moe_finetune.checkpoint.packings import as_peft, as_per_expert, convert_adapter
+    from moe_finetune.models.declared import declare_family_of
+    from moe_finetune.models.loading import local_folder
+    from moe_finetune.vllm.adapters import convert_for_vllm
+
+    declare_family_of(source)
+    run = RunFolder(source)
+    adapter = run.adapter if run.adapter.is_dir() else source
+    folder = local_folder(base) if base is not None else base_of(adapter)
+    form = {"peft": as_peft, "per-expert": as_per_expert, "vllm": convert_for_vllm}[to.value]
+    return convert_adapter(adapter, folder, output, form)
 
 
 @app.command()

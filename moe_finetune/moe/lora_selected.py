@@ -3,7 +3,7 @@
 Shape legend: E experts of the layer, n chosen ones, r rank, I inputs, O outputs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ class SelectedExpertsLora(ParamWrapper):
 
     They are packed as PEFT packs a whole stack, in the order of ``chosen``: ``lora_A`` (n·r, I)
     with the expert slowest, ``lora_B`` (O, r·n) with the expert fastest. Parameters, gradients,
-    optimizer state and the saved adapter are n / E of a full adapter's.
+    optimizer state and checkpoints are n / E of a full adapter's; see :func:`for_all_experts`.
     """
 
     _places: Tensor
@@ -65,6 +65,38 @@ def selected_experts(model: nn.Module) -> dict[int, tuple[int, ...]] | None:
         if isinstance(module, SelectedExpertsLora):
             chosen[int(name.rpartition(".layers.")[2].partition(".")[0])] = module.chosen
     return chosen or None
+
+
+def for_all_experts(
+    model: nn.Module, weights: dict[str, Tensor], layers: Iterable[int]
+) -> dict[str, Tensor]:
+    """An adapter's tensors with factors for all experts of all layers: zeros for those not chosen.
+
+    The result is an ordinary PEFT adapter, which any program reads.
+
+    Args:
+        weights: the adapter's tensors under PEFT's keys, with factors of the chosen experts only.
+        layers: all decoder layers with routed experts.
+    """
+    whole = dict(weights)
+    for name, module in model.named_modules():
+        if not isinstance(module, SelectedExpertsLora):
+            continue
+        keys = {factor: f"{name}.lora_{factor}.weight" for factor in "AB"}
+        a_nrI = weights[keys["A"]].unflatten(0, (len(module.chosen), -1))
+        b_Orn = weights[keys["B"]].unflatten(1, (-1, len(module.chosen)))
+        places = torch.tensor(module.chosen)
+        a_ErI = a_nrI.new_zeros(module.total_experts, *a_nrI.shape[1:])
+        b_OrE = b_Orn.new_zeros(*b_Orn.shape[:2], module.total_experts)
+        whole[keys["A"]] = a_ErI.index_copy_(0, places, a_nrI).flatten(0, 1)
+        whole[keys["B"]] = b_OrE.index_copy_(2, places, b_Orn).flatten(1)
+        head, _, tail = name.rpartition(".layers.")
+        inside = tail.partition(".")[2]
+        for key in keys.values():
+            for layer in layers:
+                other = key.replace(name, f"{head}.layers.{layer}.{inside}")
+                whole.setdefault(other, torch.zeros_like(whole[key]))
+    return whole
 
 
 def materialize(model: nn.Module) -> None:

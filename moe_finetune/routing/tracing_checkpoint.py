@@ -60,7 +60,7 @@ def with_adapter(model: Any, base: Path | Checkpoint, adapter: Path) -> Any:
     """
     from moe_finetune.checkpoint import open_checkpoint
     from moe_finetune.checkpoint.gate import check_adapter
-    from moe_finetune.checkpoint.peft_model import with_adapter as in_peft
+    from moe_finetune.checkpoint.packings import with_adapter as in_peft
 
     checkpoint = open_checkpoint(base)
     return in_peft(model, check_adapter(adapter, checkpoint), checkpoint)

@@ -32,12 +32,12 @@ def continue_adapter(model: Any, path: Path, checkpoint: Checkpoint) -> None:
 
     from moe_finetune.checkpoint.adapter import PREFIX, open_adapter
     from moe_finetune.checkpoint.gate import check_adapter
-    from moe_finetune.checkpoint.peft_form import peft_folder
+    from moe_finetune.checkpoint.packings import as_peft
     from moe_finetune.checkpoint.tensors import read_tensor
     from moe_finetune.training.full_weights import live_weights
 
     with tempfile.TemporaryDirectory() as scratch:
-        written = peft_folder(check_adapter(path, checkpoint), checkpoint, Path(scratch), True)
+        written = as_peft(check_adapter(path, checkpoint), checkpoint, Path(scratch), True)
         adapter = open_adapter(written)
         tensors = {key: read_tensor(info).float() for key, info in adapter.tensors.items()}
     live = {name.removeprefix(PREFIX): tensor for name, tensor in live_weights(model).items()}

@@ -15,7 +15,7 @@ from moe_finetune.io import output_folder, sync
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.moe.bias import BiasBalancer
 from moe_finetune.moe.layers import moe_layers
-from moe_finetune.moe.lora_selected import selected_experts
+from moe_finetune.moe.lora_selected import for_all_experts, selected_experts
 from moe_finetune.quantization.weight import quantization_of
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training import ranks
@@ -50,6 +50,8 @@ def save_trained(
     if ranks.rank() > 0:
         ranks.barrier()
         return target
+    if adapted:
+        weights = for_all_experts(model, weights, [layer.index for layer in moe_layers(model)])
     size = sum(weight.numel() * weight.element_size() for weight in weights.values())
     with output_folder(target, size) as partial:
         if adapted:
@@ -57,7 +59,7 @@ def save_trained(
             write_adapter(_peft_config(model), weights, partial)
             assert recipe.lora is not None
             metadata = metadata or run_metadata(recipe)
-            describe_adapter(model, partial, recipe.lora.dropout, balancer, metadata)
+            describe_adapter(model, partial, recipe.lora.dropout, balancer, metadata, packed=False)
             tokenizer.save_pretrained(partial)
             _card(recipe, partial, "adapter", library="peft", origin=_ADAPTER)
         else:
@@ -151,13 +153,20 @@ def describe_adapter(
     dropout: float,
     balancer: BiasBalancer | None,
     run: Mapping[str, Any] | None = None,
+    packed: bool = True,
 ) -> None:
-    """Write what PEFT's files cannot contain: chosen experts, their dropout, a routing bias."""
+    """Write what PEFT's files cannot contain: chosen experts, their dropout, a routing bias.
+
+    ``packed``: the adapter beside it has factors of the chosen experts only.
+    """
     from moe_finetune.checkpoint import write_metadata
 
     chosen = selected_experts(model)
     kind = quantization_of(model)
-    metadata = {"quantization": kind} if kind is not None else {}
+    metadata: dict[str, Any] = {"quantization": kind} if kind is not None else {}
+    if chosen is not None and not packed:
+        metadata["chosen_experts"] = {str(layer): list(ids) for layer, ids in chosen.items()}
+        chosen = None
     write_metadata(folder, experts=chosen, experts_dropout=dropout, **metadata, **(run or {}))
     if balancer is not None:
         save_beside(balancer, moe_layers(model), folder)

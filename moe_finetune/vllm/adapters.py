@@ -46,30 +46,52 @@ def checked_adapters(
         AdapterError: an adapter is damaged, belongs to another base, or cannot be served unmerged;
             names the reason.
     """
-    from moe_finetune.checkpoint.adapter import BIAS_FILE, open_adapter
+    from moe_finetune.checkpoint.adapter import open_adapter
     from moe_finetune.checkpoint.gate import check_adapter
-    from moe_finetune.checkpoint.peft_form import peft_folder
 
     readable: list[tuple[str, Adapter]] = []
     for index, (name, path) in enumerate(adapters):
         opened = check_adapter(path, base)
-        absorbed = next((key for key in opened.tensors if ".kv_b_proj." in key), None)
-        if (path / BIAS_FILE).is_file():
-            raise _unmerged(path, "it has a routing bias, which an adapter cannot carry into vLLM")
-        if absorbed is not None:
-            raise _unmerged(path, f"vLLM folds '{absorbed}' into other weights on loading")
         if cpu:
             raise _unmerged(path, "vLLM serves LoRA on MoE models on GPUs only")
-        written = open_adapter(peft_folder(opened, base, scratch / f"{index}-peft"))
-        stack = base.family.experts_name
-        pair = [
-            any(key.endswith(f".{stack}{inner}.lora_A.weight") for key in written.tensors)
-            for inner in ("", ".base_layer")
-        ]
-        if pair[0] != pair[1]:
-            raise _unmerged(path, "it adapts only one of the experts' two parameters")
-        readable.append((name, _patterns_by_module(written, scratch / f"{index}")))
+        readable.append((name, open_adapter(as_vllm(opened, base, scratch / f"{index}"))))
     return readable
+
+
+def as_vllm(adapter: Adapter, base: Checkpoint, output: Path) -> Path:
+    """``adapter``'s own folder if vLLM reads it; else ``output`` with a rewritten one.
+
+    Raises:
+        AdapterError: vLLM cannot serve the adapter unmerged; names the reason.
+    """
+    from moe_finetune.checkpoint.adapter import BIAS_FILE, open_adapter
+    from moe_finetune.checkpoint.packings import as_peft
+
+    folder = adapter.folder
+    absorbed = next((key for key in adapter.tensors if ".kv_b_proj." in key), None)
+    if (folder / BIAS_FILE).is_file():
+        raise _unmerged(folder, "it has a routing bias, which an adapter cannot carry into vLLM")
+    if absorbed is not None:
+        raise _unmerged(folder, f"vLLM folds '{absorbed}' into other weights on loading")
+    written = open_adapter(as_peft(adapter, base, output.with_name(f"{output.name}-peft")))
+    stack = base.family.experts_name
+    pair = [
+        any(key.endswith(f".{stack}{inner}.lora_A.weight") for key in written.tensors)
+        for inner in ("", ".base_layer")
+    ]
+    if pair[0] != pair[1]:
+        raise _unmerged(folder, "it adapts only one of the experts' two parameters")
+    return _patterns_by_module(written, output).folder
+
+
+def convert_for_vllm(adapter: Adapter, base: Checkpoint, output: Path) -> Path:
+    """:func:`as_vllm`, for a server that gets no other check: also refuse what its reader would."""
+    whole = next((key for key in adapter.tensors if ".lora_" not in key), None)
+    if whole is not None:
+        raise _unmerged(adapter.folder, f"'{whole}' trained in full")
+    if adapter.config.get("use_dora"):
+        raise _unmerged(adapter.folder, "vLLM has no DoRA")
+    return as_vllm(adapter, base, output)
 
 
 def _unmerged(adapter: Path, reason: str) -> AdapterError:

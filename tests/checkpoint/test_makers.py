@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_finetune.checkpoint import merge_adapter, open_checkpoint
 from moe_finetune.checkpoint.adapter import open_adapter
-from moe_finetune.checkpoint.peft_form import peft_folder
+from moe_finetune.checkpoint.packings import as_peft
 from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.cli import main
 from moe_finetune.errors import AdapterError
@@ -96,7 +96,7 @@ def check(base, adapter, wanted, tmp_path):
     merged = tmp_path / f"merged_{base.name}"
     merge_adapter(base, adapter, merged)
     same(logits(helpers.load(merged)), wanted)
-    folder = peft_folder(open_adapter(adapter), open_checkpoint(base), tmp_path / "for_peft")
+    folder = as_peft(open_adapter(adapter), open_checkpoint(base), tmp_path / "for_peft")
     same(logits(helpers.with_adapter(base, folder)), wanted)
     verify_merge(base, adapter, merged)
 

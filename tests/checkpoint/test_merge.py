@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from moe_finetune.checkpoint import merge_adapter, open_checkpoint
 from moe_finetune.checkpoint.adapter import open_adapter
 from moe_finetune.checkpoint.loading import load_model
-from moe_finetune.checkpoint.peft_form import peft_folder
+from moe_finetune.checkpoint.packings import as_peft
 from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.errors import (
     AdapterError,
@@ -321,7 +321,7 @@ def test_chosen_experts(bases, adapters, family, tmp_path):
     assert {k: [e for e, n in enumerate(v) if n] for k, v in report.expert_norms.items()} == {
         layer: sorted(ids) for layer, ids in chosen.items()
     }
-    ordinary = peft_folder(open_adapter(small), open_checkpoint(base), tmp_path / "ordinary")
+    ordinary = as_peft(open_adapter(small), open_checkpoint(base), tmp_path / "ordinary")
     wanted = logits(helpers.with_adapter(base, ordinary))
     assert_same(logits(helpers.load(tmp_path / family)), wanted)
 

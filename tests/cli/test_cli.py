@@ -198,7 +198,7 @@ def adapter(tiny_checkpoint, tmp_path) -> Path:
 def test_merge_takes_a_run_or_an_adapter(capsys, adapter, tmp_path):
     code, out, err = run(capsys, "merge", adapter.parent, "--output", tmp_path / "a", "--verify")
     assert code == 0, err
-    assert "tensors changed" in out and "verified: logits" in out
+    assert "tensors changed" in out and "verified: " in out
     code, _, err = run(capsys, "merge", adapter, "--output", tmp_path / "b")
     assert code == 0, err
     name = "model.safetensors"

@@ -4,7 +4,7 @@ import json
 import pytest
 import torch
 
-from moe_finetune.checkpoint import merge_adapter, read_metadata
+from moe_finetune.checkpoint import merge_adapter, open_checkpoint, read_metadata
 from moe_finetune.checkpoint.adapter import open_adapter
 from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.errors import DataError
@@ -17,7 +17,7 @@ from moe_finetune.moe.lora_selected import SelectedExpertsLora, selected_experts
 from moe_finetune.recipe.schema import load_recipe
 from moe_finetune.recipe.sections import LoraSection
 from tests import tiny
-from tests.checkpoint.helpers import load
+from tests.checkpoint.helpers import load, with_adapter
 from tests.tiny_adapter import random_factors
 
 EXPERTS, RANK = 12, 4
@@ -175,7 +175,10 @@ def test_trained_saved_merged(family, tmp_path, tiny_checkpoint, selection):
     recipe = load_recipe(tmp_path / "recipe.yaml")
     adapter = save_trained(model, tiny.tokenizer(), recipe, tmp_path / "run")
     chosen = {k: tuple(v) for k, v in CHOSEN[family].items()}
-    assert read_metadata(adapter).experts == chosen
+    metadata = read_metadata(adapter)
+    assert metadata.experts is None and metadata.extra["chosen_experts"] == {
+        str(layer): list(ids) for layer, ids in chosen.items()
+    }
     assert load_tokenizer(adapter).get_vocab() == tiny.tokenizer().get_vocab()
     card = (adapter / "README.md").read_text()
     assert "library_name: peft" in card and f"adapter for `{base.name}`" in card
@@ -183,9 +186,12 @@ def test_trained_saved_merged(family, tmp_path, tiny_checkpoint, selection):
     shapes = {
         key: info.shape for key, info in open_adapter(adapter).tensors.items() if ".experts." in key
     }
-    assert len(shapes) == 4 * len(chosen)
+    # An ordinary adapter: zeros for the experts that were not chosen, in every layer.
+    experts = open_checkpoint(base).experts
+    assert len(shapes) == 4 * len(experts) > 4 * len(chosen) - 1
     for key, shape in shapes.items():
-        assert shape["lora_B" in key] == RANK * len(chosen[layer_of("." + key)])
+        assert shape["lora_B" in key] == RANK * experts[layer_of("." + key)]
+    stock = with_adapter(base, adapter)
     merge_adapter(base, adapter, tmp_path / "merged")
     report = verify_merge(base, adapter, tmp_path / "merged")
     assert report.layers and report.error < 1e-4
@@ -193,7 +199,9 @@ def test_trained_saved_merged(family, tmp_path, tiny_checkpoint, selection):
     with torch.no_grad():
         trained = model(input_ids=tiny.batch()["input_ids"]).logits
         merged = load(tmp_path / "merged")(input_ids=tiny.batch()["input_ids"]).logits
+        unmerged = stock(input_ids=tiny.batch()["input_ids"]).logits
         plain = load(base)(input_ids=tiny.batch()["input_ids"]).logits
+    assert torch.allclose(trained, unmerged, rtol=0, atol=1e-4 * float(trained.abs().max()))
     torch.testing.assert_close(merged, trained, rtol=1e-3, atol=1e-3)
     assert (trained - plain).abs().max() > 0.1
 

@@ -254,7 +254,7 @@ def test_a_run_merges_into_the_unquantised_base_and_resumes_exactly(recipe_file,
 
     assert main(["merge", str(straight), "--output", str(tmp_path / "merged"), "--verify"]) == 0
     said = capsys.readouterr().out
-    assert "verified" in said and "nf4" in said
+    assert "verified: " in said
 
 
 def test_preferences_are_measured_from_the_quantised_base(base, recipe_file, tmp_path):

@@ -400,3 +400,31 @@ def test_vllm_reads_our_ranks_and_scalings(tmp_path, tiny_checkpoint):
     }
     for name, (rank, scaling) in wanted.items():
         assert (loras[name].rank, loras[name].scaling) == (rank, pytest.approx(scaling))
+
+
+@pytest.mark.vllm
+@needs_vllm
+def test_vllm_reads_a_converted_adapter(tmp_path, tiny_checkpoint):
+    """From a pair for each expert's matrices, as PEFT made with transformers 4, to stacks."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    from moe_finetune.checkpoint.packings import as_per_expert, convert_adapter
+    from moe_finetune.vllm.adapters import convert_for_vllm
+
+    base = tiny_checkpoint("qwen3_moe")
+    adapter = random_adapter(base, tmp_path / "adapter", target_parameters=list(EXPERTS))
+    split = convert_adapter(adapter, base, tmp_path / "split", as_per_expert)
+    out = convert_adapter(split, base, tmp_path / "vllm", convert_for_vllm)
+    helper = PEFTHelper.from_local_dir(str(out), None)
+    names = {"q_proj", "k_proj", "v_proj", "o_proj", "experts"}
+    loras = LoRAModel.from_local_checkpoint(
+        str(out), names, helper, device="cpu", dtype=torch.float32
+    ).loras
+    ours = open_adapter(out).tensors
+    assert len(loras) == len(ours) / 2
+    for name, lora in loras.items():
+        assert tuple(lora.lora_a.shape) == ours[f"{name}.lora_A.weight"].shape
+        assert tuple(lora.lora_b.shape) == ours[f"{name}.lora_B.weight"].shape
+    # Gate and up had a pair of rank 4 each.
+    assert loras["model.layers.1.mlp.experts.base_layer"].rank == 8

@@ -1,0 +1,351 @@
+"""Write an adapter of any program in the form that another one reads.
+
+:mod:`moe_finetune.checkpoint.adapter_layout` says how programs pack the experts' factors. Three
+forms are written: what the current PEFT reads, with a pair of factors for each stack; a pair for
+each matrix of each expert, under the names in the base's files, as PEFT made with transformers 4;
+and, in :mod:`moe_finetune.vllm.adapters`, what vLLM reads. The weight changes stay the same; ranks
+and scalings may differ.
+
+Shape legend: E experts, n chosen ones, R their rank in the stack, r a matrix's rank, I inputs, O
+outputs.
+"""
+
+import json
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_finetune.checkpoint.adapter import (
+    BIAS_FILE,
+    CONFIG,
+    PREFIX,
+    WEIGHTS,
+    Adapter,
+    open_adapter,
+)
+from moe_finetune.checkpoint.adapter_metadata import METADATA, write_metadata
+from moe_finetune.checkpoint.compute import Factors
+from moe_finetune.checkpoint.contents import Checkpoint
+from moe_finetune.checkpoint.gate import (
+    OLD_EXPERT,
+    check_adapter,
+    lacks_experts,
+    stacks_of_files,
+)
+from moe_finetune.checkpoint.names import Names
+from moe_finetune.checkpoint.opened import open_checkpoint
+from moe_finetune.checkpoint.peft_model import LoraModule, fill, filled, modules_of, wrap
+from moe_finetune.checkpoint.resolve import resolve
+from moe_finetune.checkpoint.tensors import read_tensor
+from moe_finetune.checkpoint.updates import LowRank
+from moe_finetune.errors import AdapterError
+from moe_finetune.io import check_output, one_writer, output_folder, sync
+from moe_finetune.models.structure import meta_model, renamed_as_loaded
+
+# PEFT 0.21 treats modules with these names as parts of the expert stacks.
+_TAKEN = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+_OF_OTHERS = (
+    "layers_to_transform", "layers_pattern", "exclude_modules", "lora_B_layout", "peft_version",
+    "unsloth_fused_expert_lora", "auto_mapping",
+)  # fmt: skip
+
+
+Form = Callable[[Adapter, Checkpoint, Path], Path]
+
+
+@one_writer
+def convert_adapter(path: str | Path, base: str | Path, output: str | Path, form: Form) -> Path:
+    """Write the adapter ``path`` of ``base`` in another form to the folder ``output``.
+
+    Raises:
+        AdapterError: the adapter is damaged or belongs to another base, or the form cannot express
+            it; names the tensor.
+        OutputExistsError, OutputBusyError: ``output`` is not empty, or is being written.
+    """
+    output = Path(output)
+    check_output(output)
+    opened = open_checkpoint(base, stored=True)
+    adapter = check_adapter(path, opened)
+    with output_folder(output, 2 * adapter.size) as folder, TemporaryDirectory() as scratch:
+        written = form(adapter, opened, Path(scratch) / "adapter")
+        for name in (CONFIG, WEIGHTS):
+            shutil.copyfile(written / name, folder / name)
+        if (adapter.folder / BIAS_FILE).is_file():
+            shutil.copyfile(adapter.folder / BIAS_FILE, folder / BIAS_FILE)
+        metadata = adapter.metadata
+        if (adapter.folder / METADATA).is_file():
+            chosen = metadata.experts if written == adapter.folder else None
+            write_metadata(folder, chosen, metadata.experts_dropout, **metadata.extra)
+        for file in folder.iterdir():
+            sync(file)
+    return output
+
+
+def as_peft(adapter: Adapter, base: Checkpoint, output: Path, rewrite: bool = False) -> Path:
+    """``adapter``'s own folder if PEFT reads it correctly; else ``output`` with a rewritten one.
+
+    With ``rewrite`` it is always written, and stacks have a scaling of 1.
+
+    Raises:
+        AdapterError, CheckpointError: as for a merge, or PEFT has no form for the adapter.
+    """
+    updates = resolve(adapter, base)
+    low_rank = [update for _, update in updates if isinstance(update, LowRank)]
+    foreign = lacks_experts(adapter, base) or stacks_of_files(adapter, base)
+    if not rewrite and not foreign and ordinary(adapter, low_rank):
+        return adapter.folder
+    by_tensor: dict[str, list[LowRank]] = {}
+    for name, update in updates:
+        if isinstance(update, LowRank):
+            by_tensor.setdefault(name, []).append(update)
+    tensors, ranks, used = _stacks(adapter, base, by_tensor)
+    config, model = base.model_config, meta_model(base.model_config)
+    modules: set[str] = set()
+    scales = dict.fromkeys(ranks, 1.0)
+    of_key = {update.a: update for of_tensor in by_tensor.values() for update in of_tensor}
+    for key, info in adapter.tensors.items():
+        if key in used:
+            continue
+        path, _, factor = key.partition(".lora_")
+        if not factor:
+            tensors[renamed_as_loaded(config, key)] = read_tensor(info)
+            continue
+        parameter = renamed_as_loaded(config, f"{path}.weight")
+        path = parameter.removesuffix(".weight")
+        module = path.rpartition(".")[2] not in _TAKEN and _is_layer(model, path)
+        if module:
+            modules.add(path)
+        if key in of_key:
+            target = path if module else parameter
+            ranks[target], scales[target] = of_key[key].rank, of_key[key].scale
+        tensors[f"{path}.lora_{factor}"] = read_tensor(info)
+    parameters = sorted(set(ranks) - modules)
+    if adapter.config.get("use_dora") and parameters:
+        raise AdapterError(
+            f"{adapter.folder}: DoRA on '{parameters[0]}', which PEFT cannot represent on this "
+            "model; merge it with 'moe-finetune merge' and use the merged checkpoint"
+        )
+    root = 0.5 if adapter.config.get("use_rslora") else 1
+    changed = {
+        **{key: value for key, value in adapter.config.items() if key not in _OF_OTHERS},
+        "init_lora_weights": True,
+        "target_modules": sorted(modules),
+        "target_parameters": parameters or None,
+        "lora_dropout": 0.0 if parameters else adapter.config.get("lora_dropout") or 0.0,
+        "rank_pattern": {re.escape(name): rank for name, rank in ranks.items()},
+        "alpha_pattern": {re.escape(n): scales[n] * float(r) ** root for n, r in ranks.items()},
+    }
+    return _write(output, changed, tensors)
+
+
+def _is_layer(model: Any, path: str) -> bool:
+    """Return whether PEFT can adapt the module itself; of a router it adapts the parameter."""
+    try:
+        return type(model.get_submodule(path)) in (nn.Linear, nn.Embedding)
+    except AttributeError:
+        return True  # PEFT refuses it, with its name
+
+
+def ordinary(adapter: Adapter, updates: list[LowRank]) -> bool:
+    """Return whether PEFT reads the adapter correctly without a rewrite."""
+    return adapter.metadata.experts is None and not any(
+        update.grouped or update.outputs_first or OLD_EXPERT.fullmatch(update.a)
+        for update in updates
+    )
+
+
+def with_adapter(model: Any, adapter: Adapter, base: Checkpoint, layers: int | None = None) -> Any:
+    """``model`` with ``adapter``, of any program, in PEFT and in eval mode.
+
+    Args:
+        base: the checkpoint of ``model``.
+        layers: number of layers of a ``model`` that has only the first; None if it has all.
+
+    Raises:
+        AdapterError: PEFT cannot apply the adapter, or one of its tensors has no place in the model
+            or the other way round.
+    """
+    with TemporaryDirectory() as scratch:
+        folder = as_peft(adapter, base, Path(scratch) / "adapter")
+        written = adapter if folder == adapter.folder else open_adapter(folder)
+        wrapped = wrap(model, written)
+        fill(wrapped, written, layers)
+    return wrapped.eval()
+
+
+def _stacks(
+    adapter: Adapter, base: Checkpoint, by_tensor: Mapping[str, list[LowRank]]
+) -> tuple[dict[str, Tensor], dict[str, int], set[str]]:
+    """PEFT's factors of all stacks, each stack's rank by its parameter, and the keys used."""
+    family, disk = base.family, base.family.disk
+    factors = Factors(((adapter, 1.0),))
+    tensors: dict[str, Tensor] = {}
+    ranks: dict[str, int] = {}
+    used: set[str] = set()
+    # An expert may have several pairs, of single matrices and of stacks. They lie side by side
+    # in the stack's one pair, each over the rows of B that belong to its part.
+    for layer, experts in base.experts.items():
+        path = f"{family.backbone}.layers.{layer}.{family.experts_path}"
+        packed: dict[str, tuple[Tensor, Tensor]] = {}
+        for parameter in family.expert_parameters:
+            # By expert: the first row of B, and the factors; both halves of a pair appear once.
+            pairs: dict[int, dict[tuple[str, int], tuple[int, Tensor, Tensor]]] = {}
+            rows = 0
+            for part in disk.parts(parameter):
+                for expert in range(1 if disk.fused else experts):
+                    name = disk.name(part, layer, None if disk.fused else expert)
+                    for update in by_tensor.get(name, ()):
+                        used |= {update.a, update.b}
+                        left_Or, right_rI = factors.matrices(update)
+                        where = expert if update.expert is None else update.expert
+                        first = rows if OLD_EXPERT.fullmatch(update.a) else 0
+                        pairs.setdefault(where, {})[update.a, update.slot] = (
+                            first, left_Or * update.scale, right_rI,
+                        )  # fmt: skip
+                if not disk.fused:
+                    rows += base.tensors[disk.name(part, layer, 0)].shape[0]
+            if pairs:
+                out_size = rows or next(iter(next(iter(pairs.values())).values()))[1].shape[0]
+                packed[parameter] = _packed(pairs, experts, out_size)
+                ranks[f"{path}.{parameter}"] = packed[parameter][0].shape[0] // experts
+        for depth, (a, b) in enumerate(reversed(packed.values())):
+            key = path + ".base_layer" * depth
+            tensors |= {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": b}
+    return tensors, ranks, used
+
+
+def _packed(
+    pairs: Mapping[int, Mapping[Any, tuple[int, Tensor, Tensor]]], experts: int, out_size: int
+) -> tuple[Tensor, Tensor]:
+    """``lora_A`` (E·R, I) and ``lora_B`` (O, R·E) of one stack; a part's factors side by side."""
+    rank = max(sum(right.shape[0] for *_, right in factors.values()) for factors in pairs.values())
+    in_size = next(iter(next(iter(pairs.values())).values()))[2].shape[1]
+    a_ERI, b_EOR = torch.zeros(experts, rank, in_size), torch.zeros(experts, out_size, rank)
+    for expert, factors in pairs.items():
+        at = 0
+        for first, left_Or, right_rI in factors.values():
+            columns = slice(at, at + right_rI.shape[0])
+            a_ERI[expert, columns] = right_rI
+            b_EOR[expert, first : first + left_Or.shape[0], columns] = left_Or
+            at = columns.stop
+    return a_ERI.flatten(0, 1), b_EOR.permute(1, 2, 0).flatten(1)
+
+
+def _write(output: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
+    from safetensors.torch import save_file
+
+    output.mkdir(parents=True, exist_ok=True)
+    named = {PREFIX + key: tensor.contiguous() for key, tensor in tensors.items()}
+    save_file(named, output / WEIGHTS, {"format": "pt"})
+    (output / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
+    return output
+
+
+@torch.no_grad()
+def as_per_expert(adapter: Adapter, base: Checkpoint, output: Path) -> Path:
+    """Write factors for each matrix of each expert, under the names in the base's files.
+
+    Raises:
+        AdapterError: the base has stacks, or the adapter changes a tensor that is no matrix.
+    """
+    with TemporaryDirectory() as scratch:
+        written = open_adapter(as_peft(adapter, base, Path(scratch) / "adapter"))
+        names = Names(base.model_config, {name: i.shape for name, i in base.tensors.items()})
+        tensors: dict[str, Tensor] = {}
+        scales: dict[str, tuple[int, float]] = {}
+        for adapted in modules_of(base, written):
+            module = adapted.module
+            embedding = f"{adapted.path}.lora_embedding_A" in written.tensors
+            suffix = "embedding_{}" if embedding else "{}.weight"
+            with filled(written, adapted):
+                for path, *factors, norms_O in _matrices(written, names, adapted):
+                    for factor, tensor in zip("AB", factors, strict=True):
+                        # Gate and up share their A; in a file each has its own.
+                        tensors[f"{path}.lora_{suffix.format(factor)}"] = tensor.detach().clone()
+                    if norms_O is not None:
+                        tensors[f"{path}.lora_magnitude_vector"] = norms_O
+                    scales[path] = module.r["default"], module.scaling["default"]
+        for key, info in written.tensors.items():
+            if ".lora_" not in key:
+                (name,) = names.files.get(key.replace(".base_layer.", "."), [""])
+                if not name or names.stacked(name):
+                    raise AdapterError(f"{adapter.folder}: '{key}' has no tensor of its own there")
+                tensors[name] = read_tensor(info)
+    root = 0.5 if adapter.config.get("use_rslora") else 1
+    (rank, scale), _ = Counter(scales.values()).most_common(1)[0]
+    others = {_kind(path): value for path, value in scales.items() if value != (rank, scale)}
+    config = {
+        **{key: value for key, value in adapter.config.items() if key not in _OF_OTHERS},
+        "init_lora_weights": True,
+        "r": rank,
+        "lora_alpha": scale * float(rank) ** root,
+        "target_modules": _pattern(list(scales)),
+        "target_parameters": None,
+        "rank_pattern": {kind: r for kind, (r, _) in others.items()},
+        "alpha_pattern": {kind: s * float(r) ** root for kind, (r, s) in others.items()},
+    }
+    return _write(output, config, tensors)
+
+
+def _matrices(
+    adapter: Adapter, names: Names, adapted: LoraModule
+) -> Iterator[tuple[str, Tensor, Tensor, Tensor | None]]:
+    """Path in the files, A, B and DoRA's norms of each matrix that a module of PEFT changes."""
+    key, loaded, module = adapted.path, adapted.loaded, adapted.module
+    shape = names.shapes[loaded]
+
+    def path_of(name: str) -> str:
+        if not name.endswith(".weight") or names.stacked(name) or len(names.siblings(loaded)) > 1:
+            raise AdapterError(
+                f"{adapter.folder}: the base's files have '{name}', so that no program has a "
+                f"module for each matrix of '{loaded}'; convert --to peft instead"
+            )
+        return name.removesuffix(".weight")
+
+    rows_OI = torch.arange(shape[-2], dtype=torch.float32)[:, None].expand(shape[-2:])
+    if len(shape) == 3:
+        lhs_EOr, rhs_ErI, _ = module.get_delta_factors("default")
+        pieces = names.of_expert(loaded, 0, rows_OI).values()
+        rows = [piece[:, 0].long() for piece in pieces]
+        for expert, of_expert in enumerate(names.names_of_experts(loaded)):
+            for name, ids in zip(of_expert, rows, strict=True):
+                yield path_of(name), rhs_ErI[expert], lhs_EOr[expert][ids], None
+        return
+    embedding = f"{key}.lora_embedding_A" in adapter.tensors
+    if embedding:
+        a_rI, b_Or = (getattr(module, f"lora_embedding_{factor}")["default"] for factor in "AB")
+    else:
+        a_rI, b_Or = (getattr(module, f"lora_{factor}")["default"].weight for factor in "AB")
+    stored = adapter.tensors.get(f"{key}.lora_magnitude_vector")
+    norms_O = None if stored is None else read_tensor(stored)
+    if len(names.files[loaded]) == 1:
+        yield path_of(names.files[loaded][0]), a_rI, b_Or, norms_O
+        return
+    for name, piece in names.pieces(loaded, rows_OI).items():
+        ids = piece[:, 0].long()
+        yield path_of(name), a_rI, b_Or[ids], None if norms_O is None else norms_O[ids]
+
+
+def _kind(path: str) -> str:
+    """A regular expression for the module ``path``, the same for all experts of its layer."""
+    return re.sub(r"experts\\\.\d+\\\.", r"experts\\.\\d+\\.", re.escape(path))
+
+
+def _pattern(paths: list[str]) -> str:
+    """A regular expression for exactly these modules."""
+    layers: dict[str, set[str]] = {}
+    for path in paths:
+        first = re.search(r"\\\.(\d+)\\\.", _kind(path))
+        kind = _kind(path) if first is None else _kind(path).replace(first[0], r"\.LAYER\.", 1)
+        layers.setdefault(kind, set()).update([first[1]] if first else [])
+    return "|".join(
+        kind.replace("LAYER", f"(?:{'|'.join(sorted(numbers, key=int))})")
+        for kind, numbers in layers.items()
+    )

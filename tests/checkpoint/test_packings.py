@@ -1,0 +1,156 @@
+"""``convert ADAPTER --to FORM``: every form makes the same changes; what it cannot hold is said."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moe_finetune.checkpoint import merge_adapter, write_metadata
+from moe_finetune.checkpoint.verify import verify_merge
+from moe_finetune.cli import main
+from tests import tiny_families
+from tests.checkpoint import helpers
+from tests.checkpoint.helpers import EXPERTS, select
+from tests.tiny_adapter import adapted
+
+WEIGHTS = "model.safetensors"
+KEYS = "adapter_model.safetensors"
+
+
+def changes(base, adapter, folder):
+    """What a merge of the adapter adds to each tensor."""
+    merge_adapter(base, adapter, folder)
+    before, after = load_file(base / WEIGHTS), load_file(folder / WEIGHTS)
+    return {name: after[name] - tensor for name, tensor in before.items()}
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    largest = max(float(change.abs().max()) for change in one.values())
+    assert largest > 1e-3
+    for name, change in one.items():
+        assert float((change - other[name]).abs().max()) < 1e-6 + 1e-6 * largest, name
+
+
+def convert(adapter, base, to, output):
+    command = ["convert", str(adapter), "--to", to, "--base", str(base), "--output", str(output)]
+    assert main(command) == 0
+    return output
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory):
+    """name -> base and an adapter on everything."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            model = tiny_families.model(name)
+            model.save_pretrained(folder / "base")
+            peft = adapted(model, "lora")
+            peft.save_pretrained(folder / "adapter", save_embedding_layers=False)
+            made[name] = folder
+        return made[name]
+
+    return get
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "phimoe", "nemotron_h"])
+def test_per_expert_and_back(family, name, tmp_path, capsys):
+    folder = family(name)
+    base, adapter = folder / "base", folder / "adapter"
+    write_metadata(adapter, None, 0.1, method="aux_loss")
+    split = convert(adapter, base, "per-expert", tmp_path / "split")
+    assert "(as per-expert)" in capsys.readouterr().out
+    keys = load_file(split / KEYS)
+    stored = load_file(base / WEIGHTS)
+    for key in keys:
+        path, _, _ = key.removeprefix("base_model.model.").partition(".lora_")
+        assert f"{path}.weight" in stored, key
+    assert any(".experts.7." in key for key in keys)
+    assert json.loads((split / "moe_finetune.json").read_text())["method"] == "aux_loss"
+    expected = changes(base, adapter, tmp_path / "one")
+    same(expected, changes(base, split, tmp_path / "two"))
+    verify_merge(base, split, tmp_path / "two")
+    stacked = convert(split, base, "peft", tmp_path / "stacked")
+    same(expected, changes(base, stacked, tmp_path / "three"))
+    model = tiny_families.model(name)
+    ids = torch.arange(4, 40)[None]
+    with torch.no_grad():
+        plain = model(input_ids=ids).logits
+        logits = helpers.with_adapter(base, stacked)(input_ids=ids).logits
+        merged = helpers.load(tmp_path / "one")(input_ids=ids).logits
+    assert (logits - plain).norm() > 0.01 * plain.norm()
+    assert torch.allclose(logits, merged, rtol=0, atol=1e-4 * float(merged.abs().max()))
+
+
+def test_ranks_and_scalings_by_part(bases, tmp_path):
+    base = bases("qwen3_moe")
+    adapter = helpers.adapter(
+        base,
+        tmp_path / "adapter",
+        use_rslora=True,
+        rank_pattern={"down_proj": 3, "o_proj": 7, r"layers\.1\..*gate_up_proj": 5},
+        alpha_pattern={"gate_up_proj": 20, "q_proj": 3},
+    )
+    split = convert(adapter, base, "per-expert", tmp_path / "split")
+    same(changes(base, adapter, tmp_path / "one"), changes(base, split, tmp_path / "two"))
+
+
+def test_dora_and_whole_tensors(bases, tmp_path):
+    base = bases("qwen3_moe")
+    adapter = helpers.adapter(
+        base, tmp_path / "adapter", use_dora=True, target_parameters=None, modules_to_save=["gate"]
+    )
+    split = convert(adapter, base, "per-expert", tmp_path / "split")
+    same(changes(base, adapter, tmp_path / "one"), changes(base, split, tmp_path / "two"))
+
+
+def test_chosen_experts_become_an_ordinary_adapter(bases, adapters, tmp_path):
+    base, full = bases("qwen3_moe"), adapters("qwen3_moe")
+    small = select(full, base, {1: [9, 2, 5], 2: list(range(11))}, tmp_path / "small")
+    whole = convert(small, base, "peft", tmp_path / "whole")
+    assert "experts" not in json.loads((whole / "moe_finetune.json").read_text())
+    same(changes(base, small, tmp_path / "one"), changes(base, whole, tmp_path / "two"))
+
+
+def test_files_with_stacks_have_no_modules_of_experts(family, tmp_path, capsys):
+    folder = family("gpt_oss")
+    command = ["convert", str(folder / "adapter"), "--base", str(folder / "base")]
+    assert main([*command, "--to", "per-expert", "--output", str(tmp_path / "no")]) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "no program has a module for each matrix" in shown and "--to peft" in shown
+    assert not (tmp_path / "no").exists()
+    assert main([*command, "--output", str(tmp_path / "no")]) == 2
+    assert "--to peft, --to per-expert or --to vllm" in capsys.readouterr().err
+
+
+def test_what_vllm_does_not_read_is_refused(bases, tmp_path, capsys):
+    base = bases("qwen3_moe")
+    attention = {"target_parameters": None, "target_modules": ["q_proj"]}
+    for options, part in [
+        ({"modules_to_save": ["gate"]}, "trained in full"),
+        ({"use_dora": True}, "no DoRA"),
+        ({"target_parameters": [EXPERTS[0]]}, "only one of the experts' two parameters"),
+    ]:
+        adapter = helpers.adapter(base, tmp_path / part[:4], **attention | options)
+        command = ["convert", str(adapter), "--to", "vllm", "--base", str(base), "--output"]
+        assert main([*command, str(tmp_path / "no")]) == 2
+        assert part in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_bias_goes_along_and_a_strange_tensor_does_not(bases, tmp_path, capsys):
+    base = bases("deepseek_v3")
+    adapter = helpers.adapter(base, tmp_path / "adapter")
+    save_file({"bias.1": torch.zeros(12)}, adapter / "router_bias.safetensors")
+    out = convert(adapter, base, "peft", tmp_path / "out")
+    assert (out / "router_bias.safetensors").is_file()
+    tensors = load_file(adapter / KEYS)
+    save_file(
+        tensors | {"base_model.model.strange.lora_A.weight": torch.zeros(4, 4)}, adapter / KEYS
+    )
+    command = ["convert", str(adapter), "--to", "peft", "--base", str(base)]
+    assert main([*command, "--output", str(tmp_path / "no")]) == 2
+    assert "strange" in capsys.readouterr().err
