@@ -1,4 +1,4 @@
-"""One run, top to bottom: train -> merge -> verify -> evaluate -> report.
+"""One run, top to bottom: train -> merge -> verify -> evaluate (it, then its base) -> report.
 
 :class:`~moe_finetune.io.run_folder.RunFolder` names the files. Finished stages are not repeated:
 training has checkpoints, evaluations have results, and ``summary.json`` records a merge.
@@ -15,9 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moe_finetune.errors import MoeFinetuneError
 from moe_finetune.io import clear_leftovers, output_lock
 from moe_finetune.io.run_folder import RunFolder, read_log
-from moe_finetune.io.terminal import terminal
+from moe_finetune.io.terminal import duration, terminal
 from moe_finetune.io.versions import check_versions
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training.disk import check_disk
@@ -132,6 +133,7 @@ def stages(recipe: Recipe, run: RunFolder, inputs: Inputs | None, resume: bool) 
         with phase("evaluate"):
             evaluate(recipe, run)
             evaluate_steps(recipe, run, base)
+            evaluate_base(recipe, run)
     run.note(seconds=round(earlier_seconds + time.perf_counter() - started, 1))
     with phase("report"):
         report(run)
@@ -231,6 +233,37 @@ def evaluate(recipe: Recipe, run: RunFolder) -> None:
         data_dir=section.data_dir,
         only=section.only,
     )
+
+
+def evaluate_base(recipe: Recipe, run: RunFolder) -> None:
+    """Score the model before training into ``eval_base/``, unless another run has done it.
+
+    It comes last, so that a run that is stopped has the scores of its own model. If the base
+    cannot be scored, the run still ends with its report.
+    """
+    from moe_finetune.evaluation.base import score_base
+    from moe_finetune.evaluation.results import load_results
+
+    section = recipe.evaluation
+    assert section is not None
+    if not section.base or recipe.model.init == "random":
+        return
+    trained = load_results(run.results)
+    if run.base_results.is_file():
+        before = load_results(run.base_results)
+        limits = [results.get("settings", {}).get("limit") for results in (before, trained)]
+        same = [before.get(key) == trained.get(key) for key in ("suite", "backend", "complete")]
+        if all(same) and limits[0] == limits[1]:
+            return
+    took = duration(trained["wall_seconds"])
+    terminal().say(f"scores of the base, to compare with; the trained model took {took}")
+    options = section.model_dump(include={"suite", "backend", "only", "limit", "data_dir", "vllm"})
+    try:
+        score_base(base_folder(recipe), output=run.base_evaluation, **options)
+    except MoeFinetuneError as error:
+        terminal().say(
+            f"the base was not scored: {error} (evaluation.base: false leaves it out)", "warning"
+        )
 
 
 def evaluate_steps(recipe: Recipe, run: RunFolder, base: Path | Checkpoint | None) -> None:

@@ -145,7 +145,8 @@ def other(words: list[str]) -> None:
     elif words[:3] == ["python", "-m", "eval.placement"]:
         placement.app(words[3:], standalone_mode=False)
     elif program == "python":
-        source = (ROOT / words[1]).read_text()
+        module = ROOT / words[2].replace(".", "/") / "__main__.py"
+        source = (module if words[1] == "-m" else ROOT / words[1]).read_text()
         for option in (word for word in words if word.startswith("--")):
             names = f'"{option}"', f" {option[2:].replace('-', '_')}:"  # argparse, typer
             assert any(name in source for name in names), words

@@ -12,6 +12,14 @@ from typer.core import TyperGroup
 
 from moe_finetune.io import write_new
 
+RESUMED = "the same command with --resume continues"
+CONTINUED = {
+    **dict.fromkeys(("study", "upcycle"), f"{RESUMED}, if the output exists"),
+    **dict.fromkeys(("eval", "demo"), "the same command continues"),
+    **dict.fromkeys(("serve", "doctor", "init", "inspect", "preview", "report", "compare"), ""),
+}
+"""How an interrupted verb goes on; the others write nothing before they are done."""
+
 
 class Verbs(TyperGroup):
     """The verbs; reports an interrupt, whose message typer drops."""
@@ -22,7 +30,9 @@ class Verbs(TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt as interrupt:
             if not str(interrupt):  # else training has reported what is saved and how to go on
-                print("interrupted", file=sys.stderr)
+                unwritten = "nothing was written; repeat the command"
+                how = CONTINUED.get(str(ctx.invoked_subcommand), unwritten)
+                print(f"interrupted{'; ' if how else ''}{how}", file=sys.stderr)
             raise
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -176,7 +177,8 @@ def merge(
         ),
     ] = StoredAs.float,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Compare with base + adapter afterwards.")
+        bool,
+        typer.Option("--verify", help="Compare with base + adapter; an output that exists too."),
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the plan, write nothing.")
@@ -200,27 +202,35 @@ def merge(
     folder = local_folder(base) if base is not None else base_of(adapter)
     bias = None if drop_bias else read_bias(adapter)
     opened = open_checkpoint(folder, stored=format is StoredAs.base)
-    report = merge_adapter(
-        opened,
-        adapter,
-        output,
-        dtype=dtype,
-        dry_run=dry_run,
-        bias=bias,
-        format=format.value,
-    )
-    if dry_run:
-        print("\n".join([report.plan.table(), *report.plan.kinds()]))
-        return
-    print(f"merged: {output} ({report.changed} tensors changed, {report.copied} copied)")
-    print("\n".join([*report.plan.kinds(), *report.plan.notes]))
-    if report.requantized is not None:
-        print(report.requantized.text())
+    if verify and not dry_run and (output / "config.json").is_file():
+        print(f"{output} exists: it is verified, and not written again")
+    else:
+        report = merge_adapter(
+            opened,
+            adapter,
+            output,
+            dtype=dtype,
+            dry_run=dry_run,
+            bias=bias,
+            format=format.value,
+        )
+        if dry_run:
+            print("\n".join([report.plan.table(), *report.plan.kinds()]))
+            return
+        print(f"merged: {output} ({report.changed} tensors changed, {report.copied} copied)")
+        print("\n".join([*report.plan.kinds(), *report.plan.notes]))
+        if report.requantized is not None:
+            print(report.requantized.text())
     if verify:
         from moe_finetune.checkpoint.verify import verify_merge
 
         parts = opened, open_adapter(adapter), open_checkpoint(output, stored=True)
-        print(f"verified: {verify_merge(*parts, bias=bias).text()}")
+        try:
+            print(f"verified: {verify_merge(*parts, bias=bias).text()}")
+        except KeyboardInterrupt:
+            how = f"interrupted; {output} is written but not verified: repeat the command"
+            print(how, file=sys.stderr)
+            raise KeyboardInterrupt(how) from None
     print(f"upload: hf upload OWNER/NAME {shlex.quote(str(output))}")
 
 

@@ -8,7 +8,7 @@ import typer
 
 from moe_finetune.cli.app import app, write_json
 from moe_finetune.io import output_lock, write_new
-from moe_finetune.io.run_folder import RESULTS_FILE, checkpoint_in, results_in
+from moe_finetune.io.run_folder import RESULTS_FILE, RunFolder, checkpoint_in, results_in
 
 
 class Backend(enum.StrEnum):
@@ -35,7 +35,8 @@ def evaluate(
         str | None, typer.Option("--suite", "-s", help="Name or YAML file of a suite.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder for results.json.")
+        Path | None,
+        typer.Option("--output", "-o", help="Folder for results.json; of a run: RUN/eval."),
     ] = None,
     data_dir: Annotated[
         Path | None, typer.Option("--data-dir", help="Folder of local task data.")
@@ -104,6 +105,7 @@ def evaluate(
     chosen = load_suite(suite)
     if only:
         chosen = select(chosen, only)
+    run = RunFolder(checkpoint) if RunFolder(checkpoint).recipe.is_file() else None
     checkpoint = str(checkpoint_in(checkpoint))
     if check:
         from moe_finetune.evaluation.offline import check_suite, render_checks
@@ -117,7 +119,10 @@ def evaluate(
             raise typer.Exit(2)
         return
     if output is None:
-        raise typer.BadParameter("--output: name the folder for the results")
+        if run is None:
+            raise typer.BadParameter("--output: name the folder for the results")
+        output = run.evaluation
+        refuse_other_suite(output, chosen.name)
     with output_lock(output):
         from moe_finetune.evaluation.engine import evaluate as run_suite
         from moe_finetune.evaluation.results import results_text
@@ -142,6 +147,27 @@ def evaluate(
         )
         print(results_text(results))
         print(f"results: {output / RESULTS_FILE}")
+    if run is None:
+        return
+    if output.resolve() == run.evaluation.resolve():
+        from moe_finetune.report import write_report
+
+        print(f"report: {write_report([run.path], run.page)}")
+    else:
+        print(f"the page of {run.path} and `compare {run.path}` read {run.evaluation}")
+
+
+def refuse_other_suite(folder: Path, suite: str) -> None:
+    """Refuse to replace a run's scores of another suite, unless the folder is named."""
+    from moe_finetune.errors import OutputExistsError
+    from moe_finetune.evaluation.results import load_results
+
+    if (folder / RESULTS_FILE).is_file():
+        earlier = load_results(folder).get("suite", {}).get("name")
+        if earlier != suite:
+            raise OutputExistsError(
+                f"{folder} has the scores of suite {earlier}; name another folder with --output"
+            )
 
 
 @app.command()

@@ -154,4 +154,7 @@ def select(
         experts = dict(zip(info.layers, chosen, strict=True))
         selection = ExpertSelection(experts, info.model_type, info.num_experts, score.value, top_p)
         selection.write(output)
+    domains = [domain] if domain else list(info.domains)
+    mixed = " (mixed; --domain NAME selects for one)" if len(domains) > 1 else ""
+    print(f"domains: {', '.join(domains)}{mixed}")
     print(f"{sum(map(len, chosen))} experts in {len(chosen)} layers: {output}")

@@ -103,7 +103,9 @@ def train(
     except KeyboardInterrupt as interrupt:
         # Between the first step and the last, a signal is handled with the trainer's checkpoint.
         if type(interrupt) is KeyboardInterrupt and not dry_run:
-            terminal().say(f"interrupted. {_how_to_continue(output)}", "warning")
+            how = f"interrupted. {_how_to_continue(output)}"
+            terminal().say(how, "warning")
+            raise KeyboardInterrupt(how) from None
         raise
     if run is None:
         return

@@ -4,16 +4,14 @@ Requests are sorted by length and split into fixed chunks. A chunk is sent and s
 a resumed run sends exactly the batches of an uninterrupted one, and gets the same bits.
 """
 
-import errno
 import json
-import os
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from moe_finetune.errors import EvaluationError, OutputBusyError
+from moe_finetune.errors import DiskSpaceError, EvaluationError, OutputBusyError
 from moe_finetune.io.hashes import sha256_json, to_json
 
 _TABLES = """
@@ -61,7 +59,10 @@ class ReplyStore:
         except sqlite3.Error as error:
             name = getattr(error, "sqlite_errorname", "")
             if name == "SQLITE_FULL":
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path)) from error
+                raise DiskSpaceError(
+                    f"{self.path}: no space left on the disk; free some space and repeat the "
+                    "command, which continues"
+                ) from error
             if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
                 raise OutputBusyError(
                     f"{self.path}: another process is writing replies there; wait for it to end"

@@ -157,8 +157,9 @@ class CachedLM(LM):
             )
             if self.usage.policy == "error":
                 raise EvaluationError(
-                    f"{message}; use fewer shots, a smaller max_tokens, a longer context, or "
-                    "overflow 'truncate' to truncate them on the left and count them"
+                    f"{message}; use fewer shots, a smaller max_tokens, a longer context "
+                    "(vllm.max_model_len), or overflow 'truncate' to truncate them on the left and "
+                    "count them"
                 )
             terminal().say(f"{message}; they are truncated on the left", "warning")
         return [min(n, limit - extra) for n, extra in zip(lengths, room, strict=True)]

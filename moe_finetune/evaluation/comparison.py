@@ -116,10 +116,10 @@ def compare(
     loaded = [(_folder(path), load_results(path)) for path in results]
     comparison = Comparison(labels[0], labels[1:])
     for path, run in loaded:
-        if not run["complete"]:
-            comparison.notes.append(
-                f"{path} is incomplete: {', '.join(run['unfinished'])} not finished"
-            )
+        if not run.get("complete", True):
+            left = ", ".join(run.get("unfinished", []))
+            comparison.notes.append(f"{path} is incomplete: {left} not finished")
+    comparison.notes += _other_backends(labels, [run for _, run in loaded])
     baseline = _scores(*loaded[0])
     for label, (folder, run) in zip(labels[1:], loaded[1:], strict=True):
         rows = _rows(baseline, _scores(folder, run), label, np.random.default_rng(seed))
@@ -134,6 +134,20 @@ def compare(
             (row.value, row.baseline, row.higher_is_better) for row in rows
         )
     return comparison
+
+
+def _other_backends(labels: Sequence[str], results: Sequence[Results]) -> list[str]:
+    """A note if backends or number formats differ, which alone can change some answers."""
+    ran = []
+    for result in results:
+        settings = result.get("settings", {})
+        engine = settings.get("engine")
+        dtype = engine.get("dtype") if isinstance(engine, dict) else settings.get("dtype")
+        ran.append(" in ".join(str(part) for part in (result.get("backend"), dtype) if part))
+    if len(set(ran)) < 2:
+        return []
+    each = ", ".join(f"{label} by {how}" for label, how in zip(labels, ran, strict=True))
+    return [f"note: evaluated {each}; part of a difference may come from that"]
 
 
 def _scores(folder: Path, run: Results) -> dict[str, Score]:
@@ -154,7 +168,8 @@ def result_names(results: Iterable[str | Path]) -> list[str]:
     names = []
     for path in results:
         folder = _folder(path).resolve()
-        names.append(folder.parent.name if folder.name == "eval" else folder.name)
+        suffix = {"eval": "", "eval_base": " before"}.get(folder.name)
+        names.append(folder.name if suffix is None else f"{folder.parent.name}{suffix}")
     twice = {n for n in names if names.count(n) > 1}
     return [f"{n} ({i})" if n in twice else n for i, n in enumerate(names, 1)]
 

@@ -99,6 +99,28 @@ def evaluate(
             active.close()
 
 
+def definition_of(entry: SuiteTask, leaves: list[Leaf], limit: int | None) -> dict[str, Any]:
+    """What decides the requests and the score of a suite's line, apart from the model."""
+    return {
+        "entry": entry.model_dump(exclude={"label", "source", "external", "chance"}),
+        "leaves": {leaf.name: leaf.config_hash() for leaf in leaves},
+        "data": {leaf.name: leaf.data_hashes() for leaf in leaves},
+        "limit": min((n for n in (limit, entry.limit) if n is not None), default=None),
+        "package": importlib.metadata.version("moe-finetune"),
+    }
+
+
+def definitions(
+    suite: Suite, data_dir: str | Path | None, limit: int | None
+) -> dict[str, dict[str, Any]]:
+    """:func:`definition_of` every line of ``suite`` that lm-eval evaluates, by label."""
+    if data_dir is not None:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    _, leaves = prepare(suite, data_dir)
+    entries = [entry for entry in suite.tasks if not entry.external]
+    return {entry.label: definition_of(entry, leaves[entry.label], limit) for entry in entries}
+
+
 def _refuse_other_checkpoint(output: Path, backend: Backend) -> None:
     path = output / RESULTS_FILE
     if not path.is_file():
@@ -164,14 +186,8 @@ class _Run:
         return self.output / "tasks" / f"{entry.label}-{key[:16]}" / "result.json"
 
     def _task(self, entry: SuiteTask, leaves: list[Leaf]) -> TaskResult:
-        limit = min((n for n in (self.limit, entry.limit) if n is not None), default=None)
-        definition = {
-            "entry": entry.model_dump(exclude={"label", "source", "external", "chance"}),
-            "leaves": {leaf.name: leaf.config_hash() for leaf in leaves},
-            "data": {leaf.name: leaf.data_hashes() for leaf in leaves},
-            "limit": limit,
-            "package": importlib.metadata.version("moe-finetune"),
-        }
+        definition = definition_of(entry, leaves, self.limit)
+        limit = definition["limit"]
         key = sha256_json([definition, self.identity])
         file = self._task_file(key, entry)
         if file.is_file():

@@ -1,7 +1,13 @@
 """The typed schema of results.json, and its samples files."""
 
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import (
+    Any,
+    Required,  # typing's, which pydantic reads from 3.12
+)
+
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from moe_finetune.errors import EvaluationError
 from moe_finetune.io.json_file import read_object
@@ -31,7 +37,7 @@ class TaskResult(TypedDict, total=False):
     metric: str
     filter: str
     higher_is_better: bool | None
-    value: float | None
+    value: Required[float | None]
     stderr: float | None
     chance: float | None
     n: int
@@ -56,11 +62,16 @@ class Results(TypedDict, total=False):
     backend: str
     settings: dict[str, Any]
     environment: dict[str, Any]
-    tasks: dict[str, TaskResult]
+    tasks: Required[dict[str, TaskResult]]
     unfinished: list[str]
     notes: list[str]
     started: str
     wall_seconds: float
+
+
+_SCHEMA = TypeAdapter(Results)
+SAMPLE = ("task", "item", "filter", "prompt_sha256")
+"""Text fields of a row of samples by which answers are compared."""
 
 
 def load_results(path: str | Path) -> Results:
@@ -73,13 +84,22 @@ def load_results(path: str | Path) -> Results:
     if path.is_dir():
         path = path / RESULTS_FILE
     if not path.is_file():
-        raise EvaluationError(f"no results at {path}; run 'moe-finetune eval' first")
+        run, how = RunFolder(path.parent), "run 'moe-finetune eval' first"
+        if run.recipe.is_file():
+            how = (
+                f"score the run with 'moe-finetune eval {run.path} --suite NAME', which writes "
+                f"{run.results}"
+            )
+        raise EvaluationError(f"no results at {path}; {how}")
     content = read_object(path, EvaluationError, "evaluate again", finite=False)
     if content.get("schema") != SCHEMA:
         raise EvaluationError(f"{path}: not a results file of schema {SCHEMA}; evaluate again")
-    tasks = content.get("tasks")
-    if not isinstance(tasks, dict) or not all(isinstance(t, dict) for t in tasks.values()):
-        raise EvaluationError(f"{path}: 'tasks' is not an object of results; evaluate again")
+    try:
+        _SCHEMA.validate_python(content, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise EvaluationError(f"{path}: {key}: {first['msg']}; evaluate again") from None
     return content  # type: ignore[return-value]
 
 

@@ -13,7 +13,8 @@ from typing import Any, cast
 import numpy as np
 from scipy.stats import norm
 
-from moe_finetune.evaluation.results import TaskResult, load_samples
+from moe_finetune.errors import EvaluationError
+from moe_finetune.evaluation.results import SAMPLE, TaskResult, load_samples, samples_file
 from moe_finetune.metrics.statistics import (
     PairedTest,
     compare_items,
@@ -207,15 +208,23 @@ def item_values(folder: Path, task: TaskResult) -> Items:
     """Return (task, item, occurrence) -> (hash of the prompts, value of the headline metric)."""
     values: Items = {}
     rows = load_samples(folder, task)
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row.get("metrics"), dict) or not all(
+            isinstance(row.get(key), str) for key in SAMPLE
+        ):
+            raise EvaluationError(
+                f"{samples_file(folder, task)}:{number}: a row needs 'metrics' and the texts "
+                f"{', '.join(SAMPLE)}; evaluate again"
+            )
     filters = {row["filter"] for row in rows}
-    headline_filter = task["filter"] if task["filter"] in filters else min(filters)
+    headline_filter = task["filter"] if task.get("filter") in filters else min(filters)
     seen: dict[tuple[str, str], int] = {}
     for row in rows:
         if row["filter"] != headline_filter:
             continue
         item = (row["task"], row["item"])
         seen[item] = seen.get(item, -1) + 1
-        value = row["metrics"].get(task["metric"])  # True and False count 1 and 0
+        value = row["metrics"].get(task.get("metric"))  # True and False count 1 and 0
         numeric = float(value) if isinstance(value, (int, float)) else math.nan
         values[(*item, seen[item])] = (row["prompt_sha256"], numeric)
     return values

@@ -56,6 +56,8 @@ def _write(path: Path, content: str | bytes, rename: Callable[[Path], object]) -
             raise DiskSpaceError(
                 f"{path}: no space left on the disk; free some space and repeat the command"
             ) from problem
+        if problem.filename is not None:  # a hidden name that the user has not chosen
+            problem.filename = str(path)
         raise
 
 

@@ -19,8 +19,18 @@ class YamlError(TextError):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe loader, with ``1e-3`` read as a number (YAML 1.1 reads it as text)."""
+    """YAML's safe loader with numbers as in YAML 1.2: ``1e-3`` is one, and ``1:30`` is text."""
 
+    def number(self, node: yaml.ScalarNode) -> Any:
+        value = self.construct_scalar(node)
+        if ":" in value:  # YAML 1.1 counts in sixties
+            return value
+        whole = node.tag.endswith("int")
+        return self.construct_yaml_int(node) if whole else self.construct_yaml_float(node)
+
+
+for _name in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_name}", _Loader.number)
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",

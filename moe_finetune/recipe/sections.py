@@ -254,6 +254,10 @@ class EvaluationSection(Section):
         ge=1,
         description="also evaluate every so many steps; default: only at the end",
     )
+    base: bool = Field(
+        default=True,
+        description="also score the model before training, once for all runs that start from it",
+    )
     data_dir: str | None = Field(
         default=None, description="folder with local task data; with it, nothing is downloaded"
     )

@@ -180,6 +180,8 @@ def write_analysis(
         measured = measures.per_layer()
         summary["per_layer"] |= measured
         summary["mean"] |= {name: mean_known(values) for name, values in measured.items()}
+    if trace.parent == folder:  # which has a temporary name
+        summary["trace"]["path"] = str(output / trace.name)
     write_atomic(RunFolder(folder).summary, json.dumps(summary))
     picture = trace_snapshot(opened, summary, arrays, measures, tokenizer)
     write_atomic(RunFolder(folder).routing_after, json.dumps(picture))

@@ -129,14 +129,14 @@ def end_run(runs: Mapping[str, Path], base: Path | None, following: str) -> None
 
     Args:
         runs: label -> a run's folder.
-        base: folder with the results of the checkpoint before training.
+        base: folder with the results of the checkpoint before training; None if the runs have them.
         following: the next commands, see :func:`next_commands`.
     """
     labels = list(runs) if len(runs) > 1 else None  # a single run is named by its folder
     report = Report(read_runs(runs.values(), labels), "")
     by_label = dict(zip(runs, report.runs, strict=True))
     answer = answer_text(report)
-    _, scores = read_results(base / RESULTS_FILE) if base else ({}, {})
+    scores = read_results(base / RESULTS_FILE)[1] if base else report.runs[0].base_scores
     if text := outcome_text(by_label, scores):
         print(f"\n{text}")
     for paragraph in answer:

@@ -53,6 +53,7 @@ class Plan:
     packed: bool
     remarks: list[str]
     opening: str
+    evaluation: str = "none"
 
     def text(self) -> str:
         losses = f" ({', '.join(self.terms)})" if self.terms else ""
@@ -72,6 +73,7 @@ class Plan:
                 + (", packed" if self.packed else ""),
                 f"validation     {validation}",
                 f"steps          {about}{self.steps:,}, of {self.batch} sequences",
+                f"evaluation     {self.evaluation}",
                 *(f"note: {remark}" for remark in self.remarks),
             ]
         )
@@ -113,6 +115,19 @@ def make_plan(
         packed=recipe.data.packing,
         remarks=list(_remarks(recipe, arguments, steps, validation is not None)),
         opening=describe_steps(recipe, arguments, len(train), tokens),
+        evaluation=_evaluation(recipe),
+    )
+
+
+def _evaluation(recipe: Recipe) -> str:
+    section = recipe.evaluation
+    if section is None:
+        return "none"
+    if not section.base or recipe.model.init == "random":
+        return section.suite
+    return (
+        f"{section.suite}; then of the base, which takes as long once more for all runs that start "
+        "from it (evaluation.base)"
     )
 
 

@@ -7,7 +7,15 @@ from typing import Any
 
 from moe_finetune.errors import EvaluationError
 from moe_finetune.io.environment import package_versions
+from moe_finetune.io.terminal import terminal
 from moe_finetune.vllm.install import CPU_KV_CACHE, is_cpu_build, require_vllm
+
+AUTO_FIT = -1
+"""vLLM's ``max_model_len`` for the longest context that its cache has room for."""
+LONGER = (
+    "a longer context takes vllm.max_model_len (--vllm max_model_len=N) and room for it: "
+    "VLLM_CPU_KVCACHE_SPACE=GIB on a CPU, vllm.gpu_memory_utilization on a GPU"
+)
 
 
 def engines_environment() -> dict[str, str]:
@@ -26,12 +34,15 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of the engine: ours, then the user's on top.
 
-    On the CPU build the engine runs eagerly (compiling costs more than an evaluation) and in
-    float32 by default, with a key-value cache of 1 GiB unless
+    The context is as long as the key-value cache allows, at most the checkpoint's own: a checkpoint
+    of 128k tokens would not start otherwise. On the CPU build the engine runs eagerly (compiling
+    costs more than an evaluation) and in float32 by default, with a key-value cache of 1 GiB unless
     ``VLLM_CPU_KVCACHE_SPACE`` is set.
     """
     cpu = is_cpu_build()
     arguments: dict[str, Any] = {"dtype": dtype, "seed": seed}
+    if int(overrides.get("data_parallel_size") or 1) == 1:
+        arguments["max_model_len"] = AUTO_FIT
     if cpu:
         for name, value in CPU_KV_CACHE.items():
             os.environ.setdefault(name, value)
@@ -80,7 +91,18 @@ def open_vllm(
     try:
         lm = VLLM(pretrained=str(folder), batch_size=batch_size, **{**silent, **arguments})
     except (RuntimeError, ValueError, TypeError) as error:
-        raise EvaluationError(f"vLLM cannot load {folder} with {arguments}: {error}") from error
+        raise EvaluationError(
+            f"vLLM cannot load {folder} with {arguments}: {error}. If memory is short: {LONGER}"
+        ) from error
+    if arguments.get("max_model_len") == AUTO_FIT:
+        lm._max_length = None  # asks the engine
+        config = lm.model.llm_engine.model_config.hf_text_config
+        context = getattr(config, "max_position_embeddings", None) or 0
+        if lm.max_length < context:
+            terminal().say(
+                f"vLLM's cache has room for {lm.max_length:,} of the checkpoint's {context:,} "
+                f"tokens of context; {LONGER}"
+            )
     return lm, {
         "backend": "vllm",
         "batch_size": batch_size,

@@ -205,6 +205,9 @@ def test_merge_takes_a_run_or_an_adapter(capsys, adapter, tmp_path):
     assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     code, _, err = run(capsys, "merge", adapter, "--output", tmp_path / "b")
     assert code == 2 and str(tmp_path / "b") in err
+    # One that was interrupted while it was verified can be verified.
+    code, out, err = run(capsys, "merge", adapter, "--output", tmp_path / "b", "--verify")
+    assert code == 0 and "is verified, and not written again" in out and "verified: " in out
     code, out, _ = run(capsys, "merge", adapter, "--output", tmp_path / "c", "--dry-run")
     assert code == 0 and "q_proj" in out and not (tmp_path / "c").exists()
 
@@ -286,7 +289,7 @@ def test_select_writes_a_selection_file(capsys, tmp_path):
     code, out, err = run(capsys, "select", trace, "--output", tmp_path / "s.json", "--top-p", "0.3")
     assert code == 0, err
     chosen = json.loads((tmp_path / "s.json").read_text())["experts"]
-    assert sorted(chosen) == ["1", "2"] and "2 layers" in out
+    assert sorted(chosen) == ["1", "2"] and "2 layers" in out and out.startswith("domains: ")
     counts = np.bincount(ids[:, 0].ravel(), minlength=8)
     assert counts[chosen["1"]].min() >= np.delete(counts, chosen["1"]).max()
 

@@ -2,11 +2,13 @@
 
 import errno
 import os
+import signal
 
 import pytest
 import torch
 from safetensors import SafetensorError
 
+from moe_finetune import cli
 from moe_finetune.cli import main
 from moe_finetune.errors import DataError, DiskSpaceError, is_machine_failure
 
@@ -42,3 +44,31 @@ def test_a_path_that_cannot_be_used_is_a_wrong_input(tmp_path, capsys):
     for output in (tmp_path / "file" / "run", tmp_path / ("a" * 300)):
         assert main(["convert", str(tmp_path), "--output", str(output)]) == 2
         assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("target", "command", "line"),
+    [
+        ("evaluation.engine.evaluate", "eval BASE -s demo -o OUT", "the same command continues"),
+        ("report.analysis.analyze", "analyze BASE -d x.jsonl -o OUT", "nothing was written"),
+        ("checkpoint.convert.convert_checkpoint", "convert BASE -o OUT", "nothing was written"),
+        ("demo.demo.run_demo", "demo --output OUT", "the same command continues"),
+        ("experiments.commands.carry_out_study", "study paper4 -o OUT", "with --resume"),
+        ("run.run_recipe", "train RECIPE -o OUT", "Nothing was written; repeat"),
+    ],
+)  # fmt: skip
+def test_sigterm_ends_every_verb_as_ctrl_c_does(
+    target, command, line, tmp_path, monkeypatch, capsys, tiny_checkpoint
+):
+    """Outside the steps of training, too: a scheduler tells preempted from failed by the code."""
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("model: {path: m}\ndata: {train: d.jsonl}\n")
+    names = {"BASE": tiny_checkpoint("olmoe"), "OUT": tmp_path / "out", "RECIPE": recipe}
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(
+        f"moe_finetune.{target}", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)
+    )
+    assert cli.main([str(names.get(word, word)) for word in command.split()]) == 130
+    said = capsys.readouterr().err
+    assert said.count("interrupted") == 1 and line in said
+    assert signal.getsignal(signal.SIGTERM) == before

@@ -8,6 +8,7 @@ import yaml
 
 from moe_finetune import cli
 from moe_finetune.evaluation.results import load_results
+from moe_finetune.io.run_folder import RunFolder
 from tests.evaluation.local import write_suite
 
 
@@ -25,6 +26,24 @@ def run(capsys):
         return code, out, err
 
     return call
+
+
+def test_a_runs_scores_reach_its_page(run, checkpoint, suite, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    shutil.copytree(checkpoint, folder.merged)
+    folder.recipe.write_text("model: {path: m}\n")
+    code, out, err = run(folder.path, "-s", suite, "-b", "hf", "--limit", "2")
+    assert code == 0, err
+    assert f"results: {folder.results}" in out and f"report: {folder.page}" in out
+    assert "sums" in folder.page.read_text()
+    other = tmp_path / "elsewhere"
+    code, out, _ = run(folder.path, "-s", suite, "-b", "hf", "--limit", "2", "-o", other)
+    assert code == 0 and f"`compare {folder.path}` read {folder.evaluation}" in out
+    two = write_suite(tmp_path / "two", items=3, shots=0)
+    two = two.rename(two.with_name("two.yaml"))
+    two.write_text(two.read_text().replace("name: local", "name: two"))
+    code, _, err = run(folder.path, "-s", two, "-b", "hf")
+    assert code == 2 and "has the scores of suite local; name another folder" in err
 
 
 def test_only_some_tasks(run, checkpoint, suite, tmp_path):

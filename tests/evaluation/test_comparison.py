@@ -122,3 +122,57 @@ def test_different_metrics_are_not_compared(tmp_path, other):
         for folder in folders
     ]
     assert compare_scores(scores[:1], scores[1:]).verdict == "unknown"
+
+
+def test_other_backends_and_formats_are_noted(tmp_path):
+    folders = []
+    for name, backend, dtype in (("a", "hf", "float32"), ("b", "vllm", "bfloat16")):
+        folder = write(tmp_path / name, {"t": [0, 1] * 9})
+        content = json.loads((folder / "results.json").read_text())
+        settings = {"engine": {"dtype": dtype}} if backend == "vllm" else {"dtype": dtype}
+        content |= {"backend": backend, "settings": settings}
+        write_atomic(folder / "results.json", json.dumps(content))
+        folders.append(folder)
+    (note,) = compare(folders).notes
+    assert "a by hf in float32, b by vllm in bfloat16; part of a difference" in note
+    assert compare([folders[0], folders[0]]).notes == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"metric": ["acc"]}, r"b/results\.json: tasks\.t\.metric: .* string"),
+        ({"filter": {}}, r"tasks\.t\.filter: "),
+        ({"value": None}, "a and b have no task in common"),
+        ({"value": "0.5"}, r"tasks\.t\.value: .* number"),
+        ({"value": ...}, r"tasks\.t\.value: Field required"),
+        ({"samples": 7}, r"tasks\.t\.samples: "),
+    ],
+)
+def test_damaged_results_are_named(tmp_path, change, said):
+    a, b = (write(tmp_path / name, {"t": [0, 1] * 9}) for name in "ab")
+    content = json.loads((b / "results.json").read_text())
+    content["tasks"]["t"] |= change
+    content["tasks"]["t"] = {k: v for k, v in content["tasks"]["t"].items() if v is not ...}
+    write_atomic(b / "results.json", json.dumps(content))
+    with pytest.raises(EvaluationError, match=said):
+        compare([a, b])
+
+
+@pytest.mark.parametrize("key", ["task", "item", "filter", "prompt_sha256", "metrics"])
+def test_a_damaged_row_of_samples_is_named(tmp_path, key):
+    a, b = (write(tmp_path / name, {"t": [0, 1] * 9}) for name in "ab")
+    rows = [json.loads(line) for line in (b / "t.jsonl").read_text().splitlines()]
+    for value in (..., [key]):
+        rows[3].pop(key, None)
+        rows[3] |= {} if value is ... else {key: value}
+        write_jsonl(b / "t.jsonl", rows)
+        with pytest.raises(EvaluationError, match=r"b/t\.jsonl:4: a row needs 'metrics' and"):
+            compare([a, b])
+
+
+def test_a_run_without_scores_is_told_how_to_get_them(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_text("model: {path: m}")
+    with pytest.raises(EvaluationError, match=r"moe-finetune eval .*run --suite NAME.*run/eval"):
+        compare([tmp_path / "run", tmp_path / "run"])

@@ -20,7 +20,7 @@ def write_results(folder, answers):
     file = folder / "tasks" / "s" / "samples.jsonl"
     file.parent.mkdir(parents=True)
     task = {"task": "t", "metric": "exact_match", "filter": "strict-match",
-            "samples": "tasks/s/samples.jsonl"}  # fmt: skip
+            "samples": "tasks/s/samples.jsonl", "value": 0.5}  # fmt: skip
     (folder / "results.json").write_text(json.dumps({"schema": 1, "tasks": {"sums": task}}))
     rows = [
         {

@@ -100,3 +100,11 @@ def test_a_column_twice(tmp_path, read):
         DataError, match=r"rows.csv:1: the column 'answer' occurs twice; rename one of them"
     ):
         read(file)
+
+
+def test_numbers_are_those_of_yaml_1_2():
+    value = parse_yaml("{a: 1:30, b: 1e-3, c: 0x10, d: -4, e: 1:30.5, f: '9:9', g: .5}")[1]
+    assert value == {"a": "1:30", "b": 1e-3, "c": 16, "d": -4, "e": "1:30.5", "f": "9:9", "g": 0.5}
+    with pytest.raises(YamlError) as refused:
+        parse_yaml("a: " + "9:" * 2000 + "9\nb: [")
+    assert len(str(refused.value)) < 300

@@ -96,6 +96,7 @@ def test_summary_snapshot_and_page_agree_with_the_trace(analyzed):
     np.testing.assert_allclose(picture["mean_probability"], probs.mean(0), atol=1e-3)
     entropy = -(probs * np.log(np.maximum(probs, 1e-30))).sum(-1).mean(0)
     np.testing.assert_allclose(summary["per_layer"]["entropy"], entropy, rtol=1e-2)
+    assert summary["trace"]["path"] == str(output / "trace")
     assert summary["trace"]["domains"]["law"] == int((trace.load("domain") == 0).sum())
     passage = picture["colored_text"][0]
     assert "".join(passage["tokens"]).startswith("the court finds")

@@ -1,5 +1,7 @@
 """Everything that needs a vLLM engine, over one engine."""
 
+import json
+import shutil
 import weakref
 
 import pytest
@@ -56,6 +58,19 @@ def test_one_engine_serves_several_suites(vllm_engine, checkpoint, tmp_path):
         assert results["complete"] and results["backend"] == "vllm"
         assert results["tasks"]["sums"]["n"] == items
         assert results["settings"]["engine"]["dtype"] == "float32"
+
+
+def test_a_long_context_is_as_long_as_the_cache(warm_vllm, checkpoint, tmp_path):
+    """4M tokens need more than the cache's 1 GiB; by default vLLM would not start."""
+    if not (status := vllm_status(try_import=False)).usable or status.build != "cpu":
+        pytest.skip(str(status))
+    long = shutil.copytree(checkpoint, tmp_path / "long")
+    config = json.loads((long / "config.json").read_text())
+    (long / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4_000_000}))
+    suite = write_suite(tmp_path / "data", items=5)
+    with open_backend(long, "vllm", vllm={"max_num_seqs": 4}) as opened:
+        assert 1_000 < opened.max_length < 4_000_000
+        assert evaluate(long, suite, "vllm", tmp_path / "out", opened=opened)["complete"]
 
 
 def test_engine_arguments_that_cannot_work_are_refused():
