@@ -23,7 +23,6 @@ from eval.placement import __main__ as placement
 from moe_finetune import cli
 from moe_finetune.cli.app import split_items
 from moe_finetune.experiments.recipe import find_study, load_study
-from moe_finetune.experiments.reproductions import reproduction_of
 from moe_finetune.recipe.schema import load_recipe
 from moe_finetune.upcycle.recipe import load_upcycle_recipe
 from tests import documents, tiny
@@ -95,11 +94,7 @@ def checked(words: list[str]) -> None:
     elif words[1] == "upcycle":
         load_upcycle_recipe(*split_items(items))
     elif words[1] == "study":
-        file, overrides = find_study(words[2]), items[1:]
-        if paper := reproduction_of(file):
-            assert paper.plan(file, overrides)
-        else:
-            load_study(file, overrides)
+        load_study(find_study(words[2]), items[1:])
 
 
 def local(words: list[str]) -> bool:

@@ -1,7 +1,8 @@
-"""One arm and seed of pretraining from random weights: does a method disturb it? (P1 Table 19)"""
+"""Pretraining from random weights: does a method disturb it? (P1 Table 19)"""
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch
 from eval.demo.batches import Mixture, batches
 from eval.demo.pretrain import Pretraining, losses, make_model, make_tokenizer
 from eval.demo.text import Document, read_documents
-from eval.effects.settings import ScratchSection
 from moe_finetune.training.specialization import Specialization
 
 HELD_OUT_SEED = 10_007
@@ -20,43 +20,43 @@ KEPT = 8
 
 
 @cache
-def _corpus() -> tuple[list[Document], Any]:
+def _corpus() -> tuple[Sequence[Document], Any]:
     """Part of the demo's documents, more than these short runs read, and a tokenizer."""
     documents = read_documents()[::KEPT]
     return documents, make_tokenizer(documents, Pretraining().vocab_size, seed=0)
 
 
-def run_scratch(section: ScratchSection, method: dict[str, Any], seed: int) -> dict[str, Any]:
-    """Train one arm and return its curves; arms of one seed share weights and batches.
+def run(settings: dict[str, Any], method: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Train one arm; arms of one seed share weights and batches.
 
-    Keys: ``loss`` and ``gradient_norm`` (before clipping) of every step, ``terms`` and routing
-    values over training, ``held_out`` (mean loss in nats on held-out documents; infinite when
-    training diverged) and ``diverged``: the step at which a number was no longer finite, or None.
+    Args:
+        settings: ``steps``, ``learning_rate`` (AdamW, linear over the first tenth, then a cosine),
+            and changes to :class:`Pretraining` (``model``) and :class:`Mixture` (``mixture``).
+        method: ``method:`` of a recipe.
+
+    Returns:
+        ``loss`` of every step, ``held_out`` (nats; None when training diverged),
+        ``largest_gradient`` (norm before clipping, after the first tenth), ``spikes`` (steps whose
+        loss is 0.1 nats above the mean of the five before) and ``diverged``, the step or None.
     """
     documents, tokenizer = _corpus()
-    mixture = dataclasses.replace(Mixture(), **section.mixture)  # type: ignore[arg-type]
-    config = dataclasses.replace(
-        Pretraining(),
-        **section.model,  # type: ignore[arg-type]
-        mixture=mixture,
-    )
+    steps, rate = settings["steps"], settings["learning_rate"]
+    mixture = Mixture(**settings.get("mixture", {}))
+    config = Pretraining(**settings.get("model", {}), mixture=mixture)
     model = make_model(config, tokenizer, seed)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=section.learning_rate, betas=(0.9, 0.98), weight_decay=0.1
-    )
-    text_rows = mixture.code_rows + mixture.prose_rows
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.1)
     source = batches(documents, tokenizer, mixture, seed)
     curve, norms, diverged = [], [], None
     torch.manual_seed(seed)
     model.train()
-    with Specialization(model, method, total_steps=section.steps) as specialization:
-        for step in range(section.steps):
+    with Specialization(model, method, total_steps=steps) as specialization:
+        for step in range(steps):
             for group in optimizer.param_groups:
-                group["lr"] = section.learning_rate * schedule(step, section.steps)
-            text, answers = losses(model, *next(source), text_rows)
+                group["lr"] = rate * schedule(step, steps)
+            text, answers = losses(model, *next(source), mixture.text_rows)
             loss = (text + answers) / 2
             loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), section.gradient_norm)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             curve.append(loss.item())
             norms.append(norm.item())
             if not (math.isfinite(curve[-1]) and math.isfinite(norms[-1])):
@@ -65,15 +65,13 @@ def run_scratch(section: ScratchSection, method: dict[str, Any], seed: int) -> d
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             specialization.step()
-        values = specialization.read()
-    held_out = math.inf
-    if diverged is None:
-        held_out = _held_out(model, documents, tokenizer, mixture, text_rows)
+    held_out = None if diverged is not None else _held_out(model, documents, tokenizer, mixture)
+    first = max(6, steps // 10)
     return {
         "loss": curve,
-        "gradient_norm": norms,
-        "values": values,
         "held_out": held_out,
+        "largest_gradient": max(norms[max(1, steps // 10) :], default=None),
+        "spikes": sum(curve[i] > sum(curve[i - 5 : i]) / 5 + 0.1 for i in range(first, len(curve))),
         "diverged": diverged,
     }
 
@@ -87,9 +85,7 @@ def schedule(step: int, steps: int) -> float:
     return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def _held_out(
-    model: Any, documents: list[Document], tokenizer: Any, mixture: Mixture, text_rows: int
-) -> float:
+def _held_out(model: Any, documents: Sequence[Document], tokenizer: Any, mixture: Mixture) -> float:
     """Mean of text and answer loss on documents of no training split."""
     hidden = [
         dataclasses.replace(document, split="pretrain")  # the split that `batches` reads
@@ -99,5 +95,5 @@ def _held_out(
     source = batches(hidden, tokenizer, mixture, HELD_OUT_SEED)
     model.eval()
     with torch.no_grad():
-        batch_losses = [losses(model, *next(source), text_rows) for _ in range(HELD_OUT_BATCHES)]
-    return sum(float(text + answers) / 2 for text, answers in batch_losses) / len(batch_losses)
+        pairs = [losses(model, *next(source), mixture.text_rows) for _ in range(HELD_OUT_BATCHES)]
+    return sum(float(text + answers) / 2 for text, answers in pairs) / len(pairs)

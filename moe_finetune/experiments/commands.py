@@ -1,7 +1,4 @@
-"""``moe-finetune study``: run a study, or show its plan.
-
-Studies with a ``kind:`` are run by :mod:`~moe_finetune.experiments.reproductions`.
-"""
+"""``moe-finetune study``: run a study, or show its plan."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,12 +12,9 @@ def carry_out_study(
     """Run the study, print its table and failures, and return the number of failed runs."""
     from moe_finetune.experiments import run_study
     from moe_finetune.experiments.recipe import find_study, load_study
-    from moe_finetune.experiments.reproductions import reproduction_of
 
     part = parse_shard(shard)
     file = find_study(recipe)
-    if paper := reproduction_of(file):
-        return paper.run(file, output, overrides, resume=resume, part=part or (1, 1))
     results = run_study(load_study(file, overrides), output, resume, part)
     table = output / "tables" / "study.txt"
     if results.finished:
@@ -39,13 +33,9 @@ def show_plan(recipe: str, overrides: Sequence[str], output: Path | None) -> Non
     from moe_finetune.experiments import expand
     from moe_finetune.experiments.folder import state_of
     from moe_finetune.experiments.recipe import find_study, load_study
-    from moe_finetune.experiments.reproductions import reproduction_of
     from moe_finetune.io.tables import aligned
 
     file = find_study(recipe)
-    if paper := reproduction_of(file):
-        print(paper.plan(file, overrides))
-        return
     study = load_study(file, overrides)
     runs = expand(study)
     lines = [["arm", "runs", *(["finished"] if output else [])]]

@@ -8,7 +8,6 @@ import pytest
 
 from moe_finetune.evaluation.suites import load_suite, select
 from moe_finetune.experiments import expand, load_study
-from moe_finetune.experiments.reproductions import reproduction_of
 from moe_finetune.lora.coverage import lora_coverage
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.models import opened_as
@@ -17,7 +16,8 @@ from moe_finetune.models.structure import meta_model
 from tests.published import fixture
 
 STUDIES = Path(__file__).resolve().parents[2] / "recipes" / "studies"
-FILES = [file for file in sorted(STUDIES.glob("*.yaml")) if reproduction_of(file) is None]
+FILES = sorted(STUDIES.glob("paper*.yaml"))
+SMALL = sorted({*STUDIES.glob("*.yaml")} - {*FILES})
 PAPER0_BENCHMARKS = {
     "glue", "bbh", "livebench", "mmlu", "mmlu_pro", "gpqa", "gsm8k", "math500", "numinamath",
     "humaneval", "mbpp",
@@ -27,6 +27,13 @@ PAPER0_BENCHMARKS = {
 @functools.cache
 def runs_of(name):
     return expand(load_study(STUDIES / f"{name}.yaml"))
+
+
+@pytest.mark.parametrize("file", SMALL, ids=lambda file: file.stem)
+def test_studies_of_the_demos_checkpoint_expand_to_runs_that_all_differ(file):
+    study, runs = load_study(file), runs_of(file.stem)
+    assert len({run.recipe.hash for run in runs}) == len(runs)
+    assert study.title and study.launch.kind == "inline" and not runs[0].recipe.export.merge
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

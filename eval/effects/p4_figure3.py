@@ -1,24 +1,20 @@
-"""Diverse experts on a synthetic classification task, in ten folds (P4 Fig. 3).
+"""P4 Figure 3: diverse experts on a synthetic classification task, in ten folds.
 
 Shape legend: M models (one per fold), N samples, T samples of a batch or of a fold's test part, F
 features, E experts, C classes.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
+from eval.effects.p4_models import Routed, StackedMixtures, training_loss
 from moe_finetune.metrics.coherence import effective_rank
 from moe_finetune.metrics.domains import domain_information
-
-if TYPE_CHECKING:
-    import torch
-
-    from eval.effects.theory.experts import Arm, Routed
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,7 @@ class Setting:
 CURVES = ("accuracy", "effective_rank", "pair_cosine")
 """Values measured after every epoch."""
 
-Progress = Callable[[int, int], None]
+TITLES = {"baseline": "Baseline", "orthogonality": "L_o", "dpp": "DPP", "ncl": "NCL"}
 
 
 def make_data(setting: Setting) -> tuple[np.ndarray, np.ndarray]:
@@ -91,24 +87,19 @@ def fold_rows(labels_N: np.ndarray, folds: int, seed: int) -> tuple[np.ndarray, 
     return np.stack(train), np.stack(test)
 
 
-def run_arm(
-    arm: Arm, seed: int, setting: Setting | None = None, progress: Progress | None = None
-) -> dict[str, Any]:
+def run(settings: dict[str, Any], options: dict[str, Any], seed: int) -> dict[str, Any]:
     """Train and test one arm in all folds; arms of one seed share folds, weights and batches.
 
-    Returns per fold ``accuracy``, ``effective_rank`` (of all experts' outputs on the test part,
+    ``settings`` are changes to :class:`Setting`; ``options`` has the ``loss`` of the arm. Returns
+    per fold ``accuracy``, ``effective_rank`` (of all experts' outputs on the test part,
     rows experts, at most E; the paper defines none), ``pair_cosine`` (mean absolute cosine of two
     experts' outputs), ``class_information`` (mutual information of selected expert and class, in
-    nats) and ``determinantal_accuracy`` (with theorem 6.3's choice of experts instead of top-k);
-    under ``curves`` the first three before training and after every epoch, ``(epochs + 1, folds)``;
-    and of the first fold the heat maps ``cosines`` ``(E, E)`` and ``class_shares`` ``(E, C)``: the
-    share of a class's selections that goes to each expert.
+    nats) and ``determinantal_gain`` (accuracy with theorem 6.3's choice of experts minus that with
+    top-k); under ``curves`` the first three before training and after every epoch, ``(epochs + 1,
+    folds)``; and of the first fold the heat maps ``cosines`` ``(E, E)`` and ``class_shares`` ``(E,
+    C)``: the share of a class's selections that goes to each expert.
     """
-    import torch
-
-    from eval.effects.theory.experts import StackedMixtures, training_loss
-
-    setting = setting or Setting()
+    setting = Setting(**settings)
     inputs_NF, labels_N = (torch.from_numpy(array) for array in make_data(setting))
     train_MN, test_MT = (
         torch.from_numpy(rows) for rows in fold_rows(labels_N.numpy(), setting.folds, seed)
@@ -130,23 +121,25 @@ def run_arm(
             return measure(model(inputs_NF[test_MT]), labels_N[test_MT])
 
     probes = [tested()]
-    for epoch in range(setting.epochs):
+    for _ in range(setting.epochs):
         order_MN = torch.rand(train_MN.shape, generator=generator).argsort(1)
         for rows_MT in train_MN.gather(1, order_MN).split(setting.batch, dim=1):
             routed = model(inputs_NF[rows_MT])
-            loss = training_loss(routed, labels_N[rows_MT], arm, setting.alpha, setting.weight)
+            loss = training_loss(
+                routed, labels_N[rows_MT], options["loss"], setting.alpha, setting.weight
+            )
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
         probes.append(tested())
-        if progress is not None:
-            progress(epoch + 1, setting.epochs)
     with torch.no_grad():
         chosen = model(inputs_NF[test_MT], setting.determinantal_eps)
         hits_M = (chosen.logits_MTC.argmax(-1) == labels_N[test_MT]).float().mean(1)
+    ranks = [float(np.mean(probe["effective_rank"])) for probe in (probes[0], probes[-1])]
     return {
         **probes[-1],
-        "determinantal_accuracy": hits_M.tolist(),
+        "determinantal_gain": (hits_M.numpy() - probes[-1]["accuracy"]).tolist(),
+        "effective_rank_change": ranks[1] - ranks[0],
         "curves": {name: [at[name] for at in probes] for name in CURVES},
     }
 
@@ -196,3 +189,64 @@ def class_counts(
     counts_EC = np.zeros((experts, classes))
     np.add.at(counts_EC, (index_TK, labels_T[:, None]), 1)
     return counts_EC
+
+
+def draw(arms: Mapping[str, list[dict[str, Any]]], folder: Path) -> None:
+    """Write ``figure3.png`` (the end of training) and ``figure3_epochs.png``.
+
+    The first has effective rank and accuracy over folds, and heat maps of the first seed's first
+    fold, whose experts are sorted by the class that selects them most.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    _draw_end(arms, folder / "figure3.png")
+    _draw_epochs(arms, folder / "figure3_epochs.png")
+
+
+def _draw_end(arms: Mapping[str, list[dict[str, Any]]], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3 * (len(arms) + 1), 5.6), layout="constrained")
+    grid = figure.subplots(2, len(arms) + 1, squeeze=False)
+    names = [TITLES.get(arm, arm) for arm in arms]
+    for axes, metric in zip(grid[:, 0], ("effective_rank", "accuracy"), strict=True):
+        folds = [np.concatenate([result[metric] for result in runs]) for runs in arms.values()]
+        axes.boxplot(folds, tick_labels=names)
+        axes.set_title(f"{metric.replace('_', ' ')}, every fold", fontsize=9)
+        axes.tick_params(labelsize=7)
+    # One scale for all arms, so that colors can be compared.
+    largest = {
+        key: max(np.max(runs[0][key]) for runs in arms.values())
+        for key in ("cosines", "class_shares")
+    }
+    for column, runs in enumerate(arms.values(), start=1):
+        order_E = np.argsort(np.argmax(runs[0]["class_shares"], axis=1), kind="stable")
+        for axes, key, title in (
+            (grid[0, column], "cosines", "|cos| of two experts"),
+            (grid[1, column], "class_shares", "expert x class"),
+        ):
+            values = np.array(runs[0][key])[order_E]
+            values = values[:, order_E] if key == "cosines" else values
+            drawn = axes.imshow(values, vmin=0, vmax=largest[key], aspect="auto", cmap="viridis")
+            axes.set_title(f"{names[column - 1]}: {title}", fontsize=8)
+            axes.tick_params(labelsize=6)
+            figure.colorbar(drawn, ax=axes, shrink=0.7).ax.tick_params(labelsize=6)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_epochs(arms: Mapping[str, list[dict[str, Any]]], path: Path) -> None:
+    """Accuracy and effective rank over epochs, with one standard deviation of a seed's folds."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    for axes, metric in zip(figure.subplots(1, 2), ("accuracy", "effective_rank"), strict=True):
+        for arm, runs in arms.items():
+            values_SAM = np.array([run["curves"][metric] for run in runs])
+            mean_A, spread_A = values_SAM.mean((0, 2)), values_SAM.var(2, ddof=1).mean(0) ** 0.5
+            epochs = np.arange(len(mean_A))
+            (line,) = axes.plot(epochs, mean_A, label=TITLES.get(arm, arm), linewidth=1.4)
+            axes.fill_between(
+                epochs, mean_A - spread_A, mean_A + spread_A, color=line.get_color(), alpha=0.15
+            )
+        axes.set(xlabel="epoch", title=metric.replace("_", " "))
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)

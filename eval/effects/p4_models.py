@@ -22,7 +22,6 @@ from moe_finetune.losses.ncl import ncl_loss
 from moe_finetune.losses.orthogonality import orthogonality_loss
 
 Arm = Literal["baseline", "orthogonality", "dpp", "ncl"]
-ARMS: tuple[Arm, ...] = ("baseline", "orthogonality", "dpp", "ncl")
 
 
 class Routed(NamedTuple):

@@ -1,6 +1,5 @@
 """Figure 3's stack of models against one model at a time, written from the formulas."""
 
-import dataclasses
 import math
 
 import numpy as np
@@ -9,18 +8,18 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, gelu
 
-from eval.effects.theory.classification import (
+from eval.effects.p4_figure3 import (
     Setting,
     class_counts,
     fold_rows,
     make_data,
     measure,
     pair_cosines,
-    run_arm,
+    run,
 )
-from eval.effects.theory.experts import ARMS, Routed, StackedMixtures, training_loss
-from eval.effects.theory.pictures import epoch_rows
+from eval.effects.p4_models import Routed, StackedMixtures, training_loss
 
+ARMS = ("baseline", "orthogonality", "dpp", "ncl")
 M, T, F, C, E, D, K = 2, 13, 9, 5, 6, 7, 3
 
 
@@ -200,20 +199,6 @@ def test_the_determinantal_choice_replaces_top_k_alone():
     assert moved > 5
 
 
-def test_curves_have_a_mean_and_the_folds_spread():
-    runs = [
-        {"curves": {"accuracy": [[0.1, 0.2, 0.6], [0.5, 0.5, 0.8]]}},
-        {"curves": {"accuracy": [[0.3, 0.3, 0.3], [0.9, 0.5, 0.7]]}},
-    ]
-    first, second = epoch_rows({"dpp": runs})
-    assert (first["epoch"], second["epoch"], first["folds"], first["seeds"]) == (0, 1, 3, 2)
-    assert first["mean"] == pytest.approx(0.3)
-    assert second["mean"] == pytest.approx(0.65)
-    # By seed the variances are 0.07 and 0, then 0.03 and 0.04.
-    assert first["spread"] == pytest.approx(math.sqrt(0.035), abs=1e-5)
-    assert second["spread"] == pytest.approx(math.sqrt(0.035), abs=1e-5)
-
-
 def test_a_zero_output_has_cosine_zero_with_anything():
     outputs_ETC = np.ones((3, 2, 4))
     outputs_ETC[1] = 0
@@ -226,11 +211,11 @@ def test_selections_are_counted_by_class():
 
 
 def test_arms_share_what_the_seed_decides_and_repeat():
-    setting = dataclasses.replace(
-        Setting(), samples=240, informative=6, redundant=5, classes=4, experts=5, hidden=7,
-        folds=3, batch=50, epochs=6, learning_rate=1e-2,
-    )  # fmt: skip
-    results = {arm: run_arm(arm, 1, setting) for arm in ("baseline", "orthogonality")}
+    setting = {
+        "samples": 240, "informative": 6, "redundant": 5, "classes": 4, "experts": 5, "hidden": 7,
+        "folds": 3, "batch": 50, "epochs": 6, "learning_rate": 1e-2,
+    }  # fmt: skip
+    results = {arm: run(setting, {"loss": arm}, 1) for arm in ("baseline", "orthogonality")}
     assert np.mean(results["baseline"]["accuracy"]) > 0.4  # chance is 0.25
     for arm, result in results.items():
         for name, curve in result["curves"].items():
@@ -238,11 +223,11 @@ def test_arms_share_what_the_seed_decides_and_repeat():
             assert curve[-1] == result[name]
             assert curve[0] == results["baseline"]["curves"][name][0]  # before training arms agree
             assert curve[1] != curve[0]
-        assert np.shape(result["determinantal_accuracy"]) == (3,)
+        assert np.shape(result["determinantal_gain"]) == (3,)
     assert np.mean(results["orthogonality"]["pair_cosine"]) < np.mean(
         results["baseline"]["pair_cosine"]
     )
     # With weight 0 an arm's own loss drops out, and what is left is the baseline of that seed.
-    without = dataclasses.replace(setting, weight=0.0)
-    assert run_arm("ncl", 1, without) == results["baseline"]
-    assert run_arm("ncl", 2, without) != results["baseline"]
+    without = setting | {"weight": 0.0}
+    assert run(without, {"loss": "ncl"}, 1) == results["baseline"]
+    assert run(without, {"loss": "ncl"}, 2) != results["baseline"]

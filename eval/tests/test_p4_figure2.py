@@ -5,12 +5,12 @@ import itertools
 import numpy as np
 import pytest
 
-from eval.effects.theory.recovery import (
-    coherence_sweep,
+from eval.effects.p4_figure2 import (
     greedy_choice,
     optimal_choice,
     random_features,
     recovery,
+    run,
     worst_features,
 )
 from moe_finetune.metrics import coherence_barrier, mutual_coherence
@@ -69,12 +69,12 @@ def test_recovery_is_a_mean_over_trials():
 
 def test_the_sweep_recovers_below_the_barrier_and_repeats():
     options = {"count": 9, "k": 4, "width": 10, "trials": 6, "coherences": (0.05, 1 / 7.1, 0.9)}
-    sweep = coherence_sweep(7, **options)
+    sweep = run(options, {}, 7)
     assert sweep["barrier"] == pytest.approx(1 / 7)
     assert [row["greedy"] for row in sweep["random"][:2]] == [1.0, 1.0]
     assert [row["optimal"] for row in sweep["random"]] == [1.0, 1.0, 1.0]
-    assert sweep == coherence_sweep(7, **options)
-    assert sweep != coherence_sweep(8, **options)
+    assert sweep == run(options, {}, 7)
+    assert sweep != run(options, {}, 8)
 
 
 def test_impossible_features_are_refused():
@@ -97,7 +97,8 @@ def test_weights_of_a_target_that_hide_a_feature_and_turn_one_round():
 
 
 def test_gaussian_weights_are_harder_than_equal_ones_at_the_barrier():
-    sweep = coherence_sweep(3, coherences=(1 / 11,), trials=60)
+    options = {"count": 16, "k": 6, "width": 32, "trials": 60, "coherences": (1 / 11,)}
+    sweep = run(options, {}, 3)
     assert sweep["random"][0]["greedy"] == 1.0
     assert 0.2 < sweep["gaussian"][0]["greedy"] < 0.8
     assert sweep["gaussian"][0]["optimal"] == 1.0

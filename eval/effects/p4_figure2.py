@@ -1,4 +1,4 @@
-"""Greedy and optimal choice of k experts as their features become similar (P4 Fig. 2).
+"""P4 Figure 2: greedy and optimal choice of k experts as their features become similar.
 
 A target is a weighted sum of k of N unit features. The greedy choice takes the k features with the
 largest absolute inner product with the target (section 6.1, appendices F to H); the optimal choice
@@ -14,7 +14,8 @@ Shape legend: B trials, N features, H their width, k chosen, S subsets.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -125,25 +126,18 @@ def recovery(
     }
 
 
-def coherence_sweep(
-    seed: int,
-    *,
-    count: int = 16,
-    k: int = 6,
-    width: int = 32,
-    trials: int = 40,
-    coherences: Sequence[float] = COHERENCES,
-) -> dict[str, Any]:
+def run(settings: dict[str, Any], options: dict[str, Any], seed: int) -> dict[str, Any]:
     """Figure 2 for one seed: recovery on random and on worst-case features of each coherence.
 
-    Returns ``barrier`` and, for ``random`` (equal weights), ``gaussian`` (the same features and
-    answers, weights from a Gaussian) and ``worst_case``, a list of rows with ``coherence`` and the
-    keys of :func:`recovery`.
+    Settings are ``count``, ``k``, ``width`` and ``trials``. Returns the claims' numbers and, for
+    ``random`` (equal weights), ``gaussian`` (the same features and answers, weights from a
+    Gaussian) and ``worst_case``, rows with ``coherence`` and the keys of :func:`recovery`.
     """
+    count, k, width, trials = (settings[name] for name in ("count", "k", "width", "trials"))
     rng = np.random.default_rng(seed)
     weights_of = np.random.default_rng([seed, k])  # separate, so that features do not change
     random_rows, gaussian_rows, worst_rows = [], [], []
-    for coherence in coherences:
+    for coherence in settings.get("coherences", COHERENCES):
         features_BNH = random_features(trials, count, width, coherence, rng)
         order_BN = rng.permuted(np.tile(np.arange(count), (trials, 1)), axis=1)
         answer_Bk = np.sort(order_BN[:, :k], axis=1)
@@ -154,12 +148,50 @@ def coherence_sweep(
     for coherence in WORST_COHERENCES:
         features_BNH = worst_features(count, k, coherence)[None]
         worst_rows.append({"coherence": coherence, **recovery(features_BNH, np.arange(k)[None])})
+    barrier = coherence_barrier(k)
+    low, high = random_rows[0], random_rows[-1]
+    at_barrier = min(gaussian_rows, key=lambda row: abs(row["coherence"] - barrier))
     return {
-        "barrier": coherence_barrier(k),
+        "greedy_lost": high["greedy"] - low["greedy"],
+        "greedy_minus_optimal": high["greedy"] - high["optimal"],
+        "half_recovery": half_recovery(random_rows),
+        "gaussian_greedy_at_barrier": at_barrier["greedy"],
+        "barrier": barrier,
         "random": random_rows,
         "gaussian": gaussian_rows,
         "worst_case": worst_rows,
     }
+
+
+def half_recovery(rows: Sequence[dict[str, float]]) -> float:
+    """Coherence at which greedy recovery falls to one half, interpolated between levels."""
+    for low, high in itertools.pairwise(rows):
+        if low["greedy"] >= 0.5 > high["greedy"]:
+            share = (low["greedy"] - 0.5) / (low["greedy"] - high["greedy"])
+            return low["coherence"] + share * (high["coherence"] - low["coherence"])
+    return rows[-1]["coherence"]
+
+
+def draw(runs: Mapping[str, list[dict[str, Any]]], folder: Path) -> None:
+    """Write ``figure2.png``: recovery against coherence, greedy and optimal, with the barrier."""
+    from matplotlib.figure import Figure
+
+    (sweeps,) = runs.values()
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    axes = figure.subplots()
+    coherences = [row["coherence"] for row in sweeps[0]["random"]]
+    for choice, style in (("optimal", "s--"), ("greedy", "o-")):
+        mean = np.mean([[row[choice] for row in sweep["random"]] for sweep in sweeps], axis=0)
+        axes.plot(coherences, mean, style, label=f"{choice}, random features", markersize=4)
+    mean = np.mean([[row["greedy"] for row in sweep["gaussian"]] for sweep in sweeps], axis=0)
+    axes.plot(coherences, mean, "^-.", label="greedy, Gaussian weights", markersize=4)
+    worst = [(row["coherence"], row["greedy"]) for row in sweeps[0]["worst_case"]]
+    axes.plot(*zip(*worst, strict=True), "x:", label="greedy, worst features")
+    axes.axvline(sweeps[0]["barrier"], color="gray", linewidth=1, label="barrier 1/(2k-1)")
+    axes.set(xlabel="mutual coherence", ylabel="share of subsets recovered", ylim=(-0.05, 1.05))
+    axes.legend(fontsize=8)
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.savefig(folder / "figure2.png", dpi=120)
 
 
 def _unit(vectors: np.ndarray) -> np.ndarray:
