@@ -1,6 +1,7 @@
 """Verbs for a person at a terminal: write a recipe, look at its data."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -21,9 +22,13 @@ def init(
         str | None, typer.Option("--validation", help="Rows to measure on.")
     ] = None,
     method: Annotated[
-        str | None, typer.Option("--method", help="A preset; default: orthogonal_variance.")
+        str | None,
+        typer.Option("--method", help="A preset; default: orthogonal_variance (dpo: aux_loss)."),
     ] = None,
     suite: Annotated[str | None, typer.Option("--suite", help="Tasks to evaluate.")] = None,
+    stage: Annotated[
+        str, typer.Option("--stage", help="sft, or dpo for rows of prompt, chosen and rejected.")
+    ] = "sft",
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The recipe to write; must not exist.")
     ] = Path("recipe.yaml"),
@@ -35,23 +40,31 @@ def init(
     from moe_finetune.errors import RecipeError
     from moe_finetune.losses.presets import PRESETS
     from moe_finetune.report.outcome import listed, program
-    from moe_finetune.training.starter import Answers, describe, write_starter
+    from moe_finetune.training.starter import (
+        METHODS,
+        Answers,
+        check_method,
+        describe,
+        layout,
+        write_starter,
+    )
 
     asks = sys.stdin.isatty()
     if not asks and (checkpoint is None or data is None):
         missing = "CHECKPOINT" if checkpoint is None else "--data"
         raise RecipeError(f"{missing}: required, because there is no terminal to ask on")
     if checkpoint is None:
-        checkpoint = typer.prompt("Checkpoint (folder or hub id)")
+        checkpoint = _ask("Checkpoint (folder or hub id)", describe)
     print(describe(checkpoint)[0])
     if data is None:
-        data = typer.prompt("Rows to learn from (file, folder or hub id)")
-        validation = validation or typer.prompt("Rows to measure on", default="") or None
+        data = _ask("Rows to learn from (file, folder or hub id)", lambda name: layout(name, stage))
+        rows = lambda name: name and layout(name, stage)  # noqa: E731
+        validation = validation or _ask("Rows to measure on", rows, default="") or None
     if method is None and asks:
         for preset in PRESETS.values():
             print(f"  {preset.name:<34}{preset.shows}")
-        method = typer.prompt("Method", default=Answers.method)
-    answers = Answers(checkpoint, data, validation, method or Answers.method, suite)
+        method = _ask("Method", check_method, default=METHODS.get(stage))
+    answers = Answers(checkpoint, data, validation, method, suite, stage)
     write_starter(answers, output)
     train = [program(), "train", str(output), "--output", "runs/first"]
     following = [
@@ -60,6 +73,20 @@ def init(
         ("train", train),
     ]
     print(f"recipe: {output}\n\n{listed(following)}")
+
+
+def _ask(question: str, check: Callable[[str], object], default: str | None = None) -> str:
+    """Ask until ``check`` accepts the answer."""
+    from moe_finetune.errors import MoeFinetuneError
+
+    while True:
+        answer = typer.prompt(question, default=default)
+        try:
+            check(answer)
+        except MoeFinetuneError as problem:
+            print(f"{problem}")
+        else:
+            return answer
 
 
 @app.command()

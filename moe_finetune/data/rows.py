@@ -179,6 +179,11 @@ def _detect(location: str, row: Row) -> Form:
         form = fitting[0]
         return "messages" if form == "prompt_completion" and _is_chat(row) else form
     has = f"the row has {', '.join(map(str, row)) or 'no fields'}"
+    if not fitting and {"chosen", "rejected"} <= row.keys():
+        raise DataError(
+            f"{location}: a row of preferences ('chosen', 'rejected'): set stage: dpo (init writes "
+            "such a recipe with --stage dpo)"
+        )
     if fitting:
         raise DataError(f"{location}: could be {' or '.join(fitting)}; set data.format. {has}")
     raise DataError(

@@ -57,15 +57,16 @@ class StageFormer:
 
     def __call__(self, location: str, row: Row) -> Row:
         """Return the row in its form; raise DataError with ``location`` if it has none."""
-        row = _published(renamed(location, row, self.columns))
+        names, row = list(row), _published(renamed(location, row, self.columns))
         if self.form == "preference" and "prompt" not in row:
             row = {**row, **_common_prompt(location, row)}
         for field in self._fields:
             if field not in row:
                 raise DataError(
                     f"{location}: no field '{field}'; a row needs {', '.join(self._fields)}, "
-                    f"and this one has {', '.join(map(str, row)) or 'no fields'}. Map your "
+                    f"and this one has {', '.join(map(str, names)) or 'no fields'}. Map your "
                     "fields with data.columns"
+                    + (", or set stage: sft" if {"messages", "completion"} & set(names) else "")
                 )
         if len({type(row[field]) for field in self._fields}) > 1:
             raise DataError(

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from moe_finetune.recipe.owned import OWNED
-from moe_finetune.recipe.stages import Stage
+from moe_finetune.recipe.stages import STAGES, Stage
 from moe_finetune.recipe.validation import in_words
 
 _BATCH = (lambda v: 1 <= v <= 2**20, "from 1 to 1048576")
@@ -72,7 +72,11 @@ def check_trainer(
         elif name not in fields:
             near = get_close_matches(str(name), fields.keys() - OWNED.keys(), n=1, cutoff=0.75)
             key = near[0] if near else elsewhere(str(name))
+            others = [other for other in STAGES.values() if name in _fields(other)]
             hint = f"did you mean '{key}'?" if key else "docs/reference/trainer.md lists its keys"
+            if others and not near:
+                names = " or ".join(other.name for other in others)
+                hint = f"it belongs to stage {names}: set stage: {others[0].name}"
             yield f"trainer.{name}: unknown key of TRL's {stage.config}; {hint}"
         else:
             expected = _mismatch(fields[name], value) or _out_of_range(name, value)

@@ -1,5 +1,6 @@
 """The ``method:`` section: from a preset and its changes to validated losses and perturbations."""
 
+from math import inf
 from typing import Any, Literal
 
 from pydantic import (
@@ -52,8 +53,8 @@ class Method(Section):
         gt=0,
         allow_inf_nan=False,
         exclude=True,  # becomes the share of each term
-        description="share of each of the preset's terms except balance and z-loss, instead of the "
-        "paper's weight; 0.1 is a start",
+        description="share of each of the preset's terms except z-loss, and balance beside other "
+        "terms, instead of the paper's weight; 0.1 is a start",
     )
     terms: dict[str, SerializeAsAny[BaseModel]] = Field(
         default={}, description="loss -> its options, see [losses](losses.md)"
@@ -124,7 +125,7 @@ def _preset(name: str) -> dict[str, Any]:
 
 
 WEIGHTED = ("load_balance", "z_loss")
-"""Terms that keep their weight if ``method.share`` is set, because they are constraints."""
+"""Terms that keep their weight if ``method.share`` is set beside others: they are constraints."""
 
 
 def _with_share(preset: str, method: dict[str, Any]) -> dict[str, Any]:
@@ -132,11 +133,17 @@ def _with_share(preset: str, method: dict[str, Any]) -> dict[str, Any]:
     share = method.get("share")
     if share is None:
         return method
-    aims = [name for name in _preset(preset).get("terms", {}) if name not in WEIGHTED]
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < inf:
+        raise RecipeError(f"method.share: must be a number more than 0, such as 0.1, not {share!r}")
+    terms = _preset(preset).get("terms", {})
+    # Constraints keep their weight, unless balance is all that the preset is for.
+    aims = [name for name in terms if name not in WEIGHTED] or [
+        name for name in terms if name == "load_balance"
+    ]
     if not aims:
         raise RecipeError(
-            f"method.share: preset '{preset}' has only losses that share does not set (balance "
-            "and z-loss); leave share out (share: null over another file's)"
+            f"method.share: preset '{preset}' has no loss; leave share out (share: null over "
+            "another file's)"
         )
     changes = method.get("terms") or {}
     if not isinstance(changes, dict):

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from moe_finetune.data.readers import SourceReader
+from moe_finetune.data.stage_form import FIELDS, StageFormer
 from moe_finetune.errors import RecipeError, did_you_mean
 from moe_finetune.evaluation.suites import load_suite
 from moe_finetune.io.atomic import refuse_existing, write_new
@@ -15,10 +16,15 @@ from moe_finetune.models.loading import open_config
 from moe_finetune.recipe.data import DataSection, DataSource
 from moe_finetune.recipe.method import WEIGHTED
 from moe_finetune.recipe.schema import recipe_from_tree
+from moe_finetune.recipe.stages import STAGES
 from moe_finetune.recipe.tree import Tree
 
 SMALL = 1 << 20
 """Hidden size x experts x MoE layers below which float32 is cheap enough to be the default."""
+
+
+METHODS = {"sft": "orthogonal_variance", "dpo": "aux_loss"}
+"""Stages that a starter is written for, and the default method of each."""
 
 
 @dataclass(frozen=True)
@@ -29,15 +35,21 @@ class Answers:
         checkpoint: folder or hub id.
         data: training rows: file, folder or hub id.
         validation: validation rows, or None.
-        method: a preset's name.
+        method: a preset's name; None for the stage's default.
         suite: evaluation suite, or None.
+        stage: sft, or dpo for rows of preferences.
     """
 
     checkpoint: str
     data: str
     validation: str | None = None
-    method: str = "orthogonal_variance"
+    method: str | None = None
     suite: str | None = None
+    stage: str = "sft"
+
+    @property
+    def preset(self) -> str:
+        return self.method or METHODS[self.stage]
 
 
 def describe(checkpoint: str) -> tuple[str, Any, Any]:
@@ -64,9 +76,11 @@ def starter(answers: Answers) -> str:
         RecipeError: an unknown method.
         DataError: the rows cannot be read, or their layout is unknown.
     """
-    if answers.method not in PRESETS:
+    check_method(answers.preset)
+    if answers.stage not in METHODS:
         raise RecipeError(
-            f"--method {answers.method}: unknown{did_you_mean(answers.method, PRESETS)}"
+            f"--stage {answers.stage}: init writes recipes for {' and '.join(METHODS)}; "
+            "recipes/stages has one for each other stage"
         )
     summary, family, config = describe(answers.checkpoint)
     text = config.get_text_config()
@@ -78,25 +92,41 @@ def starter(answers: Answers) -> str:
     lines = [
         f"# {summary}",
         _section(model={"path": answers.checkpoint, "dtype": "float32" if small else "bfloat16"}),
-        f"# Should show: {PRESETS[answers.method].shows} ({PRESETS[answers.method].source}).",
-        *_method(answers.method),
-        _section(lora={"rank": 16}, router={"train": "full"}),
-        f"# {answers.data}: {layout(answers.data)}. 'moe-finetune preview' shows what rows become.",
+        f"# Should show: {PRESETS[answers.preset].shows} ({PRESETS[answers.preset].source}).",
+        *_method(answers.preset),
+        "# alpha / rank scales the adapter; this toolkit's default is 4.",
+        _section(lora={"rank": 16, "alpha": 64}),
+        "# full: vLLM serves only the merged model; with lora or frozen, the adapter, too.",
+        _section(router={"train": "full"}),
+        f"# {answers.data}: {layout(answers.data, answers.stage)}. 'moe-finetune preview' shows "
+        "what rows become.",
         _section(data=data),
-        "# Any field of TRL's SFTConfig. 4 x 8 rows a step on one device.",
-        _section(
-            trainer={
-                "num_train_epochs": 1,
-                "learning_rate": 1e-4,
-                "per_device_train_batch_size": 4,
-                "gradient_accumulation_steps": 8,
-                "seed": 42,
-            }
-        ),
+        f"# Any field of TRL's {STAGES[answers.stage].config}. 32 rows a step on one device.",
+        _section(trainer=_trainer(answers.stage)),
     ]
+    if answers.stage != "sft":
+        lines.insert(1, _section(stage=answers.stage))
     if answers.suite is not None:
         lines.append(_section(evaluation={"suite": answers.suite}))
     return "\n".join(lines)
+
+
+def check_method(name: str) -> None:
+    """Refuse a preset that does not exist."""
+    if name not in PRESETS:
+        raise RecipeError(f"--method {name}: unknown{did_you_mean(name, PRESETS)}")
+
+
+def _trainer(stage: str) -> dict[str, Any]:
+    rows = 2 if stage == "dpo" else 4  # of preferences, both answers are in a batch
+    return {
+        "num_train_epochs": 1,
+        "learning_rate": 1e-5 if stage == "dpo" else 1e-4,
+        **({"beta": 0.1} if stage == "dpo" else {}),
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": 32 // rows,
+        "seed": 42,
+    }
 
 
 def _method(preset: str) -> list[str]:
@@ -109,12 +139,15 @@ def _method(preset: str) -> list[str]:
     ]
 
 
-def layout(source: str) -> str:
+def layout(source: str, stage: str = "sft") -> str:
     """The detected layout of the first row of ``source``.
 
     Raises:
         DataError: the row cannot be read, or its fields are unknown.
     """
+    if stage != "sft":
+        next(iter(SourceReader(DataSource(path=source), StageFormer(STAGES[stage]), "train", 0)))
+        return ", ".join(FIELDS[STAGES[stage].form])
     reader = SourceReader.of(DataSource(path=source), DataSection(train=source))
     next(iter(reader))
     return reader.former.detected

@@ -19,6 +19,7 @@ from moe_finetune.errors import ObjectiveError
 from moe_finetune.losses.base import LARGEST_WEIGHT, Term
 from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.hooks import Recorder
+from moe_finetune.moe.layers import family_in
 from moe_finetune.training import ranks
 from moe_finetune.training.term_gradients import PARTS, TermGradients
 
@@ -139,7 +140,7 @@ class StrengthMeter:
         gradients = TermGradients(self.recorder, [term.name for term in self.objective.terms])
         obstacle = _obstacle(self.recorder.model)
         if obstacle is None and self._due and not gradients.trains():
-            obstacle = "gradients are compared on routers and routed experts, and neither trains"
+            obstacle = _nothing_trains(self.recorder.model)
         if obstacle is not None:
             self._give_up(obstacle)
             return
@@ -171,7 +172,7 @@ class StrengthMeter:
         missing = sorted(name for name in self._due if self.objective.full_weights[name] is None)
         if missing:
             raise ObjectiveError(
-                f"method.terms.{missing[0]}.share: its weight cannot be found: {reason}; give "
+                f"method.terms.{missing[0]}.share: its weight cannot be found: {reason}; or give "
                 "a weight instead"
             )
         log.warning("the losses' shares are not measured: %s", reason)
@@ -297,6 +298,16 @@ def _report(row: TermStrength) -> None:
         log.warning("%s %.0f %% %s and drowns it: %s", what, 100 * row.share, where, advice)
     else:
         log.info("%s %.1f %% %s", what, 100 * row.share, where)
+
+
+def _nothing_trains(model: nn.Module) -> str:
+    family = family_in(model)
+    targets = [*family.expert_targets, family.router_target]
+    return (
+        "gradients are compared on routers and routed experts, and neither trains; add LoRA to "
+        f"them: LoraConfig(target_parameters={targets}), in a recipe "
+        "lora.targets: [experts]"
+    )
 
 
 def _obstacle(model: nn.Module) -> str | None:

@@ -8,13 +8,13 @@ from moe_finetune.recipe.method import WEIGHTED, resolve_method
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_share_sets_every_loss_but_balance_and_z(name):
+def test_a_share_sets_every_loss_but_balance_beside_others_and_z(name):
     tables = {"supervised_routing": {"terms": {"supervised_routing": {"table": "t.safetensors"}}}}
     changes = tables.get(name, {})
     paper = resolve_method(name, **changes).terms
-    aims = set(paper) - set(WEIGHTED)
+    aims = set(paper) - set(WEIGHTED) or {"load_balance"} & set(paper)
     if not aims:
-        with pytest.raises(RecipeError, match=f"preset '{name}' has only losses that share"):
+        with pytest.raises(RecipeError, match=f"preset '{name}' has no loss"):
             resolve_method(name, share=0.3)
         return
     method = resolve_method(name, share=0.3, **changes)
@@ -37,8 +37,9 @@ def test_a_term_that_has_its_own_strength_keeps_it():
 @pytest.mark.parametrize(
     ("method", "share", "message"),
     [
-        ("erc", -0.1, "share: must be more than 0"),
-        ("erc", "much", "share: must be a number"),
+        ("erc", -0.1, r"^method\.share: must be a number more than 0, such as 0\.1, not -0\.1$"),
+        ("erc", "10%", r"^method\.share: must be a number more than 0, such as 0\.1, not '10%'$"),
+        ("loss_free", 0.1, r"method\.share: preset 'loss_free' has no loss"),
         ({"terms": {"erc": {"weight": 1.0}}}, 0.1, "method.share: needs"),
     ],
 )
@@ -53,3 +54,11 @@ def test_a_loss_that_is_no_mapping_is_refused_beside_a_share():
         match=r"method\.terms\.variance: must be a mapping",
     ):
         resolve_method("orthogonal_variance", share=0.1, terms={"variance": 3})
+
+
+def test_a_preset_of_balance_takes_a_share():
+    """It was refused, while docs/methods.md told to raise it."""
+    assert resolve_method("aux_loss", share=0.2).terms["load_balance"].share == 0.2
+    st_moe = resolve_method("st_moe", share=0.2).terms
+    assert (st_moe["load_balance"].share, st_moe["z_loss"].share) == (0.2, None)
+    assert resolve_method("erc", share=0.2).terms["load_balance"].share is None

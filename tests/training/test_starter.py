@@ -78,3 +78,34 @@ def test_on_a_terminal_it_asks(tiny_checkpoint, rows, tmp_path, monkeypatch, cap
     made = yaml.safe_load((tmp_path / "r.yaml").read_text())
     assert made["method"] == {"preset": "dpp", "share": 0.1} and "validation" not in made["data"]
     assert "output cosine below aux_loss" in capsys.readouterr().out
+
+
+def test_preferences_get_a_recipe_of_stage_dpo(tiny_checkpoint, rows, tmp_path, capsys):
+    """There was no way from the README to DPO: both messages led to training on `chosen`."""
+    base, output = str(tiny_checkpoint("olmoe")), tmp_path / "r.yaml"
+    rows.write_text(json.dumps({"prompt": "2+2", "chosen": "4", "rejected": "5"}) + "\n")
+    command = ["init", base, "--data", str(rows), "--output", str(output)]
+    assert cli.main(command) == 2
+    assert "set stage: dpo (init writes such a recipe with --stage dpo)" in capsys.readouterr().err
+    assert cli.main([*command, "--stage", "dpo"]) == 0
+    recipe = load_recipe(output)
+    assert (recipe.stage, recipe.method.preset) == ("dpo", "aux_loss")
+    assert recipe.trainer["beta"] == 0.1 and "prompt, chosen, rejected" in output.read_text()
+    assert cli.main([*command[:-1], "x.yaml", "--stage", "kto"]) == 2
+    assert "--stage kto: init writes recipes for sft and dpo" in capsys.readouterr().err
+
+
+def test_on_a_terminal_a_typo_is_asked_again(tiny_checkpoint, rows, tmp_path, monkeypatch, capsys):
+    """One ended it, and all answers were lost."""
+    answers = {"Checkpoint": ["./nowhere", str(tiny_checkpoint("olmoe"))],
+               "Rows to learn": ["gone.jsonl", str(rows)], "Rows to measure": [""],
+               "Method": ["orthogonal", "dpp"]}  # fmt: skip
+
+    def prompt(text, **_):
+        return next(left.pop(0) for start, left in answers.items() if text.startswith(start))
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("typer.prompt", prompt)
+    assert cli.main(["init", "--output", str(tmp_path / "r.yaml")]) == 0
+    assert "--method orthogonal: unknown; did you mean" in capsys.readouterr().out
+    assert load_recipe(tmp_path / "r.yaml").method.preset == "dpp"

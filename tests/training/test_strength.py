@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from moe_finetune import measure_strength
 from moe_finetune.errors import ObjectiveError
@@ -63,3 +64,13 @@ def test_a_frozen_router_is_not_named_and_no_larger_weight_is_advised(caplog):
         assert "through the experts of earlier layers" in said[name]
         assert "would be 10 %" not in said[name]
     assert "on experts, too little to show: weight" in said["erc"]  # it trains experts, too
+
+
+def test_a_share_without_adapted_experts_names_the_targets_to_add():
+    """The cure that it named, a weight, was not what one wants."""
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    model = get_peft_model(tiny.model("qwen3_moe"), lora)
+    with pytest.raises(ObjectiveError) as caught:
+        measure_strength(model, {"terms": {"variance": {"share": 0.1}}}, BATCHES)
+    targets = "['mlp.experts.gate_up_proj', 'mlp.experts.down_proj', 'mlp.gate.weight']"
+    assert f"LoraConfig(target_parameters={targets})" in str(caught.value)
