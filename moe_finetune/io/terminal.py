@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,6 +26,8 @@ Style = Literal["live", "plain"]
 OWN = "moe_finetune"
 EVERY = 30.0
 """Seconds between progress lines in the plain style."""
+SILENT = 10.0
+"""Seconds without a line after which a command says what it is doing, then every half minute."""
 
 
 class Terminal:
@@ -43,6 +46,7 @@ class Terminal:
         self._live: Any = None
         self._phase: Phase | None = None
         self._told = 0.0
+        self._last = time.monotonic()
 
     @property
     def stream(self) -> TextIO:
@@ -64,6 +68,7 @@ class Terminal:
         self._write(text)
 
     def _write(self, text: str) -> None:
+        self._last = time.monotonic()
         if self.style == "live":
             text = whole_words(text, shutil.get_terminal_size().columns)
         if self._live is not None:
@@ -86,13 +91,37 @@ class Terminal:
         self._told = time.monotonic()
         phase, failed = self._phase, True
         try:
-            with self._shown(outer is None):
+            with self._shown(outer is None), self.announced(name):
                 yield
             failed = False
         finally:
             self._phase = outer
             seconds = time.monotonic() - phase.started
             self.say(f"{name:<12} {'stopped after ' if failed else ''}{duration(seconds)}")
+
+    @contextmanager
+    def announced(self, name: str) -> Iterator[None]:
+        """Say that ``name`` is at work once nothing was said for :data:`SILENT` seconds."""
+        if self.style == "live" or self.quiet:  # the live block shows the time
+            yield
+            return
+        started = self._last = time.monotonic()
+        ended = threading.Event()
+
+        def say() -> None:
+            pause = SILENT
+            while not ended.wait(max(0.1, self._last + pause - time.monotonic())):
+                if time.monotonic() - self._last >= pause:
+                    self.say(f"{name:<12} at work for {duration(time.monotonic() - started)}")
+                    pause = EVERY
+
+        talker = threading.Thread(target=say, daemon=True)
+        talker.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            talker.join()
 
     @contextmanager
     def _shown(self, outermost: bool) -> Iterator[None]:

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import termios
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -66,6 +67,22 @@ def test_progress_is_a_line_at_most_every_half_minute(on, monkeypatch):
     lines = text.getvalue().splitlines()
     assert [line.split()[1] for line in lines[:-1]] == ["8", "15", "22"]
     assert lines[-1] == "merge        1:39"
+
+
+def test_a_command_that_says_nothing_says_what_it_does(on, monkeypatch):
+    """Loading and verifying a real model was silent for minutes."""
+    monkeypatch.setattr("moe_finetune.io.terminal.SILENT", 0.2)
+    shown, text = on()
+    with shown.phase("verify"):
+        time.sleep(0.6)
+    first, last = text.getvalue().splitlines()
+    assert re.fullmatch(r"verify {7}at work for 0\.\d s", first) and last.startswith("verify ")
+    quick, text = on()
+    with quick.phase("merge"):
+        for _ in range(4):
+            time.sleep(0.1)
+            quick.say("a line")
+    assert "at work" not in text.getvalue()
 
 
 def test_quiet_leaves_warnings(on):
