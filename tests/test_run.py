@@ -180,3 +180,31 @@ def test_the_model_that_trained_is_freed_before_the_merge(tiny_checkpoint, tmp_p
     }
     run_recipe(recipe_from_tree(Tree(tree)), tmp_path / "run")
     assert alive == [False]
+
+
+def test_the_trained_model_is_gone_when_the_merge_is_verified(
+    tiny_checkpoint, tmp_path, monkeypatch
+):
+    """Verify loads models of its own; with the trained one the run took twice a step's memory."""
+    from moe_finetune import run as module
+    from moe_finetune.training import train
+
+    write_jsonl(tmp_path / "rows.jsonl", [{"text": "ab " * 9}] * 4)
+    tree = {
+        "model": {"path": str(tiny_checkpoint("qwen3_moe")), "dtype": "float32"},
+        "method": {"preset": "loss_free"},
+        "lora": {"rank": 3},
+        "data": {"train": str(tmp_path / "rows.jsonl"), "max_length": 33, "packing": False},
+        "trainer": {"max_steps": 1, "report_to": []},
+    }
+    trained, seen, make = [], [], train.trainable_model
+
+    def kept(start):
+        model = make(start)
+        trained.append(weakref.ref(model.get_base_model()))
+        return model
+
+    monkeypatch.setattr(train, "trainable_model", kept)
+    monkeypatch.setattr(module, "verify", lambda *_: seen.append(trained[0]()))
+    run_recipe(recipe_from_tree(Tree(tree)), tmp_path / "run")
+    assert seen == [None]

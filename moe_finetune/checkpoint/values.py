@@ -14,6 +14,7 @@ from torch import Tensor
 from moe_finetune.checkpoint.tensors import as_bytes, stored_parts, typed
 from moe_finetune.errors import MoeFinetuneError
 from moe_finetune.io.safetensors_header import FLOATS, TensorInfo
+from moe_finetune.io.terminal import terminal
 
 DAMAGED = "copy or download the checkpoint again"
 # Fingerprints: a checkpoint up to this size is read whole; of larger ones, parts of every tensor.
@@ -51,8 +52,11 @@ def check_values(
     files = {info.file for info in chosen}
     stamps = {file: _stamp(file) for file in files}
     chosen = [info for info in chosen if stamps[info.file] not in _known_finite]
+    size, read = sum(info.size for info in chosen), 0
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         for info, good in zip(chosen, pool.map(all_finite, chosen), strict=True):
+            read += info.size
+            terminal().progress(read, size, "reading the weights")
             if not good:
                 pool.shutdown(cancel_futures=True)
                 raise error(not_finite(info.file, info.name, remedy))

@@ -12,6 +12,7 @@ import typer
 
 from moe_finetune.cli.app import Output, app
 from moe_finetune.io.run_folder import RunFolder, checkpoint_in
+from moe_finetune.io.terminal import terminal
 
 if TYPE_CHECKING:
     from moe_finetune.recipe.schema import Recipe
@@ -78,7 +79,9 @@ def inspect(
         raise RecipeError("--gpus: plans a recipe's memory; give one with --recipe")
     if gpu is not None and not 0 < gpu < 1e6:
         raise RecipeError(f"--gpu: must be the GiB of one GPU, such as 24, not {gpu:g}")
-    inspection = inspect_checkpoint(checkpoint, load_recipe(recipe) if recipe else None, gpu, gpus)
+    with terminal().announced("inspect"):
+        read = load_recipe(recipe) if recipe else None
+        inspection = inspect_checkpoint(checkpoint, read, gpu, gpus)
     print(dumps(inspection.to_mapping(), indent=2) if json else inspection.text())
     if inspection.verdict is not None and not inspection.verdict.fits:
         raise typer.Exit(1)

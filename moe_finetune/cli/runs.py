@@ -96,12 +96,12 @@ def train(
     from moe_finetune.recipe.tree import load_tree
 
     tree = load_tree(*split_items(items))
-    if int(os.environ.get("RANK", "0")) == 0:
-        terminal().say(headline(tree.values, output))  # the imports below take some seconds
     try:
+        if int(os.environ.get("RANK", "0")) == 0:
+            terminal().say(headline(tree.values, output))  # the imports below take some seconds
         run = _train(tree, output, resume, dry_run, ignore_memory)
     except KeyboardInterrupt as interrupt:
-        # Between the first step and the last, a signal is handled with the trainer's checkpoint.
+        # During the steps of training, a signal has said how to continue.
         if type(interrupt) is KeyboardInterrupt and not dry_run:
             how = f"interrupted. {_how_to_continue(output)}"
             terminal().say(how, "warning")
@@ -133,8 +133,8 @@ def _train(
 def _how_to_continue(output: Path) -> str:
     recipe = RunFolder(output).recipe
     if not recipe.exists():
-        return "Nothing was written; repeat the command"
-    return f"To continue: moe-finetune train {recipe} --output {output} --resume"
+        return "nothing was written; repeat the command"
+    return f"to continue: moe-finetune train {recipe} --output {output} --resume"
 
 
 def headline(values: Mapping[str, Any], output: Path) -> str:
