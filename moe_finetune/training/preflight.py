@@ -70,6 +70,7 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False, activations: bool 
         rows = load_for_stage(recipe, start.tokenizer)
     plan = rehearse(start, rows.train, rows.validation, ignore_memory, activations)
     log.info("%s", plan.opening)
+    log.info("%s", plan.memory_line)
     for remark in plan.remarks:
         log.warning("%s", remark)
     rendering = start.tokenizer if rows.tokenizer is None else rows.tokenizer

@@ -11,18 +11,20 @@ import copy
 import logging
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from moe_finetune.errors import MoeFinetuneError, RecipeError, UnsupportedModelError
+from moe_finetune.io.terminal import terminal
 from moe_finetune.models.structure import class_of
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.training import ranks
 from moe_finetune.training.memory.plan import GIB, fixed_bytes, plan_memory
 from moe_finetune.training.memory.short_model import Device
-from moe_finetune.training.run_plan import Plan, make_plan
+from moe_finetune.training.memory.verdict import judge, plainly_fits
+from moe_finetune.training.run_plan import Plan, machine_room, make_plan
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -48,8 +50,8 @@ def rehearse(
     Args:
         train: examples with ``input_ids``.
         validation: the same, or None.
-        ignore_memory: allow a run whose weights and optimizer exceed this machine's memory.
-        activations: also predict a step's memory, which takes a few seconds.
+        ignore_memory: allow a run that exceeds this machine's memory.
+        activations: predict a step's memory even if it plainly fits, which takes a few seconds.
 
     Raises:
         RecipeError: this machine, the model or the trainer rejects a setting; names its key.
@@ -85,16 +87,19 @@ def rehearse(
         model = add_lora(model, recipe.lora, recipe.router.train)
     coverage = lora_coverage(model)
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
-    memory, unknown = None, []
-    if activations:
+    fixed, as_long = fixed_bytes(model, recipe), as_long_as(recipe, train)
+    memory, unknown, room = None, [], machine_room()
+    plain = ranks.world_size() > 1 or plainly_fits(config, as_long, fixed, room)
+    if activations or not (plain or fixed > room):
         try:
-            memory = plan_memory(model, recipe, device)
+            with nullcontext() if activations else terminal().phase("plan"):
+                memory = plan_memory(model, as_long, device)
         except UnsupportedModelError as error:  # the run needs no plan
-            unknown = [str(error)]
-    plan = make_plan(recipe, coverage, fixed_bytes(model, recipe), memory, train, validation)
+            unknown = [str(error)] if activations else []
+    plan = make_plan(recipe, coverage, fixed, memory, train, validation)
     plan.remarks.extend(unknown)
     if not ignore_memory:
-        _check_memory(plan)
+        _check_memory(plan, config, as_long, device)
     reward_functions(recipe.rewards, train.column_names)
     # Trainers that hold a second model cannot be built without weights; several processes build
     # theirs together, with the launcher's plugins, once.
@@ -115,7 +120,18 @@ def check_arguments(recipe: Recipe) -> None:
         _with_culprit(recipe, lambda tried: training_arguments(tried, Path(folder)))
 
 
-def _check_memory(plan: Plan) -> None:
+def as_long_as(recipe: Recipe, train: Dataset) -> Recipe:
+    """``recipe`` with ``data.max_length`` lowered to its longest row, unless rows are packed."""
+    if recipe.data.packing or "input_ids" not in train.column_names or not len(train):
+        return recipe
+    import pyarrow.compute as pc
+
+    longest = pc.max(pc.list_value_length(train.data.column("input_ids"))).as_py()
+    data = recipe.data.model_copy(update={"max_length": min(longest, recipe.data.max_length)})
+    return recipe.model_copy(update={"data": data})
+
+
+def _check_memory(plan: Plan, config: Any, recipe: Recipe, device: Device) -> None:
     if plan.fixed > plan.machine:
         raise RecipeError(
             f"the run needs {plan.fixed / GIB:.1f} GiB for weights, adapter and optimizer, but "
@@ -123,6 +139,9 @@ def _check_memory(plan: Plan) -> None:
             "lora.targets, or take more devices; where weights are offloaded, --ignore-memory "
             "starts it anyway"
         )
+    if plan.memory is not None and ranks.world_size() == 1 and plan.memory.total > machine_room():
+        verdict = judge(config, recipe, plan.machine / GIB, device)
+        raise RecipeError(f"{verdict.text()}\n--ignore-memory starts the run anyway")
 
 
 def _with_culprit(recipe: Recipe, build: Callable[[Recipe], Built]) -> Built:

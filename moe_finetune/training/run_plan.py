@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training import ranks
 from moe_finetune.training.memory.plan import GIB, MemoryPlan
-from moe_finetune.training.memory.verdict import memory_lines
+from moe_finetune.training.memory.verdict import RESERVED, memory_lines
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -54,6 +54,16 @@ class Plan:
     remarks: list[str]
     opening: str
     evaluation: str = "none"
+
+    @property
+    def memory_line(self) -> str:
+        """What the run needs, in one line."""
+        machine = f"this machine has {self.machine / GIB:.1f} GiB"
+        if self.memory is None:
+            fixed = f"{self.fixed / GIB:.2f} GiB for weights, adapter and optimizer"
+            return f"memory: {fixed}; {machine}"
+        plan = self.memory
+        return f"memory: {plan.total / GIB:.2f} GiB at its worst moment ({plan.moment}); {machine}"
 
     def text(self) -> str:
         losses = f" ({', '.join(self.terms)})" if self.terms else ""
@@ -172,6 +182,14 @@ def machine_bytes() -> int:
     if not torch.cuda.is_available():
         return int(psutil.virtual_memory().total)
     return int(torch.cuda.get_device_properties(0).total_memory) * ranks.world_size()
+
+
+def machine_room() -> int:
+    """Bytes of one device that tensors can take; on a GPU, CUDA and fragmentation take some."""
+    import torch
+
+    size = machine_bytes() // (ranks.world_size() if torch.cuda.is_available() else 1)
+    return round(size * (1 - RESERVED)) if torch.cuda.is_available() else size
 
 
 def _remarks(recipe: Recipe, arguments: Any, steps: int, validated: bool) -> Iterator[str]:

@@ -1,23 +1,29 @@
 """``moe-finetune init``: a starter recipe for the user's checkpoint and data."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from moe_finetune.data.readers import SourceReader
 from moe_finetune.data.stage_form import FIELDS, StageFormer
-from moe_finetune.errors import RecipeError, did_you_mean
+from moe_finetune.errors import RecipeError, UnsupportedModelError, did_you_mean
 from moe_finetune.evaluation.suites import load_suite
 from moe_finetune.io.atomic import refuse_existing, write_new
+from moe_finetune.io.terminal import terminal
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.models.loading import open_config
 from moe_finetune.recipe.data import DataSection, DataSource
 from moe_finetune.recipe.method import WEIGHTED
-from moe_finetune.recipe.schema import recipe_from_tree
+from moe_finetune.recipe.schema import Recipe, recipe_from_tree
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.recipe.tree import Tree
+from moe_finetune.training.memory.plan import GIB, fixed_bytes
+from moe_finetune.training.memory.short_model import Device
+from moe_finetune.training.run_plan import machine_bytes, machine_room
 
 SMALL = 1 << 20
 """Hidden size x experts x MoE layers below which float32 is cheap enough to be the default."""
@@ -69,8 +75,12 @@ def describe(checkpoint: str) -> tuple[str, Any, Any]:
     return summary, family, config
 
 
-def starter(answers: Answers) -> str:
+def starter(answers: Answers, changes: Sequence[str] = ()) -> str:
     """The recipe as YAML with comments.
+
+    Args:
+        changes: keys to change so that a step fits this machine, as :func:`memory_changes`
+            returns them.
 
     Raises:
         RecipeError: an unknown method.
@@ -89,26 +99,58 @@ def starter(answers: Answers) -> str:
     if answers.validation is not None:
         data["validation"] = answers.validation
     data["max_length"] = 2048
+    sections = {
+        "model": {"path": answers.checkpoint, "dtype": "float32" if small else "bfloat16"},
+        "lora": {"rank": 16, "alpha": 64},
+        "data": data,
+        "trainer": _trainer(answers.stage),
+    }
+    for change in changes:  # "trainer.a: 1, b: 2"
+        name, _, values = change.partition(".")
+        sections[name] |= yaml.safe_load(f"{{{values}}}")
     lines = [
         f"# {summary}",
-        _section(model={"path": answers.checkpoint, "dtype": "float32" if small else "bfloat16"}),
+        _section(model=sections["model"]),
         f"# Should show: {PRESETS[answers.preset].shows} ({PRESETS[answers.preset].source}).",
         *_method(answers.preset),
         "# alpha / rank scales the adapter; this toolkit's default is 4.",
-        _section(lora={"rank": 16, "alpha": 64}),
+        _section(lora=sections["lora"]),
         "# full: vLLM serves only the merged model; with lora or frozen, the adapter, too.",
         _section(router={"train": "full"}),
         f"# {answers.data}: {layout(answers.data, answers.stage)}. 'moe-finetune preview' shows "
         "what rows become.",
-        _section(data=data),
+        _section(data=sections["data"]),
         f"# Any field of TRL's {STAGES[answers.stage].config}. 32 rows a step on one device.",
-        _section(trainer=_trainer(answers.stage)),
+        *_why(changes),
+        _section(trainer=sections["trainer"]),
     ]
     if answers.stage != "sft":
         lines.insert(1, _section(stage=answers.stage))
     if answers.suite is not None:
         lines.append(_section(evaluation={"suite": answers.suite}))
     return "\n".join(lines)
+
+
+def _why(changes: Sequence[str]) -> list[str]:
+    machine = f"# So that a step fits this machine's {machine_bytes() / GIB:.0f} GiB: "
+    return [machine + "; ".join(changes)] if changes else []
+
+
+def memory_changes(recipe: Recipe) -> list[str]:
+    """Changes, the least costly first, with which a step of ``recipe`` fits this machine."""
+    from moe_finetune.training.memory.verdict import adapted_meta, judge, plainly_fits
+
+    config, _ = open_config(recipe.model.path)
+    fixed = fixed_bytes(adapted_meta(config, recipe), recipe)
+    if plainly_fits(config, recipe, fixed, machine_room()):
+        return []
+    device: Device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return [
+            each.change for each in judge(config, recipe, machine_bytes() / GIB, device).changes
+        ]
+    except UnsupportedModelError:  # its step cannot be planned
+        return []
 
 
 def check_method(name: str) -> None:
@@ -163,6 +205,9 @@ def write_starter(answers: Answers, output: Path) -> None:
     refuse_existing(output)
     text = starter(answers)
     recipe = recipe_from_tree(Tree(yaml.safe_load(text)))
+    with terminal().announced("init"):
+        changes = memory_changes(recipe)
+    text = starter(answers, changes) if changes else text
     if recipe.evaluation is not None:
         load_suite(recipe.evaluation.suite)
     write_new(output, text)

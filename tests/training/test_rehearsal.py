@@ -12,8 +12,10 @@ from moe_finetune.models.loading import parse_config
 from moe_finetune.recipe.schema import load_recipe
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.run import plan_run
+from moe_finetune.training import rehearsal
 from moe_finetune.training import trainer as stage_trainer
 from moe_finetune.training.keep_steps import KeepSteps
+from moe_finetune.training.memory.verdict import memory_lines
 from moe_finetune.training.preflight import check_inputs
 from tests import tiny, tiny_families
 
@@ -150,15 +152,43 @@ def test_a_dry_run_without_a_memory_plan_says_why(recipe, tmp_path):
     assert "note: no memory plan for qwen4_exp_text" in plan.text()
 
 
-def test_memory_is_refused_with_the_plan_unless_told_otherwise(recipe, tmp_path, monkeypatch):
+def test_memory_is_refused_with_the_plan_unless_told_otherwise(
+    recipe, tmp_path, monkeypatch, caplog
+):
+    caplog.set_level("INFO", "moe_finetune")
     plan = plan_run(load_recipe(recipe), tmp_path / "run")
     assert plan.fixed == plan.memory.fixed < plan.memory.total
     monkeypatch.setattr("moe_finetune.training.run_plan.machine_bytes", lambda: plan.fixed - 1)
     with pytest.raises(RecipeError, match=r"(?s)weights, adapter .* GiB.*lower lora.rank"):
         check_inputs(load_recipe(recipe))
     check_inputs(load_recipe(recipe), ignore_memory=True)
+    # Only the fixed bytes were compared: a run of 30 GiB began on a machine of 24 without a word.
     monkeypatch.setattr("moe_finetune.training.run_plan.machine_bytes", lambda: plan.fixed)
+    with pytest.raises(RecipeError, match=r"(?s)at its worst moment.*does not fit: needs .*change"):
+        check_inputs(load_recipe(recipe))
+    with pytest.raises(RecipeError, match="does not fit"):
+        plan_run(load_recipe(recipe), tmp_path / "run")
+    check_inputs(load_recipe(recipe), ignore_memory=True)
+    monkeypatch.setattr(
+        "moe_finetune.training.run_plan.machine_bytes", lambda: plan.memory.total + 1
+    )
     check_inputs(load_recipe(recipe))
+    assert f"memory: {plan.memory.total / 2**30:.2f} GiB at its worst moment" in caplog.text
+
+
+def test_the_plan_counts_the_longest_row(recipe, tmp_path):
+    """2,048 tokens a row were planned for rows of at most 1,245."""
+    short = plan_run(load_recipe(recipe), tmp_path / "run").memory
+    long = plan_run(load_recipe(recipe, ["data.max_length=4096"]), tmp_path / "run").memory
+    packed = ["data.max_length=4096", "data.packing=true"]
+    assert short.total == long.total
+    assert plan_run(load_recipe(recipe, packed), tmp_path / "run").memory.total > 10 * long.kept
+    assert "memory on this CPU, micro-batch of" in "\n".join(memory_lines(short))
+
+
+def test_a_small_step_needs_no_plan(recipe, monkeypatch):
+    monkeypatch.setattr(rehearsal, "plan_memory", lambda *_: pytest.fail("planned"))
+    assert check_inputs(load_recipe(recipe)).plan.memory is None
 
 
 def test_what_is_prepared_is_not_changed_by_the_rehearsal(recipe, tmp_path):

@@ -6,7 +6,9 @@ import pytest
 import yaml
 
 from moe_finetune import cli
+from moe_finetune.models.loading import open_config
 from moe_finetune.recipe.schema import load_recipe
+from moe_finetune.training.memory.verdict import plan_recipe
 
 
 @pytest.fixture
@@ -109,3 +111,24 @@ def test_on_a_terminal_a_typo_is_asked_again(tiny_checkpoint, rows, tmp_path, mo
     assert cli.main(["init", "--output", str(tmp_path / "r.yaml")]) == 0
     assert "--method orthogonal: unknown; did you mean" in capsys.readouterr().out
     assert load_recipe(tmp_path / "r.yaml").method.preset == "dpp"
+
+
+def test_what_it_writes_fits_this_machine(tiny_checkpoint, rows, tmp_path, monkeypatch):
+    """It wrote 30 GiB on a machine of 24, which `train` then began."""
+    base, first, second = str(tiny_checkpoint("olmoe")), tmp_path / "a.yaml", tmp_path / "b.yaml"
+    command = ["init", base, "--data", str(rows), "--output"]
+    assert cli.main([*command, str(first)]) == 0
+    plan = plan_recipe(open_config(base)[0], load_recipe(first), "cpu")
+    for module in ("starter", "run_plan"):
+        name = f"moe_finetune.training.{module}.machine_bytes"
+        monkeypatch.setattr(name, lambda: plan.total // 2)
+    assert cli.main([*command, str(second)]) == 0
+    recipe = load_recipe(second)
+    assert plan_recipe(open_config(base)[0], recipe, "cpu").total < plan.total // 2
+    steps = (
+        recipe.trainer["per_device_train_batch_size"],
+        recipe.trainer["gradient_accumulation_steps"],
+    )
+    assert (
+        steps[0] * steps[1] == 32 and "# So that a step fits this machine's" in second.read_text()
+    )

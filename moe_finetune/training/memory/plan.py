@@ -52,6 +52,7 @@ class MemoryPlan:
         head: working memory of head and loss.
         second: bytes of a reference's weights.
         stage: description of the stage's micro-batch.
+        device: what the plan is for.
     """
 
     weights: int
@@ -70,6 +71,7 @@ class MemoryPlan:
     second: int = 0
     stage: str = ""
     all_states: int = 0
+    device: Device = "cuda"
 
     @property
     def total(self) -> int:
@@ -286,6 +288,7 @@ def put_together(
         head=profile.head,
         second=second_model_bytes(recipe, shape, weights.parameters),
         stage=shape.text,
+        device=device,
         all_states=stored,
     )
 

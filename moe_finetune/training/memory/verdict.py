@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 from moe_finetune.training.memory.plan import GIB, MemoryPlan, Profiles, plan_memory
 from moe_finetune.training.memory.remedies import Remedy, remedies
 from moe_finetune.training.memory.short_model import Device
+from moe_finetune.training.memory.stage import step_shape
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from moe_finetune.recipe.schema import Recipe
 
 RESERVED = 0.06
@@ -98,14 +101,35 @@ def plan_recipe(
     profiles: Profiles | None = None,
 ) -> MemoryPlan:
     """Call :func:`~moe_finetune.training.memory.plan.plan_memory` for a recipe and a config."""
+    model = adapted_meta(config, recipe)
+    return plan_memory(model, recipe, device, with_losses, gpus, profiles)
+
+
+def adapted_meta(config: Any, recipe: Recipe) -> nn.Module:
+    """The whole adapted model on the meta device."""
     import torch
 
     from moe_finetune.lora.targets import add_lora
     from moe_finetune.models.structure import meta_model
 
     with torch.device("meta"):
-        model = add_lora(meta_model(config), recipe.lora, recipe.router.train)
-    return plan_memory(model, recipe, device, with_losses, gpus, profiles)
+        return add_lora(meta_model(config), recipe.lora, recipe.router.train)
+
+
+def plainly_fits(config: Any, recipe: Recipe, fixed: int, room: int) -> bool:
+    """Whether a rough bound on a step's memory is far below ``room``, so that no plan is needed.
+
+    For each token it counts a dozen copies of the logits, and of each layer a hundred of the hidden
+    vector, thirty of the chosen experts' and three rows of the attention matrix, in float32.
+    """
+    text, shape = config.get_text_config(), step_shape(recipe)
+    if shape.generated:
+        return False
+    width = max(getattr(text, "intermediate_size", 0) or 0, text.hidden_size)
+    chosen = (getattr(text, "num_experts_per_tok", None) or 8) * (text.hidden_size + width)
+    layer = 100 * text.hidden_size + 30 * chosen + 3 * text.num_attention_heads * shape.length
+    numbers = 12 * text.vocab_size + text.num_hidden_layers * layer
+    return 2 * fixed + 4 * numbers * shape.rows * shape.length < room
 
 
 def memory_lines(plan: MemoryPlan) -> list[str]:
@@ -120,8 +144,9 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
         ("kept", plan.kept, "of the layers, for their backward"),
         ("needed", plan.needed, f"for a moment: {plan.moment}"),
     ]
+    device = "one GPU" if plan.device == "cuda" else "this CPU"
     lines = [
-        f"memory on one device, micro-batch of {plan.tokens:,} tokens ({plan.stage}), at its worst "
+        f"memory on {device}, micro-batch of {plan.tokens:,} tokens ({plan.stage}), at its worst "
         "moment:"
     ]
     lines += [f"  {name:<12} {size / GIB:8.2f} GiB  {what}".rstrip() for name, size, what in rows]
