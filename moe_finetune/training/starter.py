@@ -86,12 +86,12 @@ def starter(answers: Answers, changes: Sequence[str] = ()) -> str:
         RecipeError: an unknown method.
         DataError: the rows cannot be read, or their layout is unknown.
     """
-    check_method(answers.preset)
     if answers.stage not in METHODS:
         raise RecipeError(
             f"--stage {answers.stage}: init writes recipes for {' and '.join(METHODS)}; "
             "recipes/stages has one for each other stage"
         )
+    check_method(answers.preset)
     summary, family, config = describe(answers.checkpoint)
     text = config.get_text_config()
     small = text.hidden_size * family.num_experts(text) * text.num_hidden_layers < SMALL
