@@ -166,8 +166,6 @@ def test_memory_is_refused_with_the_plan_unless_told_otherwise(
     monkeypatch.setattr("moe_finetune.training.run_plan.machine_bytes", lambda: plan.fixed)
     with pytest.raises(RecipeError, match=r"(?s)at its worst moment.*does not fit: needs .*change"):
         check_inputs(load_recipe(recipe))
-    with pytest.raises(RecipeError, match="does not fit"):
-        plan_run(load_recipe(recipe), tmp_path / "run")
     check_inputs(load_recipe(recipe), ignore_memory=True)
     monkeypatch.setattr(
         "moe_finetune.training.run_plan.machine_bytes", lambda: plan.memory.total + 1
