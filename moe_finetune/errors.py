@@ -83,7 +83,7 @@ class MachineError(MoeFinetuneError, RuntimeError):
 
 
 class PluginError(MoeFinetuneError, ImportError):
-    """An installed package whose loss, metric or reward cannot be used."""
+    """A plugin file, or an installed package's family, loss or reward, that cannot be used."""
 
 
 class NumericsError(MoeFinetuneError, ArithmeticError):

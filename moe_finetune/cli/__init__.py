@@ -17,6 +17,7 @@ from moe_finetune.cli.pipes import outlive_readers
 from moe_finetune.errors import MoeFinetuneError, is_machine_failure, reason_of
 from moe_finetune.io.signals import sigterm_interrupts
 from moe_finetune.io.terminal import OWN, Records, Terminal, use_terminal
+from moe_finetune.plugins import use_file, use_inherited
 
 # A path from the user cannot be used as requested.
 _PATH_ERRORS = (
@@ -59,6 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger(OWN).setLevel(logging.DEBUG if debug else logging.INFO)
     try:
         with sigterm_interrupts():
+            use_inherited()
+            for file in common.plugins:
+                use_file(file)
             return app(arguments, prog_name="moe-finetune", standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)

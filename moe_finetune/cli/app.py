@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,7 +42,8 @@ app = typer.Typer(
     help="Fine-tune Mixture-of-Experts language models with losses that encourage expert "
     "specialization.",
     epilog="With any verb: --quiet shows only warnings and results, --debug shows the "
-    "traceback of an error.",
+    "traceback of an error, --plugin FILE runs a Python file of yours that registers model "
+    "families, losses or rewards.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -74,6 +75,7 @@ class Common:
 
     debug: bool = False
     quiet: bool = False
+    plugins: list[str] = field(default_factory=list)
 
 
 def split_common(arguments: Sequence[str]) -> tuple[list[str], Common]:
@@ -88,6 +90,11 @@ def split_common(arguments: Sequence[str]) -> tuple[list[str], Common]:
             common.debug = True
         elif argument == "--quiet":
             common.quiet = True
+        elif argument == "--plugin" or argument.startswith("--plugin="):
+            file = argument.partition("=")[2] or next(words, "")
+            if not file:
+                raise ValueError("--plugin: expected a Python file")
+            common.plugins.append(file)
         else:
             others.append(argument)
     return others, common

@@ -6,6 +6,8 @@ import os
 import platform
 from typing import Any
 
+from moe_finetune.plugins import loaded_files
+
 PACKAGES = (
     "moe-finetune",
     "torch",
@@ -51,6 +53,7 @@ def describe_environment() -> dict[str, Any]:
         if cuda
         else [],
         "cuda": torch.version.cuda if cuda else None,
+        "plugins": loaded_files(),
     }
 
 

@@ -13,6 +13,7 @@ from moe_finetune.errors import CheckpointError, DataError
 from moe_finetune.io.atomic import write_atomic
 from moe_finetune.io.environment import PACKAGES
 from moe_finetune.io.json_file import JsonError, parse_json, read_object
+from moe_finetune.plugins import missing_files
 
 RECIPE_FILE = "recipe.yaml"
 RESULTS_FILE = "results.json"
@@ -170,6 +171,16 @@ def results_in(source: str | Path) -> Path:
     if not (path / RESULTS_FILE).is_file() and run.results.is_file():
         return run.evaluation
     return path
+
+
+def missing_plugins(run: RunFolder) -> list[str]:
+    """Plugin files that a run was trained with and that this process does not run."""
+    if not run.environment.is_file():
+        return []
+    try:
+        return missing_files(read_object(run.environment, CheckpointError, "").get("plugins"))
+    except CheckpointError:  # another tool may also write it
+        return []
 
 
 def recipe_of_run(path: str | Path) -> Path | None:

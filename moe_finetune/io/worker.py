@@ -25,7 +25,10 @@ from moe_finetune.io.terminal import Records, Terminal, terminal, use_terminal
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_START = "from moe_finetune.io.worker import serve; serve({})"
+_START = (
+    "from moe_finetune.plugins import use_inherited; use_inherited(); "
+    "from moe_finetune.io.worker import serve; serve({})"
+)
 
 
 class WorkerError(MoeFinetuneError, RuntimeError):

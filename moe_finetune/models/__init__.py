@@ -26,6 +26,7 @@ __all__ = [
     "family_of_model",
     "find_family",
     "opened_as",
+    "register_family",
     "using",
 ]
 
@@ -53,6 +54,20 @@ def family_of(config: Any) -> Family:
     return family
 
 
+def register_family(family: Family) -> Family:
+    """Add a family, in a plugin: its ``model_type`` is then supported like ours.
+
+    Raises:
+        UnsupportedModelError: the type, or the family's name, is already taken.
+    """
+    same = [f for f in known_families().values() if f.model_type == family.model_type]
+    if any(other.part == family.part for other in same) or family.name in FAMILIES:
+        raise UnsupportedModelError(
+            f"register_family: model_type '{family.model_type}' is already supported"
+        )
+    return FAMILIES.register(family.name, family)
+
+
 def check_supported(config: Any, family: Family) -> None:
     """Check the transformers config of a ``config.json`` whose family is known.
 
@@ -62,6 +77,13 @@ def check_supported(config: Any, family: Family) -> None:
     """
     if part_of(config) not in (None, family.part):
         raise UnsupportedModelError(_refusal(config.to_dict()))
+    for fact in ("num_experts", "top_k", "moe_layers"):
+        try:
+            getattr(family, fact)(config)
+        except (AttributeError, KeyError, TypeError) as error:  # of a plugin's function
+            raise UnsupportedModelError(
+                f"family '{family.name}', {fact}: {error}; correct the function of its Family"
+            ) from error
     family.check(config)
 
 

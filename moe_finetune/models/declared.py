@@ -4,6 +4,7 @@ A plugin is an entry point of the group :data:`GROUP`: a :class:`Family`, severa
 that returns them. It is loaded when a checkpoint has a ``model_type`` that the package lacks.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -12,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import RecipeError, UnsupportedModelError, did_you_mean
-from moe_finetune.io.run_folder import recipe_of_run
+from moe_finetune.io.run_folder import RunFolder, missing_plugins, recipe_of_run
 from moe_finetune.models.base import FAMILIES, DiskLayout, Family
 from moe_finetune.models.structure import layers_with_experts
 from moe_finetune.models.table import PARTS
 from moe_finetune.recipe.family import DECLARED, FamilySection
 from moe_finetune.recipe.schema import load_recipe
 
+log = logging.getLogger(__name__)
 GROUP = "moe_finetune.families"
 _stands_for: dict[str, Family] = {}
 
@@ -64,6 +66,14 @@ def declare_family_of(source: str | Path) -> None:
         RecipeError: the run's recipe was changed and is invalid.
     """
     recipe = recipe_of_run(source)
+    missing = [] if recipe is None else missing_plugins(RunFolder(recipe.parent))
+    if missing:
+        log.warning(
+            "%s was trained with --plugin %s, which is not given now; where its model type or a "
+            "loss is unknown, give the file again",
+            source,
+            ", ".join(missing),
+        )
     if recipe is not None and b"\n  family:\n" in recipe.read_bytes():
         load_recipe(recipe)
 

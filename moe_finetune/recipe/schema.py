@@ -16,7 +16,8 @@ from typing import Any
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from moe_finetune.errors import RecipeError
+from moe_finetune.errors import PluginError, RecipeError
+from moe_finetune.plugins import use_installed
 from moe_finetune.recipe.data import DataSection, Paths
 from moe_finetune.recipe.dropped import without_dropped
 from moe_finetune.recipe.family import DECLARED
@@ -43,6 +44,10 @@ class Recipe(WholeRecipe):
     ``rewards`` belong to stage grpo.
     """
 
+    plugins: list[str] = Field(
+        default=[],
+        description="plugins of installed packages, imported first; a file takes `--plugin`",
+    )
     stage: str = Field(default="sft", description="`sft`, `pretrain`, `dpo` or `grpo`")
     model: ModelSection = Field(description="the checkpoint to start from")
     method: Method = Field(
@@ -71,6 +76,16 @@ class Recipe(WholeRecipe):
     @classmethod
     def _resolve(cls, value: Any) -> Any:
         return value if isinstance(value, Method) else resolve_method(value)
+
+    @field_validator("plugins")
+    @classmethod
+    def _plugins(cls, value: list[str]) -> list[str]:
+        try:
+            for name in value:
+                use_installed(name)
+        except PluginError as error:
+            raise RecipeError(f"plugins: {error}") from None
+        return value
 
     @field_validator("stage")
     @classmethod

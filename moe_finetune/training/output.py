@@ -9,7 +9,7 @@ from moe_finetune.evaluation.results import step_results
 from moe_finetune.io import write_atomic
 from moe_finetune.io.environment import describe_environment
 from moe_finetune.io.folder import enter_folder
-from moe_finetune.io.run_folder import RunFolder
+from moe_finetune.io.run_folder import RunFolder, missing_plugins
 from moe_finetune.recipe.resume import check_resumable
 from moe_finetune.recipe.schema import Recipe, load_recipe
 from moe_finetune.training.checkpoint import checkpoints
@@ -21,6 +21,12 @@ def check_run_folder(recipe: Recipe, run: RunFolder, resume: bool) -> None:
     """Refuse a folder with other files, or with a run of another recipe."""
     saved, output = run.recipe, run.path
     if enter_folder(output, saved, "a run", resume):
+        missing = missing_plugins(run)
+        if missing:
+            raise RecipeError(
+                f"--resume: {output} was trained with --plugin {', '.join(missing)}; give the same "
+                "file again, unchanged"
+            )
         changed = check_resumable(load_recipe(saved), recipe, str(saved))
         if changed:
             log.warning("--resume: changed since the start of the run: %s", ", ".join(changed))

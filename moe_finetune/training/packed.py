@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_finetune.errors import CheckpointError, RecipeError
-from moe_finetune.models import FAMILIES, Family, table
+from moe_finetune.models import Family, table
 from moe_finetune.training.proof_model import random_model
 
 BOUND = 1e-4
@@ -46,12 +46,13 @@ def _logits(model: nn.Module, ids: Tensor, positions: Tensor | None) -> Tensor:
 def packing_problem(config: Any, family: Family) -> str | None:
     """Why rows of this model cannot be packed; None where they can.
 
-    The package's families are known to keep sequences separate. A family that a recipe or plugin
-    declares is tested on a small model of the type, which takes seconds.
+    The package's families are known to keep sequences separate. A family that a plugin
+    registers is tested on a small model of the type, which takes seconds.
     """
     from moe_finetune.models.shrink import shrunk_config
 
-    if any(family is declared for declared in (*FAMILIES.values(), *table.PARTS)):
+    ours = (*table.FAMILIES, *table.COMPOSITES, *table.PARTS)
+    if any(family is known for known in ours):
         return None
     try:
         smaller = shrunk_config(config, family)

@@ -1,0 +1,131 @@
+"""Code of the user's own that registers families, losses and rewards.
+
+Two ways, and no other: ``--plugin FILE`` on the command line runs a file of the user's;
+``plugins: [NAME]`` in a recipe imports what an installed package declares under the entry point
+group :data:`GROUP`. A recipe that somebody sends can thus run no file that came with it.
+"""
+
+import hashlib
+import os
+import site
+import sys
+import sysconfig
+import traceback
+import types
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+
+from moe_finetune.errors import PluginError, did_you_mean
+
+GROUP = "moe_finetune.plugins"
+VARIABLE = "MOE_FINETUNE_PLUGINS"
+"""Environment variable that hands the files on to children and ranks."""
+
+_files: dict[Path, str] = {}
+_installed: set[str] = set()
+
+
+def use_file(path: str | Path) -> None:
+    """Run a plugin file once, here and in every process that this one starts.
+
+    Raises:
+        PluginError: the file cannot be read, or its code fails; names the line.
+    """
+    file = Path(path).resolve()
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise PluginError(f"--plugin {path}: cannot be read ({error.strerror})") from error
+    digest = hashlib.sha256(content).hexdigest()
+    if _files.get(file) == digest:
+        return
+    module = types.ModuleType(f"moe_finetune_plugin_{digest[:12]}")
+    module.__file__ = str(file)
+    sys.modules[module.__name__] = module
+    try:
+        # What ran is what was hashed: no cached bytecode.
+        exec(compile(content, str(file), "exec"), module.__dict__)
+    except Exception as error:  # whatever the plugin's own code raises
+        del sys.modules[module.__name__]
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(file)]
+        line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
+        where = f", line {line}" if line else ""
+        raise PluginError(f"{file}{where}: {type(error).__name__}: {error}") from error
+    _files[file] = digest
+    os.environ[VARIABLE] = os.pathsep.join(map(str, _files))
+
+
+def use_inherited() -> None:
+    """Run the files that the process which started this one had."""
+    for file in filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)):
+        use_file(file)
+
+
+def use_installed(name: str) -> None:
+    """Import what an installed package declares as the plugin ``name``.
+
+    Raises:
+        PluginError: no installed package declares it, or its code fails.
+    """
+    if name in _installed:
+        return
+    points = {point.name: point for point in entry_points(group=GROUP) if _is_installed(point)}
+    point = points.get(name) or next((p for p in points.values() if p.value == name), None)
+    if point is None:
+        raise PluginError(
+            f"no installed package declares '{name}' under the entry points "
+            f"'{GROUP}'{did_you_mean(name, points)}; install its package, or give a file of your "
+            "own with --plugin FILE"
+        )
+    try:
+        with _without_working_folder():
+            loaded = point.load()
+            if callable(loaded) and not isinstance(loaded, types.ModuleType):
+                loaded()
+    except Exception as error:  # whatever the package's own code raises
+        raise PluginError(
+            f"plugin '{name}' ({point.value}) cannot be loaded: {type(error).__name__}: {error}; "
+            "fix or uninstall its package"
+        ) from error
+    _installed.add(name)
+
+
+def loaded_files() -> dict[str, str]:
+    """Name and SHA-256 of each plugin file that this process runs, for a run's notes."""
+    return {file.name: digest for file, digest in _files.items()}
+
+
+def missing_files(noted: object) -> list[str]:
+    """The plugin files of a run's notes that this process does not run as they were."""
+    if not isinstance(noted, Mapping):
+        return []
+    known = set(_files.values())
+    return [f"{name} (sha256 {str(d)[:12]})" for name, d in noted.items() if d not in known]
+
+
+def _is_installed(point: EntryPoint) -> bool:
+    """Return whether the entry point's package is installed, not only beside the recipe."""
+    if point.dist is None:
+        return False
+    folder = Path(str(point.dist.locate_file(""))).resolve()
+    return folder in {Path(path).resolve() for path in _installation_folders()}
+
+
+def _installation_folders() -> list[str]:
+    paths = sysconfig.get_paths()
+    return [*site.getsitepackages(), site.getusersitepackages(), paths["purelib"], paths["platlib"]]
+
+
+@contextmanager
+def _without_working_folder() -> Iterator[None]:
+    """Import without the working folder, where a module of the same name may lie."""
+    before = list(sys.path)
+    here = Path.cwd().resolve()
+    sys.path[:] = [path for path in before if path and Path(path).resolve() != here]
+    try:
+        yield
+    finally:
+        sys.path[:] = before
