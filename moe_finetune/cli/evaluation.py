@@ -1,6 +1,8 @@
 """Verbs that score checkpoints and compare scores."""
 
 import enum
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +11,7 @@ import typer
 from moe_finetune.cli.app import app, write_json
 from moe_finetune.io import output_lock, write_new
 from moe_finetune.io.run_folder import RESULTS_FILE, RunFolder, checkpoint_in, results_in
+from moe_finetune.io.terminal import terminal
 
 
 class Backend(enum.StrEnum):
@@ -128,23 +131,24 @@ def evaluate(
         from moe_finetune.evaluation.results import results_text
         from moe_finetune.recipe.tree import load_tree
 
-        results = run_suite(
-            checkpoint,
-            chosen,
-            backend=backend.value if backend else None,
-            output=output,
-            data_dir=data_dir,
-            limit=limit,
-            seed=seed,
-            overflow=overflow.value,
-            allow_unsafe_local=allow_unsafe_local,
-            vllm=load_tree([], vllm or []).values,
-            base_url=base_url,
-            model=model,
-            batch_size=batch_size if batch_size == "auto" else int(batch_size),
-            adapter=adapter,
-            dtype=dtype,
-        )
+        with library_log(output / "eval.log"):
+            results = run_suite(
+                checkpoint,
+                chosen,
+                backend=backend.value if backend else None,
+                output=output,
+                data_dir=data_dir,
+                limit=limit,
+                seed=seed,
+                overflow=overflow.value,
+                allow_unsafe_local=allow_unsafe_local,
+                vllm=load_tree([], vllm or []).values,
+                base_url=base_url,
+                model=model,
+                batch_size=batch_size if batch_size == "auto" else int(batch_size),
+                adapter=adapter,
+                dtype=dtype,
+            )
         print(results_text(results))
         print(f"results: {output / RESULTS_FILE}")
     if run is None:
@@ -155,6 +159,24 @@ def evaluate(
         print(f"report: {write_report([run.path], run.page)}")
     else:
         print(f"the page of {run.path} and `compare {run.path}` read {run.evaluation}")
+
+
+@contextmanager
+def library_log(log: Path) -> Iterator[None]:
+    """Collect what vLLM and other libraries print in ``log``; name it if the work fails."""
+    new_folder = not log.parent.exists()
+    try:
+        with terminal().log_to(log):
+            yield
+    except Exception:
+        if log.is_file() and log.stat().st_size:
+            terminal().say(f"library output: {log}", "warning")
+        raise
+    finally:
+        if log.is_file() and not log.stat().st_size:
+            log.unlink()
+        if new_folder and log.parent.is_dir() and not any(log.parent.iterdir()):
+            log.parent.rmdir()  # the input was refused
 
 
 def refuse_other_suite(folder: Path, suite: str) -> None:

@@ -1,6 +1,7 @@
 """`moe-finetune eval` from the command line to the files, on a tiny checkpoint."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -18,10 +19,10 @@ def suite(tmp_path_factory):
 
 
 @pytest.fixture
-def run(capsys):
+def run(capfd):
     def call(*arguments):
         code = cli.main(["eval", *map(str, arguments)])
-        out, err = capsys.readouterr()
+        out, err = capfd.readouterr()
         assert "Traceback" not in err
         return code, out, err
 
@@ -54,6 +55,25 @@ def test_only_some_tasks(run, checkpoint, suite, tmp_path):
     assert list(found["tasks"]) == ["colours"] and found["tasks"]["colours"]["n"] == 5
     assert found["settings"]["batch_size"] == 2
     assert f"colours: acc {found['tasks']['colours']['value']:.4f} ±" in out and "(n=5)" in out
+
+
+def test_what_libraries_print_goes_to_a_log(run, checkpoint, suite, tmp_path, monkeypatch):
+    from moe_finetune.evaluation import engine
+
+    evaluate = engine.evaluate
+
+    def noisy(*args, **kwargs):
+        os.write(2, b"a library's bar 100%\n")
+        return evaluate(*args, **kwargs)
+
+    monkeypatch.setattr(engine, "evaluate", noisy)
+    arguments = [checkpoint, "-s", suite, "-b", "hf", "-o", tmp_path / "o", "--limit", "2"]
+    code, out, err = run(*arguments)
+    assert code == 0 and "sums: exact_match" in out and "bar" not in err + out
+    log = (tmp_path / "o" / "eval.log").read_text()
+    assert "a library's bar 100%" in log
+    code, _, err = run(*arguments, "--dtype", "int3")
+    assert code == 2 and f"library output: {tmp_path / 'o' / 'eval.log'}" in err
 
 
 def test_prompts_that_are_too_long(run, checkpoint, tmp_path):
