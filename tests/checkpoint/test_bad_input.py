@@ -144,9 +144,9 @@ CHECKPOINTS = {
     "offsets": (header(shifted), SHARD, "corrupt"),
     "dtype": (header(unknown_dtype), SHARD, "corrupt"),
     "hole": (header(hole), SHARD, "corrupt"),
-    "html": (lambda base: shard(base).write_bytes(b"<html>" * 200), "not a safetensors file"),
+    "html": (lambda base: shard(base).write_bytes(b"<html>" * 200), "truncated or corrupt"),
     "trailing byte": (
-        lambda base: shard(base).write_bytes(shard(base).read_bytes() + b"x"), "1 bytes follow",
+        lambda base: shard(base).write_bytes(shard(base).read_bytes() + b"x"), "not fully covered",
     ),
     "shard gone": (lambda base: shard(base).unlink(), SHARD, "is missing"),
     "shard and index gone": (

@@ -172,7 +172,7 @@ NORM = "model.norm.weight"
             _with_tensors(lambda tensors: tensors.update({NORM: tensors[NORM].half()})),
             f"'{NORM}' is F16",
         ),
-        (_edited(_truncate), "truncated, .* copy or download this file again"),
+        (_edited(_truncate), "truncated or corrupt .* copy or download this file again"),
     ],
 )
 def test_an_expert_that_does_not_fit_is_refused(experts, tmp_path, spoil, said):
