@@ -22,7 +22,7 @@ Need = Literal[
 ]
 
 LARGEST_WEIGHT = 1e12
-"""Largest weight, times the tokens of a sum: squared gradients must fit into float32."""
+"""Largest weight: squared gradients must fit into float32."""
 
 
 class Schedule(BaseModel):
@@ -57,8 +57,8 @@ class TermOptions(BaseModel):
     weight next to a share records what an earlier run found and is not used, except that 0 removes
     the term. ``target`` instead finds the weight, a power of ten, from the first forward's value.
 
-    ``reduction: sum`` multiplies the mean over tokens by ``tokens``: a paper's sum over a batch of
-    that many tokens.
+    A weight multiplies the mean over tokens: for a paper's sum over a batch, give the paper's
+    weight times that batch's tokens.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -84,12 +84,6 @@ class TermOptions(BaseModel):
         ge=1,
         description="number of steps after which the weight for a share is measured again",
     )
-    reduction: Literal["mean", "sum"] = Field(
-        default="mean", description="`sum` multiplies the mean over tokens by `tokens`"
-    )
-    tokens: int | None = Field(
-        default=None, ge=1, description="number of tokens in the batch that `sum` sums over"
-    )
     layers_reduction: Literal["sum", "mean"] = Field(
         default="sum", description="how the layers' values are combined"
     )
@@ -113,21 +107,13 @@ class TermOptions(BaseModel):
             raise ValueError("weight is missing; give a weight, or a share such as 0.1")
         if self.finds_weight and self.weight:
             self.weight = None
-        if (self.weight or 0.0) * (self.tokens or 1) > LARGEST_WEIGHT:
+        if (self.weight or 0.0) > LARGEST_WEIGHT:
             raise ValueError(
-                f"weight: {self.weight:g}"
-                + (f" x tokens {self.tokens:g}" if self.tokens else "")
-                + f" is more than {LARGEST_WEIGHT:g}, where float32 gradients overflow; lower it"
+                f"weight: {self.weight:g} is more than {LARGEST_WEIGHT:g}, where float32 gradients "
+                "overflow; lower it"
             )
         if self.every is not None and self.share is None:
             raise ValueError("every: is only valid with a share; set share, or remove every")
-        if self.reduction == "sum" and self.tokens is None:
-            raise ValueError(
-                "tokens is missing: reduction 'sum' needs the number of tokens in the paper's "
-                "batch, such as 16384; set it, or remove reduction"
-            )
-        if self.reduction == "mean" and self.tokens is not None:
-            raise ValueError("tokens: only valid with reduction 'sum'; add that or remove tokens")
         return self
 
     @property
@@ -143,14 +129,6 @@ class TermOptions(BaseModel):
     def selects(self, layer: int) -> bool:
         """Whether decoder layer ``layer`` carries this term."""
         return self.layers == "all" or layer in expand_layers(self.layers)
-
-
-class OneValueOptions(TermOptions):
-    """Options of a term whose value is not a sum over tokens but one per layer or batch."""
-
-    reduction: Literal["mean"] = Field(
-        default="mean", description="always `mean`: one value per batch or layer"
-    )
 
 
 def expand_layers(entries: list[int | str]) -> set[int]:
@@ -242,7 +220,7 @@ class Term(ABC):
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor | None:
         """The unweighted float32 scalar for this layer, or None if the term has no value here.
 
-        A loss over tokens is their mean; the objective applies ``reduction``.
+        A loss over tokens is their mean.
         """
 
     def target_value(self, record: RoutingRecord, value: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import relu, silu
 
 from moe_finetune.errors import ObjectiveError
-from moe_finetune.losses.base import LayerContext, ModelFacts, OneValueOptions, Term
+from moe_finetune.losses.base import LayerContext, ModelFacts, Term, TermOptions
 from moe_finetune.losses.gram import off_diagonal
 from moe_finetune.losses.record import Projection, ProjectionFactors, RoutingRecord
 from moe_finetune.losses.tensors import (
@@ -204,7 +204,7 @@ def _batch(inputs: Tensor, chunk: slice, experts: int) -> Tensor:
     return inputs.expand(experts, *inputs.shape[-2:])[chunk]
 
 
-class ErcOptions(OneValueOptions):
+class ErcOptions(TermOptions):
     """Options of :func:`erc_loss`; ``activation`` is what M measures (P2 §4.5)."""
 
     alpha: float = Field(

@@ -7,7 +7,7 @@ from pydantic import Field
 from torch import Tensor, distributed
 
 from moe_finetune.errors import ObjectiveError
-from moe_finetune.losses.base import LayerContext, OneValueOptions, Term
+from moe_finetune.losses.base import LayerContext, Term, TermOptions
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import (
     blank,
@@ -159,7 +159,7 @@ def _sequence_of_token(sequence_lengths: Tensor, probs_TE: Tensor) -> Tensor:
     return torch.searchsorted(ends_S, torch.arange(tokens, device=ends_S.device), right=True)
 
 
-class LoadBalanceOptions(OneValueOptions):
+class LoadBalanceOptions(TermOptions):
     """Options of :func:`load_balancing_loss`."""
 
     variant: Variant = Field(default="switch", description="whose formula and scale")

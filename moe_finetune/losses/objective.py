@@ -136,10 +136,9 @@ class Objective:
             if term.options.target is not None and self.full_weights[term.name] is None:
                 self._find_weight(term, record, value)
             layers = self._layers[term.name] if term.options.layers_reduction == "mean" else 1
-            tokens = term.options.tokens or 1
             result.losses[term.name] = value
-            result.factors[term.name] = self.weights[term.name] * tokens / layers
-            result.at_one[term.name] = tokens / layers
+            result.factors[term.name] = self.weights[term.name] / layers
+            result.at_one[term.name] = 1 / layers
         return result
 
     def _find_weight(self, term: Term, record: RoutingRecord, value: Tensor) -> None:

@@ -28,8 +28,6 @@ def orthogonality_loss(
     form: Form = "projection",
     tau_gate: float = 0.0,
     eps: float = 1e-8,
-    *,
-    one_sided: bool = False,
 ) -> Tensor:
     """Squared overlap of a token's expert outputs over ordered pairs, mean over tokens.
 
@@ -45,22 +43,13 @@ def orthogonality_loss(
         form: "projection" or "cosine".
         tau_gate: threshold of the scores.
         eps: added to the squared length in the denominator.
-        one_sided: treat ``y_k``, the vector projected on, as constant, as P0 eq. 28 does, which
-            lacks the factor 2 of the square's gradient.
 
     Raises:
         ValueError: for wrong shapes or an unknown form.
     """
     check_shapes(outputs_TKH=outputs_TKH, scores_TK=scores_TK, mask_T=mask_T)
-    if not one_sided:
-        gram_TKK = gram(outputs_TKH, mask_T)
-        return orthogonality_from_gram(gram_TKK, scores_TK, mask_T, form, tau_gate, eps)
-    moving_TKH = counted(outputs_TKH, mask_T)
-    fixed_TKH = moving_TKH.detach()
-    inner_TKK = moving_TKH @ fixed_TKH.transpose(-1, -2)
-    squared_j_TK = moving_TKH.square().sum(-1)
-    overlap_TKK = _overlap(inner_TKK, squared_j_TK, squared_j_TK.detach(), form, eps)
-    return _sum_pairs(overlap_TKK, scores_TK, mask_T, tau_gate)
+    gram_TKK = gram(outputs_TKH, mask_T)
+    return orthogonality_from_gram(gram_TKK, scores_TK, mask_T, form, tau_gate, eps)
 
 
 @full_precision
@@ -75,30 +64,7 @@ def orthogonality_from_gram(
     """:func:`orthogonality_loss` from the inner products ``⟨y_j, y_k⟩`` of each token."""
     check_shapes(gram_TKK=gram_TKK, scores_TK=scores_TK, mask_T=mask_T)
     gram_TKK = counted(gram_TKK, mask_T)
-    squared_TK = squared_lengths(gram_TKK)
-    overlap_TKK = _overlap(gram_TKK, squared_TK, squared_TK, form, eps)
-    return _sum_pairs(overlap_TKK, scores_TK, mask_T, tau_gate)
-
-
-def _overlap(
-    inner_TKK: Tensor, squared_j_TK: Tensor, squared_k_TK: Tensor, form: Form, eps: float
-) -> Tensor:
-    check_choice("form", form, ("projection", "cosine"))
-    if form == "projection":
-        squared_k_TK = squared_k_TK.unsqueeze(-2)
-        # Divide before squaring: the fourth power of a length can leave float32.
-        return (inner_TKK / (squared_k_TK + eps)).square() * squared_k_TK
-    inverse_j_TK, inverse_k_TK = inverse_lengths(squared_j_TK), inverse_lengths(squared_k_TK)
-    return (inner_TKK * inverse_j_TK.unsqueeze(-1) * inverse_k_TK.unsqueeze(-2)).square()
-
-
-def _sum_pairs(
-    overlap_TKK: Tensor,
-    scores_TK: Tensor | None,
-    mask_T: Tensor | None,
-    tau_gate: float,
-) -> Tensor:
-    pairs_TKK = off_diagonal(overlap_TKK)
+    pairs_TKK = off_diagonal(_overlap(gram_TKK, form, eps))
     if scores_TK is not None:
         # In 16 bits the threshold itself would be rounded.
         above_TK = at_least_float32(scores_TK) > tau_gate
@@ -107,14 +73,21 @@ def _sum_pairs(
     return mean_over_tokens(pairs_TKK.sum((-1, -2)), mask_T)
 
 
+def _overlap(gram_TKK: Tensor, form: Form, eps: float) -> Tensor:
+    check_choice("form", form, ("projection", "cosine"))
+    squared_TK = squared_lengths(gram_TKK)
+    if form == "projection":
+        squared_k_TK = squared_TK.unsqueeze(-2)
+        # Divide before squaring: the fourth power of a length can leave float32.
+        return (gram_TKK / (squared_k_TK + eps)).square() * squared_k_TK
+    inverse_TK = inverse_lengths(squared_TK)
+    return (gram_TKK * inverse_TK.unsqueeze(-1) * inverse_TK.unsqueeze(-2)).square()
+
+
 class OrthogonalityOptions(TermOptions):
     """Options of :func:`orthogonality_loss`."""
 
     form: Form = Field(default="projection", description="squared projections, or squared cosines")
-    one_sided: bool = Field(
-        default=False,
-        description="no gradient through the vector that is projected on (as P0 eq. 28, times 2)",
-    )
     tau_gate: float = Field(
         default=0.0, ge=0, lt=1, description="drop selected experts with at most this weight"
     )
@@ -134,16 +107,8 @@ class Orthogonality(Term):
     Options = OrthogonalityOptions
     options: OrthogonalityOptions
 
-    def __init__(self, options: OrthogonalityOptions):
-        super().__init__(options)
-        if options.one_sided:  # the two sides of a pair differ
-            self.needs = frozenset({"outputs"})
-
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
         options = self.options
         shared = (record.scores_TK, record.mask_T, options.form, options.tau_gate, options.eps)
-        if options.one_sided:
-            assert record.outputs_TKH is not None
-            return orthogonality_loss(record.outputs_TKH, *shared, one_sided=True)
         assert record.outputs_gram_TKK is not None
         return orthogonality_from_gram(record.outputs_gram_TKK, *shared)

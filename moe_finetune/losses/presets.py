@@ -44,8 +44,9 @@ def _balance(weight: float, variant: str, scope: str, **options: Any) -> dict[st
     return {"weight": weight, "variant": variant, "scope": scope, **options}
 
 
-_P0_SUM = {"reduction": "sum", "tokens": 32 * 512}
-"""P0's batch: 32 sequences; their length, 512 tokens, is our assumption (the paper gives none)."""
+_P0_SUM = 1e-3 * 16_384
+"""P0's weight on a sum over its batch: 32 sequences of 512 tokens, a length that is our assumption
+(the paper gives none)."""
 
 _DEEPSEEK = _balance(1e-3, "deepseek", "sequence")
 _PER_LAYER = _balance(1e-2, "deepseek", "micro_batch", layers_reduction="mean")
@@ -104,8 +105,8 @@ _ALL = (
         "orthogonal_variance",
         terms={
             "load_balance": _DEEPSEEK,
-            "orthogonality": {"weight": 1e-3, "form": "projection", **_P0_SUM},
-            "variance": {"weight": 1e-3, **_P0_SUM},
+            "orthogonality": {"weight": _P0_SUM, "form": "projection"},
+            "variance": {"weight": _P0_SUM},
         },
         source="P0 eq. 7, 25, summed over tokens as printed; balance: eq. 18 / K",
         shows="score variance above and output overlap below aux_loss, MaxVio about the same",

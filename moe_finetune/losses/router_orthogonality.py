@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from moe_finetune.losses.base import LayerContext, OneValueOptions, Term
+from moe_finetune.losses.base import LayerContext, Term, TermOptions
 from moe_finetune.losses.gram import cosines, gram
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import check_shapes, full_precision
@@ -32,7 +32,7 @@ class RouterOrthogonality(Term):
     source = "P2 §4.5"
     reads = "router weight"
     trains = frozenset({"router"})
-    Options = OneValueOptions
+    Options = TermOptions
 
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
         assert record.router_weight_EH is not None

@@ -23,6 +23,7 @@ KEYS: dict[str, tuple[Any, str]] = {
     "launch.jobs": (None, SLURM),
     "lora.use_dora": (False, f"was dropped; {OWN_MODEL}"),
     "lora.loraplus_lr_ratio": (None, f"LoRA+ was dropped; {OWN_MODEL}"),
+    "method.terms.*.one_sided": (False, "was dropped; both vectors of a pair are differentiated"),
     "method.strength.every": (
         None,
         "give a term its own every, or call moe_finetune.measure_strength in Python",
@@ -71,12 +72,31 @@ def _kept(values: dict[str, Any], above: Key, problems: list[str]) -> dict[str, 
         key = (*above, name)
         problem = _problem(key, value)
         if problem is None:
+            if key[:2] == ("method", "terms") and len(key) == 3 and isinstance(value, dict):
+                value = _with_number(key, value, problems)
             inner = _kept(value, key, problems) if isinstance(value, dict) else value
             if inner != {} or value == {}:  # a section of dropped keys alone is as if not given
                 kept[name] = inner
         elif problem:
             problems.append(f"{dotted(key)}: {problem}")
     return kept
+
+
+def _with_number(key: Key, options: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    """A loss's options, with its weight on a sum over ``tokens`` as a weight on the mean."""
+    options = dict(options)
+    reduction, tokens = options.pop("reduction", None), options.pop("tokens", None)
+    weight, finds = options.get("weight"), options.get("share") or options.get("target")
+    if reduction is None and tokens is None:
+        return options
+    if weight is None and not finds:
+        problems.append(
+            f"{dotted(key)}.reduction: was dropped; a weight multiplies the mean over tokens: give "
+            "the weight times the tokens of the sum"
+        )
+    elif reduction == "sum" and isinstance(weight, int | float) and isinstance(tokens, int):
+        options["weight"] = weight * tokens
+    return options
 
 
 def _problem(key: Key, value: Any) -> str | None:

@@ -136,10 +136,8 @@ CASES = [
     _orthogonality("projection", scores=False),
     _orthogonality("projection", eps=0.3),
     _orthogonality("projection", tau_gate=0.3),
-    _orthogonality("projection", one_sided=True),
     _orthogonality("cosine"),
     _orthogonality("cosine", tau_gate=0.25),
-    _orthogonality("cosine", one_sided=True),
     Case("variance", functional.variance_loss, reference.variance, ("scores_TE",), ("scores_TE",)),
     Case(
         "softmax_variance",

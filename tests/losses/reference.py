@@ -84,7 +84,6 @@ def orthogonality(
     form="projection",
     tau_gate=0.0,
     eps=1e-8,
-    one_sided=False,
 ):
     def one(t):
         total = zero()
@@ -94,7 +93,6 @@ def orthogonality(
             ):
                 continue
             yj, yk = outputs_TKH[t, j], outputs_TKH[t, k]
-            yk = yk.detach() if one_sided else yk
             if form == "cosine":
                 total = total + cosine(yj, yk) ** 2
             else:

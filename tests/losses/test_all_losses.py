@@ -10,8 +10,6 @@ from tests.losses.cases import CASES, SIZES, letters, make, map_axis, mask, reco
 
 MASKED = [case for case in CASES if case.masked]
 POOLED = [case for case in CASES if not case.sequences]
-# One-sided pairs hold a side constant on purpose: only the slow loop can check that gradient.
-SMOOTH = [case for case in CASES if not case.options.get("one_sided")]
 
 
 def ids(cases):
@@ -67,7 +65,7 @@ def test_zero_vectors_have_the_slow_loops_value_and_gradient(case):
     compare_with_the_slow_loop(case, values)
 
 
-@pytest.mark.parametrize("case", SMOOTH, ids=ids(SMOOTH))
+@pytest.mark.parametrize("case", CASES, ids=ids(CASES))
 def test_gradcheck(case):
     values = make((5, 4, 3, 6, 7, 8), seed=5)
     extra = {"mask_T": mask(5)} if case.masked else {}
@@ -255,7 +253,6 @@ ON_VECTORS = [
     ("orthogonality", {}, "outputs", SCORES),
     ("orthogonality", {"form": "cosine"}, "outputs", SCORES),
     ("orthogonality", {"tau_gate": 0.3}, "outputs", SCORES),
-    ("orthogonality", {"one_sided": True}, "outputs", SCORES),
     ("specialization", {}, "activations", ()),
     ("dpp", {"eps": 1e-2}, "outputs", ()),
     ("ncl", {"normalize": True}, "outputs", ()),
@@ -264,12 +261,12 @@ ON_VECTORS = [
 
 @pytest.mark.parametrize(("name", "options", "kind", "more"), ON_VECTORS)
 def test_terms_on_vectors_read_their_inner_products(name, options, kind, more):
-    """All but one-sided pairs, whose two sides differ: values and gradients of the vectors."""
+    """Values and gradients of the vectors."""
     values, keep = make(), mask(17)
     field = "outputs_TKH" if kind == "outputs" else "activations_TKD"
     vectors = values[field] = values[field].requires_grad_()
     term = TERMS[name](TERMS[name].Options(weight=1.0, **options))
-    assert term.needs == {kind if options.get("one_sided") else f"{kind}_gram"}
+    assert term.needs == {f"{kind}_gram"}
     loss = term.loss(record(values, mask_T=keep), LayerContext())
     besides = [values[key] for key in more]
     slow = getattr(reference, name)(vectors, *besides, keep, **options)

@@ -87,11 +87,6 @@ def test_unknown_options_are_refused(name):
     ("options", "said"),
     [
         ({}, "weight is missing; give a weight, or a share"),
-        (
-            {"weight": 1.0, "reduction": "sum"},
-            "tokens is missing: reduction 'sum' needs the number of tokens",
-        ),
-        ({"weight": 1.0, "tokens": 16384}, "tokens: only valid with reduction 'sum'"),
         ({"weight": 1.0, "every": 10}, "every: is only valid with a share"),
         ({"share": 0.0}, "share"),
         ({"share": -0.1}, "share"),

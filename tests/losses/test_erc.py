@@ -244,7 +244,5 @@ def test_experts_without_a_gate():
     term(activation="up").check(facts)
 
 
-def test_a_layer_has_no_sum():
-    with pytest.raises(ValidationError, match="reduction"):
-        TERM.Options(weight=1.0, reduction="sum")
+def test_it_reads_the_experts_factors():
     assert term().needs == {"expert_factors"}

@@ -14,8 +14,8 @@ from tests import tiny
 TERMS = {
     "load_balance": {"weight": 0.3, "variant": "gshard", "scope": "sequence"},
     "z_loss": {"weight": 0.02},
-    "orthogonality": {"weight": 0.5, "form": "cosine", "one_sided": True},
-    "variance": {"weight": 0.02, "reduction": "sum", "tokens": 37},
+    "orthogonality": {"weight": 0.5, "form": "cosine"},
+    "variance": {"weight": 0.74},
     "specialization": {"weight": 0.5},
     "coupling": {"weight": 2.0, "pairing": "transition"},
     "erc": {"weight": 0.4, "activation": "swiglu", "layers_reduction": "mean"},

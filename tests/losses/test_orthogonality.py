@@ -19,22 +19,6 @@ def test_worked_by_hand():
     )
 
 
-def test_one_sided_gradient_is_twice_that_of_the_paper():
-    """P0 eq. 28: the gradient at y_j is the sum of its projections, without the square's factor."""
-    outputs = make()["outputs_TKH"].requires_grad_()
-    tokens, chosen, _ = outputs.shape
-    loss = tokens * orthogonality_loss(outputs, one_sided=True, eps=1e-30)
-    (gradient,) = torch.autograd.grad(loss, outputs)
-    projected = torch.zeros_like(gradient)
-    for t in range(tokens):
-        for j in range(chosen):
-            for k in range(chosen):
-                if k != j:
-                    y_j, y_k = outputs[t, j].detach(), outputs[t, k].detach()
-                    projected[t, j] += (y_j @ y_k) / (y_k @ y_k) * y_k
-    torch.testing.assert_close(gradient, 2 * projected)
-
-
 def test_threshold_is_strict_and_needs_both_scores():
     values = make(dtype=torch.float32)
     outputs = values["outputs_TKH"][:1]

@@ -18,7 +18,6 @@ REACH = {
     "variance": ({}, {"router"}, True),
     "supervised_routing": ({}, {"router"}, True),
     "orthogonality": ({}, {"gate_up", "down"}, True),
-    "orthogonality-one_sided": ({"one_sided": True}, {"gate_up", "down"}, True),
     "specialization": ({}, {"gate_up"}, True),
     "dpp": ({}, {"gate_up", "down"}, True),
     "ncl": ({}, {"gate_up", "down"}, True),

@@ -38,8 +38,7 @@ def methods(table):
     for name, preset in PRESETS.items():
         options = preset.method()
         for term, chosen in options["terms"].items():
-            summed = chosen.get("reduction") == "sum"
-            chosen["weight"] = 0.02 if summed or term == "z_loss" else 0.4
+            chosen["weight"] = 0.02 if term == "z_loss" else 0.4
             if term == "supervised_routing":
                 chosen["table"] = table
         yield name, options

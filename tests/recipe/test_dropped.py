@@ -11,10 +11,14 @@ DEFAULTS = [
     f"numerics={{{NUMERICS}}}",
     "teacher=null",
     "method.strength.every=null",
+    "method.terms.variance={weight: 0, reduction: mean, tokens: null}",
+    "method.terms.orthogonality={weight: 0, one_sided: false}",
     "lora.use_dora=false",
     "lora.loraplus_lr_ratio=null",
 ]
 REFUSED = [
+    ("method.terms.variance.reduction=sum", "variance.reduction: was dropped; a weight multiplies"),
+    ("method.terms.orthogonality={weight: 1, one_sided: true}", "one_sided: was dropped; both ve"),
     ("stages=[{stage: sft}]", "stages: give each stage its own run: train next.yaml model.path="),
     ("method.strength.every=9", "method.strength.every: give a term its own every, or call moe_"),
     ("numerics.on_nan=skip", "numerics.on_nan: steps are no longer skipped; lower trainer.lea"),
@@ -42,7 +46,7 @@ def recipe(tmp_path):
 
 
 def test_old_defaults_are_ignored(recipe):
-    assert load_recipe(recipe, DEFAULTS).hash == load_recipe(recipe).hash
+    assert load_recipe(recipe, DEFAULTS).hash == load_recipe(recipe, ["method.terms={}"]).hash
 
 
 @pytest.mark.parametrize(("override", "message"), REFUSED)
@@ -51,3 +55,10 @@ def test_other_values_are_refused_in_one_line(recipe, override, message):
         load_recipe(recipe, [override])
     assert message in str(caught.value) and "\n" not in str(caught.value)
     assert str(caught.value).startswith(f"override '{override}': ")
+
+
+def test_a_weight_on_a_sum_is_read_as_one_on_the_mean(recipe):
+    terms = "method.terms={variance: {weight: 0.001, reduction: sum, tokens: 16384}}"
+    assert load_recipe(recipe, [terms]).method.terms["variance"].weight == 16.384
+    share = "method.terms={variance: {share: 0.1, reduction: sum, tokens: 16384}}"
+    assert load_recipe(recipe, [share]).method.terms["variance"].share == 0.1

@@ -9,6 +9,7 @@ import shutil
 import pytest
 
 from moe_finetune import cli
+from moe_finetune.recipe.method import resolve_method
 from moe_finetune.recipe.schema import load_recipe
 from tests import tiny
 from tests.conftest import ROOT
@@ -29,6 +30,7 @@ def test_its_recipe_loads_and_saves_as_a_recipe_of_today(old_run):
     recipe = load_recipe(old_run / "recipe.yaml")
     assert recipe.method.preset == "orthogonal_variance" and recipe.lora.rank == 1
     assert "numerics" not in recipe.to_yaml()
+    assert recipe.method == resolve_method("orthogonal_variance")
 
 
 def test_merge_eval_report_and_compare_work(old_run, tmp_path, capsys):

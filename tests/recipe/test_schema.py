@@ -226,7 +226,7 @@ def test_method_from_name_mapping_and_overrides():
         terms={"variance": {"weight": 0.5, "schedule": {"kind": "linear", "warmup_steps": 7}}},
         token_mask="labels",
     )
-    assert plain.terms["variance"].weight == 1e-3 and plain.token_mask == "attention"
+    assert plain.terms["variance"].weight == 16.384 and plain.token_mask == "attention"
     assert changed.terms["variance"].weight == 0.5 and changed.token_mask == "labels"
     assert changed.terms["variance"].schedule.factor(3, 100) == 4 / 7
     assert changed.terms["orthogonality"] == plain.terms["orthogonality"]

@@ -179,7 +179,7 @@ def write_run(
         "model": {"path": "demo/qwen3-moe-tiny", "dtype": "float32"},
         "method": {
             "preset": preset,
-            "terms": {"load_balance": {"weight": 0.001, "reduction": "sum", "layers": "all"}},
+            "terms": {"load_balance": {"weight": 0.001, "layers": "all"}},
         },
         "router": {"train": "full"},
         "lora": {"rank": 32, "alpha": 128, "targets": ["attention", "experts"]},

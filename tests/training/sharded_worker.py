@@ -71,8 +71,6 @@ def method(case: str, table: str) -> dict:
     chosen = {"terms": copy.deepcopy(coupled)} if coupled else PRESETS[case].method()
     for name, options in chosen["terms"].items():
         options["weight"] = WEIGHT.get(name, 0.3)
-        if options.get("reduction") == "sum":
-            options["weight"] = 0.02
         if name == "supervised_routing":
             options["table"] = table
     return chosen

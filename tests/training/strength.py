@@ -17,7 +17,7 @@ from tests.training.cases import adapted, collate, rows
 TERMS = {
     "load_balance": {"weight": 0.3, "scope": "sequence"},
     "z_loss": {"weight": 0.02},
-    "orthogonality": {"weight": 0.5, "reduction": "sum", "tokens": 41},
+    "orthogonality": {"weight": 20.5},
     "variance": {"weight": 0.7, "layers_reduction": "mean"},
     "specialization": {"weight": 0.4},
     "coupling": {"weight": 0.2},
@@ -69,7 +69,7 @@ def by_hand(model, terms, batches):
             for term in objective.terms:
                 options = term.options
                 count = sum(options.selects(x.index) for x in layers)
-                scale = options.weight * (options.tokens or 1) / len(batches)
+                scale = options.weight / len(batches)
                 scale /= count if options.layers_reduction == "mean" else 1
                 add(term.name, totals[term.name] * scale)
     rows = {}

@@ -72,7 +72,7 @@ REFUSED = [
     (["trainer.optim_args=nope"], "trainer.optim_args"),
     (["trainer.push_to_hub=true"], "use `hf upload OWNER/NAME RUN/merged`"),
     (["lora.rank=1000000000"], "--ignore-memory"),
-    (["method.terms.variance.weight=3e38"], "weight: 3e+38 x tokens 16384 is more than 1e+12"),
+    (["method.terms.variance.weight=3e38"], "weight: 3e+38 is more than 1e+12"),
     # the first that only a loaded model can tell
     (["method=erc", "router.train=frozen", "lora.targets=[attention]"], "method.terms."),
 ]
