@@ -14,7 +14,7 @@ INSTALL := timeout 600 $(if $(filter 0,$(shell id -u)),env,sudo -n) DEBIAN_FRONT
 PIP := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --quiet --retries 10 -c constraints.txt
 
 # What a machine with PyTorch for its GPU, and the usual scientific packages, does not have.
-OFFLINE := transformers|tokenizers|huggingface_hub|hf-xet|httpx2|httpcore2|truststore|trl|peft|accelerate|datasets|dill|multiprocess|pydantic|pydantic_core|annotated-types|typing-inspection|bitsandbytes|typer|safetensors
+OFFLINE := transformers|tokenizers|huggingface_hub|hf-xet|httpx2|httpcore2|truststore|trl|peft|accelerate|datasets|dill|multiprocess|pydantic|pydantic_core|annotated-types|typing-inspection|bitsandbytes|typer|safetensors|pytest|pluggy|iniconfig
 WHEELS_PYTHON ?= 3.12
 PLATFORMS := $(foreach p,2_28 2_27 2_24 2_17,--platform manylinux_$(p)_x86_64) --platform manylinux2014_x86_64
 # With WHEELS=FOLDER the GPU's targets use the machine's own Python and torch, and no network.
@@ -125,7 +125,7 @@ bench: $(STAMP)  ## Speed and memory on a CPU (an hour or two, 30 GB of disk); w
 	  --variants ours ours+metrics ours+erc --save step_small_cpu_8192
 	for part in step load demo; do \
 	  $(BIN)/python eval/bench/quantization.py --parts $$part --save quantization_$$part || exit 1; done
-	for name in memory losses metrics traces merge merge_kill upcycle; do \
+	for name in memory losses merge streams start; do \
 	  $(BIN)/python eval/bench/$$name.py --save || exit 1; done
 
 wheels: $(STAMP)  ## Packages for a GPU's machine without a network (70 MB, WHEELS_PYTHON=3.12); writes dist/wheels

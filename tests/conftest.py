@@ -35,6 +35,23 @@ TOGETHER = {
 """Files that share a fixture of the session which takes long."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--repeat", type=int, default=1, help="run each test marked faults N times")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    count = metafunc.config.getoption("--repeat")
+    if count > 1 and metafunc.definition.get_closest_marker("faults"):
+        metafunc.fixturenames.append("repetition")
+        metafunc.parametrize("repetition", range(count))
+
+
+@pytest.fixture
+def repetition(request: pytest.FixtureRequest) -> int:
+    """Which of ``--repeat`` times a test runs."""
+    return getattr(request, "param", 0)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first, so that no process ends alone; skip ``gpu`` tests where there is none."""
     weight: dict[Path, int] = {}

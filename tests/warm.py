@@ -49,7 +49,7 @@ CODE = (
     "from multiprocessing.spawn import spawn_main; ",
 )
 """Beginnings of what is run warm with ``-c``."""
-SCRIPTS = ("eval/bench/gpu_check.py", "eval/bench/step.py", "eval/bench/memory.py")
+SCRIPTS = ("eval/bench/step.py", "eval/bench/memory.py")
 """Files that are run warm."""
 AT_IMPORT = ("PYTHON", "LD_", "MALLOC_", "OMP_", "MKL_", "HF_HOME", "HF_HUB_", "TRANSFORMERS_",
              "CUDA_", "HOME", "XDG_", "TORCHDYNAMO_")  # fmt: skip

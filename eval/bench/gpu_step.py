@@ -1,9 +1,8 @@
-"""A training step on one GPU at the true widths of published checkpoints, compared with peers.
+"""A training step on one GPU at the true widths of published checkpoints.
 
 LoRA on all experts in bfloat16 over random weights, at two numbers of layers; the difference gives
 a layer's cost, and from it the full depth's. Variants run interleaved in one process; figures are
-medians. One step of ours is profiled by kernel. Its FLOPs and bytes are compared with the device's
-rates in one large product and one large copy, and with its data sheet if known.
+medians. One step of ours is profiled by kernel.
 
     python eval/bench/gpu_step.py --write gpu-step.json                  # four checkpoints
     python eval/bench/gpu_step.py --geometry qwen3_30b_a3b --layers 8
@@ -12,23 +11,18 @@ rates in one large product and one large copy, and with its data sheet if known.
 
 import argparse
 import gc
-import json
 import math
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from geometries import GEOMETRIES, config_of
-from peers import PEERS, peer_rows
-from roofline import Limits, device_limits, roofline
 from saved import add_save, finish
 from step import batch_of, synchronize
 from variants import Variant, adapts_experts, build
 
-from moe_finetune.errors import ForeignKernelError
 from moe_finetune.models import family_of
 from moe_finetune.quantization.weight import resident_bytes
 
@@ -50,26 +44,6 @@ VARIANTS = ("attention-only", *STOCK, "ours", *(f"ours+{name}" for name in PRESE
 COPIES_OF_WEIGHTS = 8
 """A layer's weights that are in memory at once, estimated: two models of bfloat16, one of nf4, and
 what stock PEFT makes of the stack."""
-
-
-def run_peer(arguments: argparse.Namespace, name: str, file: Path) -> None:
-    """Time a peer, attention-only LoRA and ours in this process; the peer changes its kernels."""
-    STOCK[name] = PEERS[name][1]()
-    arguments.geometry, arguments.kernels = arguments.geometry[0], 10
-    names = ["attention-only", name]
-    rows = {}
-    for variants in ([*names, "ours"], names):  # ours refuses layers patched by a package
-        try:
-            rows = measure(arguments, variants, math.inf, {})["rows"]
-            break
-        except ForeignKernelError as error:
-            rows = {"ours": {"outcome": str(error)}}
-    failed = [rows.get(v, {}) for v in names if "median_s" not in rows.get(v, {})]
-    finished = {"outcome": failed[0].get("outcome", "not run") if failed else "ok", "rows": rows}
-    if not failed:
-        base = rows["attention-only"]["median_s"]
-        finished["time: peer / attention-only"] = rows[name]["median_s"] / base
-    file.write_text(json.dumps(finished))
 
 
 class Timed:
@@ -117,9 +91,7 @@ def peak_gb(timed: Timed, batch: Any, device: str) -> float | None:
     return (torch.cuda.max_memory_allocated() - before) / 1e9
 
 
-def measure(
-    arguments: argparse.Namespace, names: list[str], until: float, limits: Limits
-) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, names: list[str], until: float) -> dict[str, Any]:
     """Seconds and memory of each variant at ``arguments.layers``, and a profile of ours."""
     variants = models_of(arguments, names)
     batch = batch_of(arguments, config_of(arguments).vocab_size)
@@ -160,8 +132,6 @@ def measure(
     result: dict[str, Any] = {"layers": arguments.layers, "tokens": tokens, "rows": rows}
     if "ours" in variants:
         result["kernels"] = profile(variants["ours"], batch, arguments)
-        median = rows["ours"]["median_s"]
-        result["roofline"] = roofline(arguments, variants["ours"].model, median, limits)
     return result
 
 
@@ -256,7 +226,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """The result of every geometry: figures, or the reason why there are none."""
     started = time.monotonic()
     results: dict[str, Any] = {}
-    limits = device_limits(arguments)
     chosen = arguments.geometry
     for place, geometry in enumerate(chosen):
         used = time.monotonic() - started
@@ -264,16 +233,14 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         if share < arguments.least_seconds:
             results[geometry] = {"outcome": f"not run: {used:.0f} s were used"}
             continue
-        results[geometry] = one(arguments, geometry, share, limits)
+        results[geometry] = one(arguments, geometry, share)
         gc.collect()
         if arguments.device == "cuda":
             torch.cuda.empty_cache()
     return {"schema": SCHEMA, "geometries": results}
 
 
-def one(
-    arguments: argparse.Namespace, geometry: str, share: float, limits: Limits
-) -> dict[str, Any]:
+def one(arguments: argparse.Namespace, geometry: str, share: float) -> dict[str, Any]:
     """One geometry at two depths, in ``share`` seconds."""
     begun = time.monotonic()
     names = list(arguments.variants)
@@ -282,16 +249,15 @@ def one(
         values = vars(arguments) | {"geometry": geometry, "layers": layers}
         until = begun + share * part / 2
         print(f"{geometry}, {layers} layers ...", flush=True)
-        both.append(measure(argparse.Namespace(**values), names, until, limits))
+        both.append(measure(argparse.Namespace(**values), names, until))
         gc.collect()
         if arguments.device == "cuda":
-            torch.cuda.empty_cache()  # a peer's process needs the memory
+            torch.cuda.empty_cache()
     depth = DEPTH.get(geometry, both[1]["layers"])
     return {
         "outcome": "ok",
         "depth": depth,
         "measured": both,
-        "peers": peer_rows(arguments, geometry, both[1]["layers"]),
         "per_layer": per_layer(both[0], both[1], depth),
         "ratios": ratios(both[1]["rows"]),
     }
@@ -320,15 +286,6 @@ def table(result: dict[str, Any]) -> str:
             lines.append(f"  {label:50s}{value:.3f}")
         for row in deep.get("kernels", ())[:10]:
             lines.append(f"  {row['share']:6.1%} {row['calls']:6d} x {row['kernel'][:80]}")
-        for name, limit in deep.get("roofline", {}).get("limits", {}).items():
-            lines.append(
-                f"  {name}: {limit['share_of_flops']:.1%} of {limit['tflops']:.3g} TFLOP/s, "
-                f"{limit['share_of_bytes']:.1%} of {limit['tb_per_s']:.3g} TB/s"
-            )
-        for name, peer in found.get("peers", {}).items():
-            ratio = peer.get("time: peer / attention-only")
-            figure = peer["outcome"] if ratio is None else f"{ratio:.3f} x attention-only"
-            lines.append(f"  {name}: {figure}")
     return "\n".join(lines)
 
 
@@ -349,8 +306,6 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--least-seconds", type=float, default=30.0, help=argparse.SUPPRESS)
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU and seconds")
-    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
-    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     add_save(parser, "gpu_step")
     arguments = parser.parse_args(given)
     if arguments.device == "cuda" and not torch.cuda.is_available():
@@ -360,10 +315,6 @@ def main(given: list[str] | None = None) -> int:
         arguments.geometry, arguments.layers, arguments.dtype = ["tiny"], 3, "float32"
         arguments.tokens, arguments.length, arguments.rank = 64, 32, 8
         arguments.rounds, arguments.warmup = 1, 0
-    if arguments.child:
-        name, file = arguments.child
-        run_peer(arguments, name, Path(file))
-        return 0
     result = run(arguments)
     print(table(result))
     finish(arguments, result, show=False)

@@ -5,18 +5,12 @@ memory before the model; on a GPU it is the allocator's peak. Widths are small e
 one core, and large enough to compare hundreds of megabytes.
 
     python eval/bench/memory.py
-    python eval/bench/memory.py --headers      # inspect of a 60 GB checkpoint, by its headers
 """
 
 import argparse
-import json
-import struct
-import tempfile
 import time
-from pathlib import Path
 
 import torch
-from geometries import GEOMETRIES
 from measured import measured_peak
 from saved import add_save, finish
 from transformers import DeepseekV2Config, DeepseekV3Config, Qwen3MoeConfig
@@ -121,89 +115,13 @@ def compare(name, dtype="float32", device="cpu"):
     }
 
 
-def headers() -> dict[str, float]:
-    """Seconds to read the headers of Qwen3-30B-A3B, from sparse files of its size."""
-    from moe_finetune.checkpoint.opened import open_checkpoint
-    from moe_finetune.models.loading import load_config
-    from moe_finetune.models.structure import meta_model
-
-    config = GEOMETRIES["qwen3_30b_a3b"][0]()
-    config.num_hidden_layers = 48
-    with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
-        config.architectures = ["Qwen3MoeForCausalLM"]
-        config.save_pretrained(place)
-        size = write_empty(place, disk_names(config))
-        started = time.perf_counter()
-        found = open_checkpoint(place)
-        opened = time.perf_counter() - started
-        meta_model(load_config(place))
-        built = time.perf_counter() - started - opened
-    return {
-        "GB": size / 1e9,
-        "tensors": len(found.tensors),
-        "seconds, headers": opened,
-        "seconds, meta model": built,
-    }
-
-
-def disk_names(config):
-    """Names and shapes as published: one matrix per expert and projection."""
-    from moe_finetune.models.structure import meta_model
-
-    for name, parameter in meta_model(config).named_parameters():
-        if parameter.dim() < 3:
-            yield name, tuple(parameter.shape)
-            continue
-        block, _, part = name.rpartition(".")
-        experts, rows, columns = parameter.shape
-        for expert in range(experts):
-            if part == "down_proj":
-                yield f"{block}.{expert}.down_proj.weight", (rows, columns)
-            else:
-                yield f"{block}.{expert}.gate_proj.weight", (rows // 2, columns)
-                yield f"{block}.{expert}.up_proj.weight", (rows // 2, columns)
-
-
-def write_empty(folder, tensors, shard_bytes=4_000_000_000) -> int:
-    """Write sparse safetensors files of these tensors; return their bytes."""
-    shards, held = [[]], 0
-    for name, shape in tensors:
-        size = 2 * torch.Size(shape).numel()
-        if held + size > shard_bytes:
-            shards.append([])
-            held = 0
-        shards[-1].append((name, shape, held, held + size))
-        held += size
-    total, places = 0, {}
-    for number, shard in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        header = {
-            name: {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
-            for name, shape, begin, end in shard
-        }
-        text = json.dumps(header).encode()
-        with (folder / file).open("wb") as stream:
-            stream.write(struct.pack("<Q", len(text)) + text)
-            stream.truncate(8 + len(text) + shard[-1][3])
-        places |= dict.fromkeys(header, file)
-        total += shard[-1][3]
-    index = {"metadata": {"total_size": total}, "weight_map": places}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return total
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--settings", nargs="*", choices=sorted(SETTINGS), metavar="NAME")
-    parser.add_argument("--headers", action="store_true", help="time the headers of 60 GB instead")
     add_save(parser, "memory")
     arguments = parser.parse_args()
-    if arguments.headers:
-        finish(arguments, headers())
-        return
     rows = {}
     for name in arguments.settings or SETTINGS:
         rows[name] = row = compare(name, arguments.dtype, arguments.device)

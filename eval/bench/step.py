@@ -20,11 +20,9 @@ from pathlib import Path
 import torch
 from geometries import GEOMETRIES, config_of
 from saved import add_save, finish
-from transformers import AutoModelForCausalLM
 from variants import BASELINES, COMPILED, Variant, adapts_experts, build
 
 from moe_finetune.models import family_of
-from moe_finetune.moe.layers import backbone_of
 
 
 def batch_of(arguments, vocab):
@@ -104,47 +102,6 @@ def memory_child(arguments) -> None:
     print(json.dumps({"peak_gb": rss() - before}))
 
 
-def step_flops(arguments, experts_lora: bool) -> float:
-    """Multiply-adds x 2 of a step: frozen weights forward and input gradient, LoRA forward and both
-    gradients; attention scores included."""
-    model_config = config_of(arguments)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config)
-    family = family_of(backbone_of(model).config)
-    share = family.top_k(model_config) / family.num_experts(model_config)
-    dense = active = 0.0
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 3:
-            active += parameter.numel() * share
-        elif parameter.dim() == 2 and "embed" not in name:
-            dense += parameter.numel()
-    rank, lora = arguments.rank, 0.0
-    if experts_lora:
-        width, hidden = family.expert_width(model_config), model_config.hidden_size
-        per_expert = rank * (hidden + 2 * width + width + hidden)
-        lora = per_expert * family.top_k(model_config) * len(family.moe_layers(model_config))
-    heads = model_config.num_attention_heads
-    head = getattr(model_config, "head_dim", None) or model_config.hidden_size // heads
-    length = min(arguments.length, arguments.tokens)
-    scores = 2 * heads * head * length * model_config.num_hidden_layers * 0.5
-    tokens = batch_of(arguments, 10)["input_ids"].numel()
-    return tokens * 2.0 * ((dense + active) * 2 + lora * 3 + scores * 3)
-
-
-def product_tflops(arguments) -> float:
-    """Rate of the fastest of some large square products in this type on this device."""
-    side = 8192 if arguments.device == "cuda" else 2048
-    left = torch.randn(side, side, device=arguments.device, dtype=getattr(torch, arguments.dtype))
-    seconds = []
-    for _ in range(8):
-        synchronize(arguments.device)
-        start = time.perf_counter()
-        torch.mm(left, left)
-        synchronize(arguments.device)
-        seconds.append(time.perf_counter() - start)
-    return 2 * side**3 / min(seconds) / 1e12
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--geometry", choices=sorted(GEOMETRIES), default="small-cpu")
@@ -170,11 +127,6 @@ def main() -> None:
         "--compiled", action="store_true", help="each variant a second time, its layers compiled"
     )
     parser.add_argument("--no-memory", action="store_true")
-    parser.add_argument(
-        "--peak-tflops",
-        type=float,
-        help="of the device, for the utilization; default: the best of some large products",
-    )
     add_save(parser, "step")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -200,26 +152,22 @@ def main() -> None:
         names = [other for name in names for other in (name, name + COMPILED)]
     seconds, faults = time_variants(arguments, names)
     memory = {} if arguments.no_memory else {n: peak_memory(arguments, n) for n in names}
-    peak = arguments.peak_tflops or product_tflops(arguments)
     rows = {}
     tokens = batch_of(arguments, 10)["input_ids"].numel()
     for name in names:
         median = statistics.median(seconds[name])
-        flops = step_flops(arguments, adapts_experts(name))
         rows[name] = {
             "median_s": median,
             "min_s": min(seconds[name]),
             "page_faults": statistics.median(faults[name]),
             "tokens_per_s": tokens / median,
-            "tflops": flops / median / 1e12,
-            "utilisation": flops / median / 1e12 / peak,
             "peak_gb": memory.get(name),
         }
     print(table(rows))
     found = ratios(rows)
     for name, value in found.items():
         print(f"{name:60s} {value:.3f}")
-    finish(arguments, {"peak_tflops": peak, "rows": rows, "ratios": found}, show=False)
+    finish(arguments, {"rows": rows, "ratios": found}, show=False)
 
 
 def ratios(rows) -> dict[str, float]:
@@ -242,13 +190,13 @@ def ratios(rows) -> dict[str, float]:
 
 
 def table(rows) -> str:
-    titles = ("ms", "min", "tokens/s", "TFLOP/s", "of peak", "peak GB")
+    titles = ("ms", "min", "tokens/s", "peak GB")
     lines = [" " * 34 + "".join(f"{title:>10s}" for title in titles)]
     for name, row in rows.items():
         peak = f"{row['peak_gb']:10.2f}" if row["peak_gb"] else f"{'-':>10s}"
         lines.append(
             f"{name:34s}{row['median_s'] * 1e3:10.0f}{row['min_s'] * 1e3:10.0f}"
-            f"{row['tokens_per_s']:10.0f}{row['tflops']:10.3f}{row['utilisation']:10.0%}{peak}"
+            f"{row['tokens_per_s']:10.0f}{peak}"
         )
     return "\n".join(lines)
 

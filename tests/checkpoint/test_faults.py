@@ -18,12 +18,12 @@ def contents(folder):
 
 @pytest.mark.faults
 @pytest.mark.slow
-def test_killed_at_random_moments(warm, bases, adapters, tmp_path):
+def test_killed_at_random_moments(warm, bases, adapters, tmp_path, repetition):
     """SIGKILL after a random number of written pieces, the last few during sync and rename."""
     base, adapter, target = bases("qwen3_moe"), adapters("qwen3_moe"), tmp_path / "merged"
     merge_adapter(base, adapter, tmp_path / "whole")
     wanted = contents(tmp_path / "whole")
-    chooser = random.Random(0)
+    chooser = random.Random(repetition)
     partial = 0
     for moment in (chooser.randrange(1, 100), 130):
         process = subprocess.Popen(

@@ -1,6 +1,6 @@
 """Runs that are killed anywhere end, when resumed, as the run that nothing disturbed.
 
-The same with more repetitions: ``eval/bench/faults.py``.
+More of them: ``pytest -m faults --repeat 20 tests/faults/test_kills.py``.
 """
 
 import random

@@ -1,6 +1,6 @@
 """The README's picture: the top of a report's page in a browser.
 
-python eval/bench/report_picture.py runs/demo/report/index.html recipes/demo/report.png
+python docs/site/report_picture.py runs/demo/report/index.html recipes/demo/report.png
 """
 
 import argparse
@@ -14,6 +14,7 @@ SIZE = {"width": 1180, "height": 1000}
 
 
 def main() -> None:
+    """Write the picture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("page", type=Path, help="a report's HTML file")
     parser.add_argument("picture", type=Path, help="the PNG to write")
