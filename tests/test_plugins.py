@@ -138,9 +138,9 @@ def test_a_run_notes_the_file_and_resumes_with_the_same(tmp_path, caplog):
     plugins.use_file(write(tmp_path, LOSS + "# changed\n"))
     with pytest.raises(RecipeError, match="give the same file again"):
         check_run_folder(recipe(method=method), run, True)
-    from moe_finetune.models.declared import declare_family_of
+    from moe_finetune.models.find import warn_of_plugins
 
-    declare_family_of(run.path / "adapter")
+    warn_of_plugins(run.path / "adapter")
     assert "was trained with --plugin mine.py" in caplog.text
 
 

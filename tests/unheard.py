@@ -17,23 +17,6 @@ class UnheardForCausalLM(Glm4MoeForCausalLM):
     config_class = UnheardConfig
 
 
-DECLARED = {
-    "model_type": "unheard_moe",
-    "score": "sigmoid",
-    "renormalize": "norm_topk_prob",
-    "scaling": "routed_scaling_factor",
-    "groups": ["n_group", "topk_group"],
-    "num_experts": "n_routed_experts",
-    "attention_targets": list(ATTENTION),
-    "shared_targets": list(SHARED_EXPERTS),
-    "disk": {
-        "router_bias": "gate.e_score_correction_bias",
-        "gate_up": "experts.gate_up_proj",
-        "down": "experts.down_proj",
-    },
-}
-
-
 def register() -> None:
     """Tell transformers of the type; repeatable."""
     AutoConfig.register("unheard_moe", UnheardConfig, exist_ok=True)
@@ -81,6 +64,9 @@ def families() -> list[Family]:
     """As a callable that registers its class, too."""
     register()
     return [family()]
+
+
+NO_FAMILY = "a value that a plugin must not hand over"
 
 
 def broken() -> None:

@@ -15,7 +15,6 @@ from moe_finetune.io.run_folder import RunFolder, checkpoint_in
 from moe_finetune.io.terminal import terminal
 
 if TYPE_CHECKING:
-    from moe_finetune.recipe.schema import Recipe
     from moe_finetune.training.proof import Proof
 
 
@@ -36,7 +35,7 @@ def inspect(
     prove: Annotated[
         bool,
         typer.Option(
-            "--prove", help="Compare the declared family with transformers' class; 1 if it differs."
+            "--prove", help="Compare the family with transformers' class; 1 if it differs."
         ),
     ] = False,
     gpu: Annotated[
@@ -68,7 +67,7 @@ def inspect(
     checkpoint = str(checkpoint_in(checkpoint))
     if prove:
         read = load_recipe(recipe) if recipe else None  # may declare the family
-        proof = _prove(checkpoint, read)
+        proof = _prove(checkpoint)
         print(dumps(proof.to_mapping(), indent=2) if json else proof.text())
         if not proof.ok:
             raise typer.Exit(1)
@@ -87,19 +86,11 @@ def inspect(
         raise typer.Exit(1)
 
 
-def _prove(checkpoint: str, recipe: Recipe | None) -> Proof:
-    from moe_finetune.errors import RecipeError
+def _prove(checkpoint: str) -> Proof:
     from moe_finetune.models.loading import open_config
     from moe_finetune.training.proof import prove
 
-    config, family = open_config(checkpoint)
-    declared = recipe.model.family if recipe is not None else None
-    if declared is not None and declared.model_type != config.model_type:
-        raise RecipeError(
-            f"model.family.model_type: '{declared.model_type}' is declared, but {checkpoint} is "
-            f"'{config.model_type}'"
-        )
-    return prove(config, family)
+    return prove(*open_config(checkpoint))
 
 
 class AdapterForm(StrEnum):
@@ -150,11 +141,11 @@ def convert(
 
 def _convert_adapter(source: Path, to: AdapterForm, base: str | None, output: Path) -> Path:
     from moe_finetune.checkpoint.packings import as_peft, as_per_expert, convert_adapter
-    from moe_finetune.models.declared import declare_family_of
+    from moe_finetune.models.find import warn_of_plugins
     from moe_finetune.models.loading import local_folder
     from moe_finetune.vllm.adapters import convert_for_vllm
 
-    declare_family_of(source)
+    warn_of_plugins(source)
     run = RunFolder(source)
     adapter = run.adapter if run.adapter.is_dir() else source
     folder = local_folder(base) if base is not None else base_of(adapter)
@@ -196,10 +187,10 @@ def merge(
     """
     from moe_finetune.checkpoint import merge_adapter, open_checkpoint
     from moe_finetune.checkpoint.adapter import open_adapter, read_bias
-    from moe_finetune.models.declared import declare_family_of
+    from moe_finetune.models.find import warn_of_plugins
     from moe_finetune.models.loading import local_folder
 
-    declare_family_of(source)  # the base is elsewhere
+    warn_of_plugins(source)  # the base is elsewhere
     run = RunFolder(source)
     adapter = run.adapter if run.adapter.is_dir() else source
     folder = local_folder(base) if base is not None else base_of(adapter)

@@ -12,7 +12,7 @@ from moe_finetune.errors import UnsupportedModelError
 from moe_finetune.models import table
 from moe_finetune.models.base import FAMILIES, DiskLayout, Family
 from moe_finetune.models.composite import part_of
-from moe_finetune.models.declared import find_family, known_families, using
+from moe_finetune.models.find import find_family, known_families, using
 
 for _family in (*table.CORE, *table.FAMILIES, *table.COMPOSITES):
     FAMILIES.register(_family.name, _family)

@@ -9,11 +9,32 @@ from typing import Any, Literal
 
 from moe_finetune.errors import UnsupportedModelError
 from moe_finetune.models.structure import Spelling
-from moe_finetune.recipe.family import Rows
 from moe_finetune.registry import Registry
 
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 """Functions from router logits to scores; the last is the square root of softplus."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What transformers' class of a family needs for packed rows and padding.
+
+    Taken from each class and tested for every family: a sequence's results depend neither on
+    another one in its row nor on padding.
+
+    Attributes:
+        masks_by_position: attention ends where positions start again; otherwise masks are built.
+        per_sequence: classes in a layer that carry a state or a convolution from token to token;
+            they run one sequence at a time.
+        padding: what masked left padding does: nothing, it moves absolute positions, or
+            ``per_sequence`` read it.
+        generates_padded: whether generation is the same with left padding.
+    """
+
+    masks_by_position: bool = True
+    per_sequence: tuple[str, ...] = ()
+    padding: Literal["unseen", "moves", "read"] = "unseen"
+    generates_padded: bool = True
 
 
 @dataclass(frozen=True)

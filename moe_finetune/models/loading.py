@@ -16,7 +16,7 @@ from moe_finetune.io.hub import check_hub
 from moe_finetune.io.json_file import read_object
 from moe_finetune.models import Family, check_supported, family_of, native
 from moe_finetune.models.chat_template import check_template
-from moe_finetune.models.declared import declare_family_of
+from moe_finetune.models.find import warn_of_plugins
 from moe_finetune.models.structure import first_line
 from moe_finetune.models.tiktoken_tokenizer import RANKS_FILE, load_tiktoken
 
@@ -46,7 +46,7 @@ def local_folder(path: str | Path, weights: bool = True, revision: str | None = 
                 f"{path}: a folder has no revision '{revision}'; leave model.revision out, or give "
                 "the hub id"
             )
-        declare_family_of(folder)
+        warn_of_plugins(folder)
         return folder
     parts = str(path).split("/")
     if folder.is_absolute() or len(parts) != 2 or parts[0] in ("", ".", "..", "~"):

@@ -1,25 +1,23 @@
-"""Suggest a declaration for a model type that no family supports, from facts in its class."""
+"""Suggest a plugin for a model type that no family supports, from facts in its class."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from itertools import takewhile
 from typing import Any
 
-import yaml
 from torch import nn
 
+from moe_finetune.models.base import DiskLayout, Family
 from moe_finetune.models.layout import Site, sites
 from moe_finetune.models.structure import patterns_on_disk
-from moe_finetune.recipe.family import DiskSection, FamilySection
-from moe_finetune.recipe.section import Section
 
-_ASK = "  # declare"
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k", "moe_k")
 _RENORMALIZE = ("norm_topk_prob", "route_norm", "normalize_topk", "norm_expert_weight")
 _SCALING = ("routed_scaling_factor", "route_scale", "router_scaling_factor")
 
 
 def suggestion(config: Mapping[str, Any]) -> str | None:
-    """The part of an error message that shows how to declare the model type, or None.
+    """The part of an error message that shows how to register the model type, or None.
 
     Args:
         config: the content of ``config.json``.
@@ -44,67 +42,75 @@ def suggestion(config: Mapping[str, Any]) -> str | None:
         return None
     if not class_sites or not class_sites[0].routers:
         return None
-    lines = "\n".join(f"    {line}" for line in declaration(parsed, class_sites))
     return (
-        f"transformers' class of '{model_type}' has the standard experts interface, so a recipe "
-        "can declare it: paste this, correct the marked facts by its code, and test them with\n"
-        "  moe-finetune inspect CHECKPOINT --recipe RECIPE --prove\n"
-        f"model:\n  family:\n{lines}"
+        f"transformers' class of '{model_type}' has the standard experts interface, so a plugin "
+        "can register it: save this as my_family.py, correct the marked facts by the class's "
+        "code, and test them with\n"
+        "  moe-finetune inspect CHECKPOINT --prove --plugin my_family.py\n"
+        + code(parsed, class_sites)
     )
 
 
-def declaration(config: Any, class_sites: Sequence[Site]) -> list[str]:
-    """The lines of ``model.family`` for ``config``; facts that the class does not show are marked.
+def code(config: Any, class_sites: Sequence[Site]) -> str:
+    """A plugin's code for ``config``; facts that the class does not show are marked.
 
-    Defaults of :class:`FamilySection` are omitted.
+    Defaults of :class:`Family` are omitted.
     """
-    site = class_sites[-1]
+    site, name = class_sites[-1], config.model_type
     router, weight = site.routers[0]
-    facts: dict[str, Any] = {"model_type": config.model_type}
-    facts["score"] = f"softmax{_ASK}: softmax or sigmoid over the experts"
-    facts["renormalize"] = f"{_key(config, _RENORMALIZE, 'true')}{_ASK}: weights of sum 1?"
-    facts["scaling"] = f"{_key(config, _SCALING, '1.0')}{_ASK}: factor on the weights"
-    grouped = hasattr(config, "n_group") and hasattr(config, "topk_group")
-    if grouped:
-        facts["groups"] = f"[n_group, topk_group]{_ASK}: groups of experts, and how many to use"
-    read_facts = {
-        "num_experts": _named(config, site.num_experts, "expert"),
-        "top_k": _key(config, TOP_K, "num_experts_per_tok"),
-        "expert_width": _named(config, site.width, "intermediate"),
+    renormalize = next((name for name in _RENORMALIZE if hasattr(config, name)), None)
+    scaling = next((name for name in _SCALING if hasattr(config, name)), None)
+    top_k = next((name for name in TOP_K if hasattr(config, name)), TOP_K[0])
+    disk = _disk(config, site, f"{router}.{weight}")
+    shown = {
         "block_path": site.block_path,
         "router_name": router,
         "router_weight": weight,
         "experts_name": site.experts_name,
         "gated": site.gated,
-        "attention_targets": _attention(class_sites),
-        "shared_targets": [*site.other_linears, *site.beside(())],
-        "disk": _unlike(DiskSection, _disk(config, site, f"{router}.{weight}")),
+        "shared_targets": (*site.other_linears, *site.beside(())),
+        "bias_export": "tensor" if "router_bias" in disk else "none",
     }
-    facts |= {key: _flow(value) for key, value in _unlike(FamilySection, read_facts).items()}
-    return [f"{key}: {value}" for key, value in facts.items()]
+    lines = [
+        f"name={name!r}, model_type={name!r}, title={name!r},",
+        'score="softmax",  # correct: softmax or sigmoid over the experts',
+        f"renormalize={_read(renormalize, 'True')},  # correct: weights of sum 1?",
+        f"scaling={_read(scaling, '1.0')},  # correct: factor on the weights",
+        f"num_experts={_read(*_named(config, site.num_experts, 'expert'))}, top_k={_read(top_k)},",
+        f"expert_width={_read(*_named(config, site.width, 'intermediate'))},",
+        "moe_layers=layers_with_experts,",
+        f"attention_targets={tuple(_attention(class_sites))!r},",
+    ]
+    if hasattr(config, "n_group") and hasattr(config, "topk_group"):
+        lines.insert(4, "groups=expert_groups,  # correct: groups of experts, and how many to use")
+    others = {name: value for name, value in shown.items() if value != _default(Family, name)}
+    lines += [f"{name}={value!r}," for name, value in others.items()]
+    parts = {name: value for name, value in disk.items() if value != _default(DiskLayout, name)}
+    if parts:
+        lines.append(f"disk=DiskLayout({', '.join(f'{n}={v!r}' for n, v in parts.items())}),")
+    body = "\n".join(f"    {line}" for line in lines)
+    return (
+        "from moe_finetune.models import DiskLayout, Family, register_family\n"
+        "from moe_finetune.models.base import expert_groups\n"
+        "from moe_finetune.models.structure import layers_with_experts\n"
+        f"register_family(Family(\n{body}\n))"
+    )
 
 
-def _unlike(section: type[Section], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``facts`` that differ from the section's defaults."""
-    defaults = {name: field.default for name, field in section.model_fields.items()}
-    return {name: fact for name, fact in facts.items() if fact not in ([], {}, defaults[name])}
+def _read(name: str | None, value: str = "") -> str:
+    """A function of the config: its key ``name``, or always ``value``."""
+    return f"lambda config: {f'config.{name}' if name else value}"
 
 
-def _flow(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False).split(
-        "\n"
-    )[0]
+def _default(kind: Any, name: str) -> Any:
+    return next(field.default for field in fields(kind) if field.name == name)
 
 
-def _key(config: Any, names: tuple[str, ...], default: str) -> str:
-    return next((name for name in names if hasattr(config, name)), default)
-
-
-def _named(config: Any, size: int, word: str) -> str:
-    """The config's key with value ``size``, preferably with ``word`` in it; else the number."""
+def _named(config: Any, size: int, word: str) -> tuple[str | None, str]:
+    """The config's key with value ``size`` and ``word`` in it, if any; and the number."""
     keys = [key for key, value in config.to_dict().items() if value == size and value is not True]
     keys.sort(key=lambda key: (word not in key, "moe" not in key, len(key)))
-    return keys[0] if keys and word in keys[0] else str(size)
+    return (keys[0] if keys and word in keys[0] else None), str(size)
 
 
 def _attention(class_sites: Sequence[Site]) -> list[str]:
@@ -133,7 +139,12 @@ def _disk(config: Any, site: Site, router: str) -> dict[str, Any]:
     names |= dict(zip(parts, first, strict=True))
     names["down"] = patterns_on_disk(mapping, f"{stack}.down_proj")[0]
     block = _shared_prefix(list(names.values()))
-    return {"block": block} | {key: name[len(block) + 1 :] for key, name in names.items()}
+    without_gate = {} if site.gated else {"gate": None}
+    return (
+        {"block": block}
+        | without_gate
+        | {key: name[len(block) + 1 :] for key, name in names.items()}
+    )
 
 
 def _shared_prefix(names: list[str]) -> str:

@@ -28,6 +28,10 @@ KEYS: dict[str, tuple[Any, str]] = {
         None,
         "give a term its own every, or call moe_finetune.measure_strength in Python",
     ),
+    "model.family": (
+        None,
+        "a plugin registers the family: --plugin my_family.py, see docs/extending.md",
+    ),
     "numerics.on_nan": ("stop", "steps are no longer skipped; lower trainer.learning_rate"),
     "numerics.max_violation": (None, "the limit is 0.75 x (experts / selected - 1)"),
     "numerics.dead_experts": (0.5, "the limit is 0.5"),

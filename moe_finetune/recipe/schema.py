@@ -20,7 +20,6 @@ from moe_finetune.errors import PluginError, RecipeError
 from moe_finetune.plugins import use_installed
 from moe_finetune.recipe.data import DataSection, Paths
 from moe_finetune.recipe.dropped import without_dropped
-from moe_finetune.recipe.family import DECLARED
 from moe_finetune.recipe.lora import LoraSection
 from moe_finetune.recipe.method import Method, resolve_method
 from moe_finetune.recipe.section import WholeRecipe
@@ -39,7 +38,7 @@ from moe_finetune.recipe.validation import from_tree, in_a_section
 
 
 class Recipe(WholeRecipe):
-    """A complete description of a run. A ``model.family`` is registered in the process.
+    """A complete description of a run.
 
     ``rewards`` belong to stage grpo.
     """
@@ -115,8 +114,6 @@ class Recipe(WholeRecipe):
         problems = list(_conflicts(self))
         if problems:
             raise RecipeError("\n".join(problems))
-        if self.model.family is not None:
-            DECLARED[self.model.family.model_type] = self.model.family
         return self
 
     @classmethod

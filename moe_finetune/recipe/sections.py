@@ -12,7 +12,6 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from moe_finetune.recipe.data import DataSection as DataSection
-from moe_finetune.recipe.family import FamilySection
 from moe_finetune.recipe.lora import LoraSection as LoraSection
 from moe_finetune.recipe.section import Section
 
@@ -62,9 +61,6 @@ class ModelSection(Section):
     )
     config: dict[str, Any] = Field(
         default={}, description="keys of config.json to change, with `init: random`"
-    )
-    family: FamilySection | None = Field(
-        default=None, description="description of a model type that the toolkit does not know"
     )
 
     def conflicts(self, recipe: Any) -> Iterator[str]:

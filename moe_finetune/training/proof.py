@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from moe_finetune.models.base import Family
-from moe_finetune.models.declared import using
+from moe_finetune.models.find import using
 from moe_finetune.training.proof_model import Check, random_model
 
 

@@ -16,13 +16,11 @@ from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.evaluation.transformers_backend import open_transformers
 from moe_finetune.models import FAMILIES, using
 from moe_finetune.models.base import Rows
-from moe_finetune.models.declared import family_from
-from moe_finetune.recipe.family import FamilySection
 from moe_finetune.recipe.schema import load_recipe
 from moe_finetune.training.callback import SpecializationCallback
 from moe_finetune.training.packed import packing_problem
 from moe_finetune.training.specialization import Specialization
-from tests import tiny, tiny_families, unheard
+from tests import tiny, tiny_families
 
 UNDECLARED = replace(FAMILIES["qwen3_next"], rows=Rows())
 """A family of a plugin or recipe that says nothing of its states."""
@@ -109,11 +107,7 @@ def test_a_family_that_is_declared_without_its_states_is_refused(recipe, capsys,
     assert code == 0, message
 
 
-def test_a_recipe_declares_how_sequences_are_kept_apart():
-    section = FamilySection(
-        **unheard.DECLARED | {"rows": {"per_sequence": ["Net"], "masks_by_position": False}}
-    )
-    assert family_from(section).rows == Rows(per_sequence=("Net",), masks_by_position=False)
+def test_a_family_declares_how_sequences_are_kept_apart():
     config = tiny_families.config("qwen3_next")
     told = replace(UNDECLARED, rows=Rows(per_sequence=("Qwen3NextGatedDeltaNet",)))
     with using(told):

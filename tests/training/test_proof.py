@@ -1,15 +1,16 @@
 """``inspect --prove``: right facts pass, and each kind of wrong one is named."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from moe_finetune import plugins
 from moe_finetune.cli import main
 from moe_finetune.models import FAMILIES
 from moe_finetune.models.base import expert_groups
-from moe_finetune.recipe.family import DECLARED
 from moe_finetune.training.proof import prove
 from tests import tiny, tiny_families, unheard
 
@@ -132,24 +133,27 @@ def test_the_command(tiny_checkpoint, capsys):
     assert code == 0 and document["ok"] and document["model_type"] == "mixtral"
 
 
-def test_the_command_with_a_declaration(tmp_path, capsys):
+def test_the_command_with_a_plugin(tmp_path, capsys, monkeypatch):
     unheard.save(tmp_path / "base")
-    recipe, facts = tmp_path / "recipe.yaml", dict(unheard.DECLARED)
+    families, base = dict(FAMILIES._values), tmp_path / "base"
+    monkeypatch.setattr(plugins, "_files", {})
 
-    def write(**changes):
-        model = {"path": str(tmp_path / "base"), "family": facts | changes}
-        content = {"model": model, "data": {"train": "x.jsonl"}}
-        recipe.write_text(json.dumps(content))
-        return tmp_path / "base", "--recipe", recipe, "--prove"
+    def write(text):
+        FAMILIES._values.clear()
+        FAMILIES._values.update(families)
+        (tmp_path / "mine.py").write_text(text)
+        return "--plugin", tmp_path / "mine.py"
 
     try:
-        code, said = command(capsys, tmp_path / "base", "--prove")
-        assert code == 2 and "--prove" in said.err and "model_type: unheard_moe" in said.err
-        code, said = command(capsys, *write())
+        code, said = command(capsys, base, "--prove")
+        assert code == 2 and "--prove" in said.err and "register_family(" in said.err
+        text = said.err[said.err.index("from moe_finetune.models import") :]
+        text = text.replace('score="softmax"', 'score="sigmoid"')
+        code, said = command(capsys, base, "--prove", *write(text))
         assert code == 0, said
-        code, said = command(capsys, *write(scaling=1.0))
+        wrong = text.replace("config.routed_scaling_factor", "1.0")
+        code, said = command(capsys, base, "--prove", *write(wrong))
         assert code == 1 and "WRONG  scaling: scaling is declared as 1.0" in said.out
-        code, said = command(capsys, *write(scaling="scale"))
-        assert code == 2 and "has no 'scale'" in said.err
     finally:
-        DECLARED.clear()
+        write("")
+        os.environ.pop(plugins.VARIABLE, None)

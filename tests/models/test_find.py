@@ -1,0 +1,131 @@
+"""A model type that the package lacks: brought by an installed package, else refused."""
+
+import json
+from importlib.metadata import EntryPoint
+
+import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from moe_finetune import models
+from moe_finetune.errors import RecipeError, UnsupportedModelError
+from moe_finetune.models import FAMILIES, family_of, find
+from moe_finetune.models.find import warn_of_plugins
+from moe_finetune.models.suggestion import suggestion
+from moe_finetune.recipe.schema import recipe_from_tree
+from moe_finetune.recipe.tree import Tree
+from tests import tiny_families, unheard
+
+
+@pytest.fixture(autouse=True)
+def _as_before():
+    """Each test starts without plugins."""
+    find._plugins.cache_clear()
+    yield
+    find._plugins.cache_clear()
+
+
+def install(monkeypatch, *values):
+    points = [EntryPoint(f"p{i}", value, find.GROUP) for i, value in enumerate(values)]
+    monkeypatch.setattr(find, "entry_points", lambda group: points if group == find.GROUP else [])
+
+
+def test_a_recipe_s_declaration_is_refused_with_what_replaces_it():
+    values = {"model": {"path": "a/b", "family": None}, "data": {"train": "x.jsonl"}}
+    recipe_from_tree(Tree(values))
+    values["model"]["family"] = {"model_type": "unheard_moe"}
+    with pytest.raises(RecipeError, match=r"model\.family: .*--plugin my_family\.py"):
+        recipe_from_tree(Tree(values))
+
+
+@pytest.mark.parametrize("environment", [None, b"\xff", b"[]", b"{}", b'{"packages": ["torch"]}'])
+def test_another_tool_s_folder_does_not_matter(environment, tmp_path):
+    for folder in (tmp_path, tmp_path / "base"):
+        folder.mkdir(exist_ok=True)
+        (folder / "recipe.yaml").write_bytes(b"\xff")
+        if environment is not None:
+            (folder / "environment.json").write_bytes(environment)
+    warn_of_plugins(tmp_path / "base")
+
+
+@pytest.mark.parametrize("value", ["tests.unheard:family", "tests.unheard:families"])
+def test_a_plugin_brings_a_family(monkeypatch, value):
+    install(monkeypatch, value)
+    assert family_of(unheard.config()).title == "Unheard"
+    assert family_of(tiny_families.config("glm4_moe")) is FAMILIES["glm4_moe"]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (["tests.unheard:broken"], r"plugin 'p0' .* cannot be loaded: RuntimeError: no such thing"),
+        (["tests.unheard:NO_FAMILY"], "must be a Family, several of them, or a callable"),
+        (["tests.unheard:family", "tests.unheard:family"], "'unheard_moe' is already supported"),
+        (["tests.models.test_find:KNOWN"], "'qwen3_moe' is already supported"),
+    ],
+)
+def test_a_plugin_that_cannot_be_used_is_named(monkeypatch, values, said):
+    install(monkeypatch, *values)
+    with pytest.raises(UnsupportedModelError, match=said):
+        family_of(unheard.config())
+
+
+KNOWN = FAMILIES["qwen3_moe"]
+
+
+def suggested(message, monkeypatch):
+    """The family that the code in a message registers."""
+    registered = []
+    monkeypatch.setattr(models, "register_family", registered.append)
+    exec(message[message.index("from moe_finetune.models import") :], {})
+    (family,) = registered
+    return family
+
+
+def test_the_refusal_has_a_plugin_to_save(monkeypatch):
+    config = unheard.config()
+    with pytest.raises(UnsupportedModelError) as raised:
+        family_of(json.loads(config.to_json_string(use_diff=False)))
+    message = str(raised.value)
+    assert "inspect CHECKPOINT --prove --plugin my_family.py" in message
+    found, expected = suggested(message, monkeypatch), unheard.family()
+    assert found.disk == expected.disk and found.attention_targets == expected.attention_targets
+    assert found.shared_targets == expected.shared_targets
+    assert found.bias_export == expected.bias_export
+    for fact in ("num_experts", "renormalize", "scaling", "groups", "top_k", "moe_layers"):
+        assert getattr(found, fact)(config) == getattr(expected, fact)(config), fact
+    for fact in ("score", "renormalize", "scaling", "groups"):
+        assert any(f"{fact}=" in line and "# correct" in line for line in message.splitlines())
+    assert len(message[message.index("register_family(") :].splitlines()) <= 16
+    assert "supported types" not in message
+
+
+def test_a_type_that_transformers_lacks_has_none():
+    with pytest.raises(UnsupportedModelError) as raised:
+        family_of({"model_type": "qwen3_mo"})
+    assert "did you mean 'qwen3_moe'" in str(raised.value)
+    assert len(str(raised.value).splitlines()) == 1
+    assert suggestion({"model_type": "llama"}) is None  # no experts
+    with pytest.raises(UnsupportedModelError, match=r"'llama' is not .*\ndocs/models.md lists"):
+        family_of({"model_type": "llama"})  # not: did you mean 'jamba'?
+
+
+def test_a_composite_is_refused_as_one():
+    composite = CONFIG_MAPPING["qwen3_vl"]().to_dict()
+    with pytest.raises(UnsupportedModelError, match="only some types can be trained"):
+        family_of(composite)
+
+
+@pytest.mark.parametrize("name", ["minimax_m2", "granitemoeshared", "afmoe", "hunyuan_v1_moe"])
+def test_what_is_suggested_is_what_the_table_says(name, monkeypatch):
+    config, family = tiny_families.config(name), FAMILIES[name]
+    message = suggestion(config.to_dict())
+    assert message is not None
+    found = suggested(message, monkeypatch)
+    for fact in ("block_path", "router_name", "router_weight", "experts_name"):
+        assert getattr(found, fact) == getattr(family, fact), fact
+    for fact in ("num_experts", "top_k", "expert_width"):
+        assert getattr(found, fact)(config) == getattr(family, fact)(config), fact
+    assert set(found.shared_targets) == set(family.shared_targets)
+    parts = ("router", "gate_up", "down") if family.disk.fused else ("router", "gate", "up", "down")
+    for part in (*parts, *(["router_bias"] if family.disk.router_bias else [])):
+        assert found.disk.name(part, 2, 5) == family.disk.name(part, 2, 5), part
