@@ -79,8 +79,9 @@ def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
             "choose from attention, shared_experts, experts"
         )
     assert lora.rank is not None and lora.alpha is not None
+    top_k = family.top_k(causal_lm(model).config)
     patterns = {
-        re.escape(target): lora.parts[part]
+        re.escape(target): lora.parts[part].resolved(lora, top_k)
         for part, targets in of_part.items()
         if part in lora.parts
         for target in scoped(targets)
@@ -88,8 +89,8 @@ def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
     return LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
-        rank_pattern={name: part.rank for name, part in patterns.items()},
-        alpha_pattern={name: part.alpha for name, part in patterns.items()},
+        rank_pattern={name: rank for name, (rank, _) in patterns.items()},
+        alpha_pattern={name: alpha for name, (_, alpha) in patterns.items()},
         use_rslora=lora.use_rslora,
         lora_dropout=0.0,
         target_modules=modules or [],

@@ -5,23 +5,41 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from moe_finetune.recipe.section import Section
 
 Part = Literal["attention", "shared_experts", "experts", "router"]
+LEAST_AUTO_RANK = 4
+"""Of ``lora.parts.experts.rank: auto``: a lower rank hardly saves memory."""
 
 
 class LoraPart(Section):
     """Rank and alpha of one part; ``alpha`` keeps the section's ratio of alpha to rank."""
 
-    rank: int = Field(ge=1, description="rank of every adapted matrix of this part")
+    rank: int | Literal["auto"] = Field(
+        description="rank of every adapted matrix of this part; `auto`, for experts: the rank of "
+        "the `lora` section over the number of experts per token, at least 4"
+    )
     alpha: float | None = Field(
         default=None,
         gt=0,
         le=1e6,
         description="scaling; default: the ratio of alpha to rank of the `lora` section",
     )
+
+    @field_validator("rank")
+    @classmethod
+    def _positive(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 1:
+            raise ValueError(f"must be 1 or more, or 'auto', not {value}")
+        return value
+
+    def resolved(self, lora: LoraSection, top_k: int) -> tuple[int, float]:
+        """Rank and alpha in a model with ``top_k`` experts per token."""
+        assert lora.rank is not None and lora.alpha is not None
+        rank = max(LEAST_AUTO_RANK, lora.rank // top_k) if self.rank == "auto" else self.rank
+        return rank, self.alpha if self.alpha is not None else lora.alpha / lora.rank * rank
 
 
 class LoraSection(Section):
@@ -59,7 +77,7 @@ class LoraSection(Section):
             self.alpha = 4.0 * self.rank
         if self.alpha is not None and self.rank is not None:
             for part in self.parts.values():
-                if part.alpha is None:
+                if part.alpha is None and part.rank != "auto":
                     part.alpha = self.alpha / self.rank * part.rank
         return self
 
@@ -92,7 +110,9 @@ class LoraSection(Section):
             )
         if self.experts != "all" and "experts" not in self.targets:
             yield "lora.experts: needs 'experts' in lora.targets; add it, or leave lora.experts out"
-        for part in self.parts:
+        for part, options in self.parts.items():
+            if options.rank == "auto" and part != "experts":
+                yield f"lora.parts.{part}.rank: 'auto' is for experts; set a whole number such as 8"
             if part not in self.adapted(router):
                 remedy = "set router.train: lora" if part == "router" else "add it to lora.targets"
                 yield f"lora.parts.{part}: this part has no adapter; {remedy}, or leave it out"

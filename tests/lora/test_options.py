@@ -107,6 +107,24 @@ def test_scalings_follow_the_part(base):
     assert wrapped(model, "down_proj").r["default"] == 6
 
 
+@pytest.mark.parametrize(("rank", "alpha", "expected"), [(20, None, 6), (5, None, 4), (20, 7.0, 6)])
+def test_experts_rank_auto_is_the_rank_over_top_k(base, rank, alpha, expected):
+    """Three experts per token: rank // 3, at least 4; alpha keeps the section's ratio of 3."""
+    part = {"rank": "auto"} if alpha is None else {"rank": "auto", "alpha": alpha}
+    model = adapt(base, section(rank=rank, alpha=3.0 * rank, parts={"experts": part}))
+    for name in ("gate_up_proj", "down_proj"):
+        assert wrapped(model, name).r["default"] == expected
+        scaling = wrapped(model, name).scaling["default"]
+        assert scaling == (3.0 if alpha is None else alpha / expected)
+    attention = model.base_model.model.model.layers[0].self_attn.q_proj
+    assert attention.r["default"] == rank and attention.scaling["default"] == 3.0
+
+
+def test_rank_auto_is_for_experts():
+    lora = section(parts={"attention": {"rank": "auto"}})
+    assert "lora.parts.attention.rank: 'auto' is for experts" in " ".join(lora.problems("frozen"))
+
+
 def test_gradients_of_experts_equal_a_plain_loop(base):
     """rsLoRA, a rank of its own: the grouped path against one product an expert."""
     lora = section(parts={"experts": {"rank": 6, "alpha": 21.0}}, use_rslora=True)

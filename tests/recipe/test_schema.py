@@ -251,7 +251,7 @@ def test_from_preset():
 
 
 @pytest.mark.parametrize(("changes", "reason"), [
-    (["lora.parts={experts: {rank: 0}}"], "lora.parts.experts.rank: must be 1 or more, not 0"),
+    (["lora.parts={experts: {rank: 0}}"], "lora.parts.experts.rank: must be 1 or more, or"),
     (["lora.parts={exprts: {rank: 2}}"], "lora.parts.exprts"),
     (["lora.parts={router: {rank: 2}}"], "lora.parts.router: this part has no adapter"),
     (["lora.parts={experts: {rank: 2}}", "lora.targets=[attention]"], "lora.parts.experts"),
