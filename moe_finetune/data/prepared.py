@@ -22,7 +22,7 @@ from moe_finetune.io.json_file import read_object
 if TYPE_CHECKING:
     from datasets import Dataset
 
-FORMAT = 5
+FORMAT = 6
 """Increase this when the code gives different tokens, labels or counts for the same input."""
 
 _COUNTS = "counts.json"

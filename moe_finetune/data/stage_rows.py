@@ -7,9 +7,9 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from moe_finetune.data.chat import RenderingError
 from moe_finetune.data.examples import Examples, load_examples
 from moe_finetune.data.readers import DROP_REMEDY, SourceReader, draw, listed, malformed_line
-from moe_finetune.data.rendering import RenderingError
 from moe_finetune.data.sources import files_line
 from moe_finetune.data.stage_form import FIELDS, StageFormer
 from moe_finetune.data.tokenize import (

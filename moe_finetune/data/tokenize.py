@@ -1,20 +1,19 @@
 """Turn a row into token ids and labels; -100 where a token is not learned.
 
-Labels come from character spans of the rendered text (:mod:`moe_finetune.data.rendering`), and the
-ids are those of the whole text, as the model reads them.
+Labels come from character spans of the rendered text (:mod:`moe_finetune.data.chat`), and the ids
+are those of the whole text, as the model reads them.
 """
 
 import copy
 import datetime
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_finetune.data.learned import LearnedText, Learner
-from moe_finetune.data.rendering import Template, limited
+from moe_finetune.data.chat import Answer, Conversation, RenderingError, Span, Template, limited
 from moe_finetune.errors import DataError, did_you_mean
 from moe_finetune.io.rows import Row
 from moe_finetune.models.chat_template import (
@@ -48,7 +47,8 @@ class Tokens:
     """One example: ``input_ids`` and ``labels`` of equal length, and what to report.
 
     ``rewritten``: the chat template renders some earlier answer differently once more turns
-    follow, so that answer is not learned. ``straddled``: prompt and completion meet inside a token.
+    follow, so that answer is not learned; ``lost_calls`` is the number of tool calls in such
+    answers. ``straddled``: prompt and completion meet inside a token.
     ``unread``: fields of turns that the template does not read. ``endless``: the template ends some
     learned answer without a special token.
     """
@@ -56,6 +56,7 @@ class Tokens:
     input_ids: list[int]
     labels: list[int]
     rewritten: bool = False
+    lost_calls: int = 0
     straddled: bool = False
     unread: tuple[str, ...] = ()
     endless: bool = False
@@ -158,63 +159,55 @@ def tokenize_rows(
     added = frozenset(tokenizer.added_tokens_decoder)
     for row in rows:
         if row.get("messages") is not None:
-            with _learner(row, tokenizer) as learner:
-                learned = learner.learned(row["messages"], _extra(row))
-            yield _chat(learned, tokenizer, completion_only, added)
+            with _conversation(row, tokenizer) as conversation:
+                tokens = _chat(conversation, tokenizer, completion_only, added)
+            yield tokens
         elif row.get("text") is not None:
             yield _plain("", row["text"], tokenizer, False)
         else:
             yield _plain(row["prompt"], row["completion"], tokenizer, completion_only)
 
 
-def rendered(
-    row: Mapping[str, Any], tokenizer: Any, prompt: bool = False, checked: bool = True
-) -> tuple[str, list[Row]]:
+def rendered(row: Mapping[str, Any], tokenizer: Any, prompt: bool = False) -> tuple[str, list[Row]]:
     """The text of ``messages``, and the turns in the form that the chat template accepts.
 
     Args:
         row: ``messages``, ``tools`` and ``variables``, see :mod:`moe_finetune.data.turns`.
         prompt: end with the generation prompt.
-        checked: refuse a template that omits a part of the turns.
 
     Raises:
         TemplateLimitError: the chat template exceeds its limits of time or memory.
         DataError: the chat template is missing, refuses the messages or omits a part of them.
     """
-    with _learner(row, tokenizer) as learner:
-        return learner.shown(row["messages"], _extra(row), prompt, checked)
+    with _conversation(row, tokenizer, prompt) as conversation:
+        conversation.check(conversation.answers())
+        return conversation.text, conversation.turns
 
 
 @contextmanager
-def _learner(row: Mapping[str, Any], tokenizer: Any) -> Iterator[Learner]:
-    """Context with the chat template for ``row``; its errors become DataErrors."""
+def _conversation(
+    row: Mapping[str, Any], tokenizer: Any, prompt: bool = False
+) -> Iterator[Conversation]:
+    """Context with the row in the chat template's form; its errors become DataErrors."""
     if not tokenizer.chat_template:
         raise DataError(
             "the data are chat messages, but the tokenizer has no chat template; choose one "
             f"with data.chat_template ({', '.join(CHAT_TEMPLATES)}, or a Jinja file)"
         )
     try:
-        template = tokenizer.get_chat_template(None, row.get("tools") or None)
+        text = tokenizer.get_chat_template(None, row.get("tools") or None)
     except ValueError as error:
         raise DataError(f"the tokenizer's chat templates cannot be read: {error}") from error
-    tokens = {key: str(value) for key, value in tokenizer.special_tokens_map.items()}
-    learner = _learner_of(template, tuple(sorted(tokens.items())))
+    variables = {key: str(value) for key, value in tokenizer.special_tokens_map.items()}
+    template = Template(text, _marked(text), variables)
+    extra = {**(row.get("variables") or {}), "tools": row.get("tools") or None}
     with limited():
         try:
-            yield learner
+            yield Conversation(template, row["messages"], extra, prompt)
         except (DataError, MemoryError):
             raise
         except Exception as error:  # templates may raise anything
             raise DataError(str(error) or type(error).__name__) from error
-
-
-def _extra(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {**(row.get("variables") or {}), "tools": row.get("tools") or None}
-
-
-@functools.lru_cache(maxsize=16)
-def _learner_of(template: str, tokens: tuple[tuple[str, str], ...]) -> Learner:
-    return Learner(Template(template, _marked(template), dict(tokens)))
 
 
 @functools.lru_cache(maxsize=16)
@@ -252,19 +245,38 @@ def _plain(prompt: str, completion: str, tokenizer: Any, completion_only: bool) 
 
 
 def _chat(
-    learned: LearnedText, tokenizer: Any, completion_only: bool, added: Collection[int]
+    conversation: Conversation, tokenizer: Any, completion_only: bool, added: Collection[int]
 ) -> Tokens:
-    encoded = tokenizer(learned.text, return_offsets_mapping=True, add_special_tokens=False)
+    answers = conversation.answers()
+    unread = tuple(conversation.check(answers))
+    train = conversation.train
+    learned = {i: answer for i, answer in answers.items() if train[i]}
+    rewritten = [i for i, answer in learned.items() if answer.rewritten]
+    last = len(conversation.turns) - 1
+    if last in rewritten:
+        raise RenderingError(
+            "the chat template renders the turns before the last answer differently once the "
+            "answer follows, so the answer cannot be located; choose another with "
+            "data.chat_template, or set data.completion_only_loss=false"
+        )
+    encoded = tokenizer(conversation.text, return_offsets_mapping=True, add_special_tokens=False)
     ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
     specials = [o for token, o in zip(ids, offsets, strict=True) if token in added]
+    ends = [answer.pieces[-1][1] for answer in learned.values() if not answer.rewritten]
     # An added token that swallows the whitespace after it (rstrip) ends later than the answer.
-    endless = not all(any(a < end <= b for a, b in specials) for end in learned.ends)
+    endless = not all(any(a < end <= b for a, b in specials) for end in ends)
+    spans = {t: _spans(a for i, a in answers.items() if train[i] == t) for t in (True, False)}
     if completion_only:
-        labels = _labels(ids, offsets, learned.spans)
-        return Tokens(ids, labels, learned.rewritten, unread=learned.unread, endless=endless)
-    others = _labels(ids, offsets, learned.others)
+        calls = sum(len(conversation.turns[i].get("tool_calls") or ()) for i in rewritten)
+        labels = _labels(ids, offsets, spans[True])
+        return Tokens(ids, labels, bool(rewritten), calls, unread=unread, endless=endless)
+    others = _labels(ids, offsets, spans[False])
     labels = [t if other == IGNORED else IGNORED for t, other in zip(ids, others, strict=True)]
-    return Tokens(ids, labels, unread=learned.unread, endless=endless)
+    return Tokens(ids, labels, unread=unread, endless=endless)
+
+
+def _spans(answers: Iterable[Answer]) -> list[Span]:
+    return [span for answer in answers if not answer.rewritten for span in answer.pieces]
 
 
 def _labels(

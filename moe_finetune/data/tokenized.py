@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from moe_finetune.data.chat import RenderingError
 from moe_finetune.data.readers import DROP_REMEDY, malformed_line
-from moe_finetune.data.rendering import RenderingError
 from moe_finetune.data.tokenize import IGNORED, Tokens, tokenize_rows
 from moe_finetune.data.turns import as_text, each_answer, until_last_answer
 from moe_finetune.errors import DataError
@@ -44,6 +44,7 @@ class Counts:
     unread: list[str] = dataclasses.field(default_factory=list)
     date: str | None = None
     endless: int = 0
+    lost_calls: int = 0
     unanswered: int = 0
     malformed: int = 0
     first_malformed: str = ""
@@ -71,10 +72,11 @@ class Counts:
                 "dropped"
             )
         if self.rewritten:
+            calls = f", {self.lost_calls} tool calls among them," if self.lost_calls else ""
             lines.append(
                 f"{self.rewritten} rows: the chat template renders earlier answers differently "
-                "once the conversation goes on; those answers are not learned (data.turns: each "
-                "makes an example of every answer)"
+                f"once the conversation goes on; those answers{calls} are not learned "
+                "(data.turns: each makes an example of every answer)"
             )
         if self.endless:
             lines.append(
@@ -132,7 +134,7 @@ def write_tokenized(
         features=Features(
             {"input_ids": [index], "labels": [index], "source": index}
             | dict.fromkeys(("unread", "malformed"), text)
-            | dict.fromkeys(("tokens", "learned", "cut"), Value("int64"))
+            | dict.fromkeys(("tokens", "learned", "cut", "lost_calls"), Value("int64"))
             | dict.fromkeys(("dropped", "unlearned", "rewritten", "straddled", "endless"), flag)
         ),
         cache_file_name=str(folder / "tokens.arrow"),
@@ -173,6 +175,7 @@ def write_tokenized(
         truncated=int((columns["cut"] > 0).sum()),
         cut=int(columns["cut"].sum()),
         rewritten=int(columns["rewritten"].sum()),
+        lost_calls=int(columns["lost_calls"].sum()),
         straddled=int(columns["straddled"].sum()),
         endless=int(columns["endless"].sum()),
         unanswered=unanswered,
@@ -248,6 +251,7 @@ def _within(tokens: Tokens, row: Row, data: DataSection) -> dict[str, Any]:
         "unlearned": unlearned,
         "cut": 0 if dropped or unlearned else cut,
         "rewritten": tokens.rewritten,
+        "lost_calls": tokens.lost_calls,
         "straddled": tokens.straddled,
         "endless": tokens.endless,
         "unread": "\n".join(tokens.unread),

@@ -69,6 +69,7 @@ def conversation(
             formed["messages"][-1]["tool_calls"] += checked["tool_calls"]
         else:
             formed["messages"].append(checked)
+    _name_results(formed["messages"])
     system = row.get("system")
     if system and "system" not in ignore:
         if not isinstance(system, str):
@@ -157,6 +158,17 @@ def turn_of(where: str, turn: Any, ignore: Collection[str] = ()) -> Row:
     content = _content(where, role, content, fields, ignore)
     checked = {"role": role, "content": content, **fields}
     return checked if train else {**checked, "train": False}
+
+
+def _name_results(turns: Sequence[Row]) -> None:
+    """Name the tool of results that have only their call's id, which some templates cannot read."""
+    names = {}
+    for turn in turns:
+        for call in turn.get("tool_calls") or ():
+            names[call.get("id")] = call["function"]["name"]
+        id_ = turn.get("tool_call_id")
+        if turn["role"] == "tool" and not turn.get("name") and id_ and id_ in names:
+            turn["name"] = names[id_]
 
 
 def _is_call(turn: Mapping[str, Any]) -> bool:
@@ -270,10 +282,23 @@ def _tools(where: str, row: Mapping[str, Any], ignore: Collection[str]) -> list[
         tools = (_parsed(f"{where}: '{name}'", tools) if tools.strip() else None) or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(f"{where}: '{name}': must be a list of JSON schemas, not {short(tools)}")
+    tools = [_without_nulls(tool) for tool in tools]
     return [
         tool if "function" in tool or "name" not in tool else {"type": "function", "function": tool}
         for tool in tools
     ]
+
+
+def _without_nulls(value: Any) -> Any:
+    """A schema without keys of null, which a table adds; some templates need a description."""
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {k: v for k, v in value.items() if v is not None or k in ("default", "description")}
+    return {
+        k: "" if v is None and k == "description" else _without_nulls(v) for k, v in kept.items()
+    }
 
 
 def _parsed(where: str, text: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
-from moe_finetune.data.rendering import TemplateLimitError, limited
+from moe_finetune.data.chat import TemplateLimitError, limited
 from moe_finetune.errors import EvaluationError
 from moe_finetune.evaluation.backends import Backend
 from moe_finetune.evaluation.cache import ReplyStore, answer_all

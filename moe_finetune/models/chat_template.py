@@ -1,7 +1,7 @@
 """A checkpoint's chat template: validation, use of the clock, and rendering with a fixed date.
 
 A template is untrusted code. It is parsed here and rendered with a time limit, see
-:mod:`moe_finetune.data.rendering`.
+:mod:`moe_finetune.data.chat`.
 """
 
 import datetime

@@ -171,6 +171,22 @@ def test_a_second_call_is_refused_also_after_a_row_with_a_single_one():
         learned(row, tokenizer)
 
 
+def test_a_result_without_a_name_has_its_calls():
+    """Gemma 4's template adds the tool's name to a text."""
+    called, result = OPENAI["messages"][1], {"role": "tool", "tool_call_id": "c12345678"}
+    row = {**OPENAI, "messages": [ASK, called, {**result, "content": "7 mm"}, YES]}
+    tokenizer = tokenizer_of("gemma4")
+    assert learned(row, tokenizer) == learned(OPENAI, tokenizer)
+    silent = [{"type": "function", "function": {**TOOLS[0]["function"], "description": None}}]
+    assert "7 mm" in learned({**TRL, "tools": silent}, tokenizer_of("gptoss"))
+
+
+def test_a_name_that_the_template_does_not_write_is_reported(tmp_path, caplog):
+    row = {"messages": [{**ASK, "name": "Ann"}, YES]}
+    load_dataset_for(DataSection(train=write(tmp_path, row)), tokenizer_of("qwen3"), 0)
+    assert "not used: name" in caplog.text
+
+
 def test_arguments_stay_the_text_that_they_were_where_a_template_writes_text():
     """DeepSeek-V3's template adds the arguments to a text, which an object is not."""
     called = "⟦<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>rain\n```json\n"
@@ -296,6 +312,9 @@ def test_a_template_that_rewrites_answers_learns_each_of_them_on_request(tmp_pat
     each, _ = load_dataset_for(DataSection(train=file, turns="each"), tokenizer, 3)
     shown = {marked(r["input_ids"], r["labels"], tokenizer, ("⟦", "⟧")) for r in each}
     assert shown == set(examples)
+    caplog.clear()
+    load_dataset_for(DataSection(train=write(tmp_path, TRL)), tokenizer_of("qwen3"), 0)
+    assert "those answers, 1 tool calls among them, are not learned" in caplog.text
 
 
 def test_answers_without_an_end_of_turn_token_are_reported(tmp_path, caplog):
@@ -344,18 +363,15 @@ def test_trls_variant_of_a_template_is_a_name():
     ("name", "row", "said"),
     [
         ("qwen3_instruct_2507", {"messages": [ASK, THOUGHT]},
-         r"turn 1: 'reasoning_content': the chat template does not read it; choose another.*"
-         r"data\.ignore: \[reasoning_content\]"),
+         r"turn 1: 'reasoning_content': the chat template does not read it; choose another"),
         ("qwen3", {"messages": [ASK, {**YES, "thinking": "It rains."}]},
          r"turn 1: 'thinking'.*rename it to 'reasoning_content', which this template reads"),
         ("deepseek_r1_distill",
          {"messages": [ASK, {**YES, "content": "<think>It rains.</think>Yes."}]},
          r"turn 1: 'content': the chat template omits all or part of it"),
-        ("qwen3", {"messages": [{**ASK, "name": "Ann"}, YES]},
-         r"turn 0: 'name': the chat template does not read it.*data\.ignore: \[name\]"),
         ("qwen3", {"messages": [{"role": "developer", "content": "Brief."}, ASK, YES]},
          r"turn 0: 'content': the chat template omits all or part of it"),
-        ("cohere", OPENAI, r"'tool_calls': the chat template does not render them"),
+        ("cohere", OPENAI, r"the chat template rejects these messages: .*; choose another"),
         ("deepseekv3", OPENAI, r"'tools': the chat template does not read them"),
         ("qwen3", {"messages": [ASK, YES], "images": ["a.png"]},
          r"'images': only text can be trained; remove the rows.*data\.ignore: \[images\]"),
@@ -412,9 +428,7 @@ def test_columns_and_fields_that_nothing_reads_are_named_once(tmp_path, caplog):
     file, tokenizer = write(tmp_path, *rows), tokenizer_of("qwen3_instruct_2507")
     caplog.set_level(logging.INFO, "moe_finetune")
     load_dataset_for(DataSection(train=file), tokenizer, 0)
-    said = (
-        "not used: name, parallel_tool_calls, score, source, tool_call_id; list them in data.ignore"
-    )
+    said = "not used: parallel_tool_calls, score, source; list them in data.ignore"
     assert caplog.text.count(said) == 1
     caplog.clear()
     load_dataset_for(DataSection(train=file), tokenizer, 0)

@@ -3,14 +3,11 @@
 import json
 import resource
 import signal
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from moe_finetune.data import rendering
-from moe_finetune.data.rendering import TemplateLimitError
+from moe_finetune.data import chat
+from moe_finetune.data.chat import TemplateLimitError
 from moe_finetune.data.tokenize import rendered
 from moe_finetune.errors import DataError
 from moe_finetune.recipe.sections import DataSection
@@ -25,13 +22,12 @@ SLOW = [
 LARGE = [
     "{% set ns = namespace(s='x' * 1000) %}{% for a in range(99) %}{% set ns.s = ns.s ~ ns.s %}"
     "{% endfor %}{{ ns.s }}",
-    "{% set n = 99999999 %}{{ 'x' * n }}",
 ]
 
 
 @pytest.fixture(autouse=True)
 def half_a_second(monkeypatch):
-    monkeypatch.setattr(rendering, "SECONDS", 0.5)
+    monkeypatch.setattr(chat, "SECONDS", 0.5)
 
 
 @pytest.fixture
@@ -43,63 +39,33 @@ def tokenizer():
 def test_a_rendering_ends_and_the_next_one_goes_on(tokenizer, template):
     row = {"messages": [{"role": "user", "content": "a"}]}
     tokenizer.chat_template = template
-    with pytest.raises(TemplateLimitError, match=r"chat template (takes|needs) more than"):
+    with pytest.raises(TemplateLimitError, match=r"chat template takes more than"):
         rendered(row, tokenizer)
     tokenizer.chat_template = tiny.CHAT_TEMPLATE
     assert rendered(row, tokenizer)[0] == "<|im_start|>user\na<|im_end|>"
 
 
-ENDLESS_COMPARISON = (
-    "{% set n = namespace(a=[1], b=[1]) %}{% for _ in range(60) %}{% set n.a = [n.a, n.a] %}"
-    "{% set n.b = [n.b, n.b] %}{% endfor %}{{ n.a == n.b }}"
-)
-
-
-def test_an_operation_that_cannot_be_interrupted_ends_with_the_process():
-    code = (
-        "import resource, sys\n"
-        "from moe_finetune.data import rendering\n"
-        "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
-        "rendering.SECONDS = 0.1\n"
-        "with rendering.limited():\n"
-        "    rendering.Template(sys.argv[1], None, {}).render([{'role': 'user'}], {})\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", code, ENDLESS_COMPARISON], timeout=60)
-    assert ended.returncode == -signal.SIGXCPU
-
-
-@pytest.mark.parametrize("template", [tiny.CHAT_TEMPLATE, SLOW[0], LARGE[1]])
-def test_limits_handler_and_timer_are_the_processs_own_again(tokenizer, template):
+@pytest.mark.parametrize("template", [tiny.CHAT_TEMPLATE, SLOW[0], LARGE[0]])
+def test_limit_and_handler_are_the_processs_own_again(tokenizer, template):
     def handler(*_):
         pass
 
     tokenizer.chat_template = template
     row = {"messages": [{"role": "user", "content": "a"}]}
-    kinds = (resource.RLIMIT_AS, resource.RLIMIT_CPU)
-    limits = [resource.getrlimit(kind) for kind in kinds]
+    limits = resource.getrlimit(resource.RLIMIT_AS)
     former = signal.signal(signal.SIGPROF, handler)
     try:
-        signal.setitimer(signal.ITIMER_PROF, 500, 7)
         if template is tiny.CHAT_TEMPLATE:
             rendered(row, tokenizer)
         else:
             with pytest.raises(TemplateLimitError):
                 rendered(row, tokenizer)
-        delay, interval = signal.getitimer(signal.ITIMER_PROF)
-        assert 400 < delay <= 501 and interval == pytest.approx(7, abs=0.1)
+        assert signal.getitimer(signal.ITIMER_PROF)[0] == 0
         assert signal.getsignal(signal.SIGPROF) is handler
-        assert [resource.getrlimit(kind) for kind in kinds] == limits
+        assert resource.getrlimit(resource.RLIMIT_AS) == limits
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, former)
-
-
-def test_a_text_that_is_too_long_is_refused_in_a_thread_too(monkeypatch, tokenizer):
-    monkeypatch.setattr(rendering, "CHARACTERS", 9)
-    row = {"messages": [{"role": "user", "content": "a" * 10}]}
-    with ThreadPoolExecutor(1) as pool:
-        failed = pool.submit(rendered, row, tokenizer).exception()
-    assert isinstance(failed, TemplateLimitError) and "needs more than" in str(failed)
 
 
 def test_work_on_a_rendered_text_has_the_same_limit(tokenizer):

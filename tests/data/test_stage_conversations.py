@@ -127,7 +127,6 @@ def test_what_is_measured_is_what_is_judged(tokenizer, tmp_path):
         ("dpo", {"prompt": [ASK], "chosen": [{**YES, "thinking": "So."}], "rejected": [NO]},
          r"turn 1: 'thinking': the chat template does not read it"),
         ("grpo", {"prompt": [ASK], "images": ["a.png"]}, r"'images': only text can be"),
-        ("grpo", {"prompt": [{**ASK, "name": "Ann"}]}, r"turn 0: 'name'"),
         ("dpo", {"prompt": [ASK], "chosen": [YES], "rejected": [NO], "tools": "{"}, "not JSON"),
     ],
 )  # fmt: skip
