@@ -1,6 +1,6 @@
 """The tables of models: which published files open, what vLLM has, and how rows are packed.
 
-``python -m tests.support_table`` writes them into pages of ``docs`` and the README; a test asks
+``python -m tests.support_table`` writes them into pages of ``docs``; a test asks
 that they are current. What vLLM has is read out of its registry's source, without importing it.
 """
 
@@ -16,13 +16,8 @@ from tests.conftest import ROOT
 from tests.published import fixture
 from tests.vllm.families import OTHERS, TESTED
 
-README, MODELS = ROOT / "README.md", ROOT / "docs" / "models.md"
+MODELS = ROOT / "docs" / "models.md"
 PACKED = ROOT / "docs" / "packed-rows.md"
-POPULAR = (
-    *("qwen3_moe", "deepseek_v2", "deepseek_v3", "deepseek_moe", "qwen2_moe", "gpt_oss"),
-    *("glm4_moe", "qwen3_next", "qwen3_5_moe", "mixtral", "olmoe"),
-)
-"""Families of the README's table."""
 START, END = "<!-- families: make families -->\n", "<!-- end of families -->\n"
 NATIVE = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS")
 BY_TRANSFORMERS = "_TRANSFORMERS_SUPPORTED_MODELS"
@@ -109,16 +104,6 @@ def full(registry: dict[str, set[str]]) -> Iterator[str]:
         )
 
 
-def short(registry: dict[str, set[str]]) -> Iterator[str]:
-    """The README's table."""
-    opens = published()
-    yield "| `model_type` | models | published files that open | vLLM 0.32 |"
-    yield "| --- | --- | --- | --- |"
-    for family in map(FAMILIES.__getitem__, POPULAR):
-        files = ", ".join(opens.get(family.name, [])) or "class only"
-        yield f"| {model_type(family)} | {family.title} | {files} | {in_vllm(family, registry)} |"
-
-
 def packed() -> Iterator[str]:
     """The table of what keeps sequences of a row apart."""
     how = {
@@ -144,7 +129,7 @@ def tables() -> dict[Path, str] | None:
     if file is None:
         return None
     registry = architectures(file)
-    made = {MODELS: full(registry), README: short(registry), PACKED: packed()}
+    made = {MODELS: full(registry), PACKED: packed()}
     return {page: "\n".join(lines) + "\n" for page, lines in made.items()}
 
 
