@@ -101,7 +101,7 @@ class Terminal:
 
     @contextmanager
     def announced(self, name: str) -> Iterator[None]:
-        """Say that ``name`` is at work once nothing was said for :data:`SILENT` seconds."""
+        """Write that ``name`` is at work after :data:`SILENT` seconds without a line."""
         if self.style == "live" or self.quiet:  # the live block shows the time
             yield
             return

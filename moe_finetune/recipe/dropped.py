@@ -13,7 +13,7 @@ from moe_finetune.recipe.validation import placed
 OTHER_TRAINERS = "SpecializationCallback adds the method to TRL's own trainer, see docs/stages.md"
 SLURM = "`sbatch --array` runs a study's shards, see recipes/launch/README.md"
 OWN_MODEL = (
-    "give a PEFT model of your own and SpecializationCallback to TRL's trainer, see "
+    "give your PEFT model and SpecializationCallback to TRL's trainer, see "
     "docs/other-trainers.md; merge takes its adapter"
 )
 KEYS: dict[str, tuple[Any, str]] = {

@@ -53,8 +53,8 @@ class Method(Section):
         gt=0,
         allow_inf_nan=False,
         exclude=True,  # becomes the share of each term
-        description="share of each of the preset's terms except z-loss, and balance beside other "
-        "terms, instead of the paper's weight; 0.1 is a start",
+        description="share of each of the preset's terms except z-loss and, among others, "
+        "balance, instead of the paper's weight; 0.1 is a start",
     )
     terms: dict[str, SerializeAsAny[BaseModel]] = Field(
         default={}, description="loss -> its options, see [losses](losses.md)"
@@ -125,7 +125,7 @@ def _preset(name: str) -> dict[str, Any]:
 
 
 WEIGHTED = ("load_balance", "z_loss")
-"""Terms that keep their weight if ``method.share`` is set beside others: they are constraints."""
+"""Constraints: they keep their weight if ``method.share`` is set and there are other terms."""
 
 
 def _with_share(preset: str, method: dict[str, Any]) -> dict[str, Any]:
