@@ -2,7 +2,7 @@
 
 LoRA on all experts in bfloat16 over random weights, at two numbers of layers; the difference gives
 a layer's cost, and from it the full depth's. Variants run interleaved in one process; figures are
-medians. One step of ours is profiled by kernel.
+medians.
 
     python eval/bench/gpu_step.py --write gpu-step.json                  # four checkpoints
     python eval/bench/gpu_step.py --geometry qwen3_30b_a3b --layers 8
@@ -92,7 +92,7 @@ def peak_gb(timed: Timed, batch: Any, device: str) -> float | None:
 
 
 def measure(arguments: argparse.Namespace, names: list[str], until: float) -> dict[str, Any]:
-    """Seconds and memory of each variant at ``arguments.layers``, and a profile of ours."""
+    """Seconds and memory of each variant at ``arguments.layers``."""
     variants = models_of(arguments, names)
     batch = batch_of(arguments, config_of(arguments).vocab_size)
     rows: dict[str, Any] = {}
@@ -129,34 +129,7 @@ def measure(arguments: argparse.Namespace, names: list[str], until: float) -> di
             "rounds": len(values),
             "tokens_per_s": tokens / middle,
         }
-    result: dict[str, Any] = {"layers": arguments.layers, "tokens": tokens, "rows": rows}
-    if "ours" in variants:
-        result["kernels"] = profile(variants["ours"], batch, arguments)
-    return result
-
-
-def profile(timed: Timed, batch: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """The kernels of one step by their own time, the largest first."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if arguments.device == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as recorded:
-        timed.step(batch)
-        synchronize(arguments.device)
-    kind = "device" if arguments.device == "cuda" else "cpu"
-    events = recorded.key_averages()
-    times = {event.key: getattr(event, f"self_{kind}_time_total") / 1e6 for event in events}
-    whole = sum(times.values()) or 1.0
-    largest = sorted(events, key=lambda event: -times[event.key])[: arguments.kernels]
-    return [
-        {
-            "kernel": event.key,
-            "calls": event.count,
-            "seconds": times[event.key],
-            "share": times[event.key] / whole,
-        }
-        for event in largest
-    ]
+    return {"layers": arguments.layers, "tokens": tokens, "rows": rows}
 
 
 def depths(arguments: argparse.Namespace, geometry: str) -> tuple[int, int]:
@@ -284,8 +257,6 @@ def table(result: dict[str, Any]) -> str:
             )
         for label, value in found["ratios"].items():
             lines.append(f"  {label:50s}{value:.3f}")
-        for row in deep.get("kernels", ())[:10]:
-            lines.append(f"  {row['share']:6.1%} {row['calls']:6d} x {row['kernel'][:80]}")
     return "\n".join(lines)
 
 
@@ -301,7 +272,6 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--kernels", type=int, default=25, help="rows of the profile")
     parser.add_argument("--seconds", type=float, default=540.0, help="of the whole command")
     parser.add_argument("--least-seconds", type=float, default=30.0, help=argparse.SUPPRESS)
     parser.add_argument("--gradient-checkpointing", action="store_true")

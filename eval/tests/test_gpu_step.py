@@ -31,7 +31,6 @@ def test_tiny_on_a_cpu(gpu_step, tmp_path, capsys):
         assert tuple(measured["rows"]) == gpu_step.VARIANTS
         for row in measured["rows"].values():
             assert row["tokens_per_s"] == pytest.approx(64 / row["median_s"])
-        assert 0 < sum(kernel["share"] for kernel in measured["kernels"]) <= 1
     # Weights in 4 bits are smaller, and a layer more is larger.
     weights = {name: row["weights_gb"] for name, row in deep["rows"].items()}
     assert weights[gpu_step.NF4] < weights["attention-only"] < weights["ours"]
