@@ -275,12 +275,12 @@ def test_the_command_says_whether_it_fits(tiny_checkpoint, tmp_path):
     fits = CliRunner().invoke(app, [*call, "--gpu", "24"])
     assert fits.exit_code == 0 and "fits: needs" in fits.output
     small = CliRunner().invoke(app, [*call, "--gpu", "0.05", "--json"])
-    verdict = json.loads(small.output)["verdict"]
+    verdict = json.loads(small.stdout)["verdict"]
     assert small.exit_code == 1 and not verdict["fits"]
     assert verdict["changes"][0]["change"] == "trainer.gradient_checkpointing: true"
     assert verdict["memory"]["total"] > verdict["room"]
     one, eight = (
-        json.loads(CliRunner().invoke(app, [*call, "--json", *gpus]).output)["memory"]
+        json.loads(CliRunner().invoke(app, [*call, "--json", *gpus]).stdout)["memory"]
         for gpus in ([], ["--gpus", "8"])
     )
     assert 4 * eight["optimizer"] < one["optimizer"]
