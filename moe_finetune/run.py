@@ -194,7 +194,7 @@ def merge(recipe: Recipe, run: RunFolder, base: Path | Checkpoint | None = None)
         result.seconds,
     )
     log.debug("%s", "\n".join([*result.plan.kinds(), *result.plan.notes]))
-    run.note(merge={"expert_delta_norms": result.expert_norms, "seconds": result.seconds})
+    run.note(merge={"seconds": result.seconds})
 
 
 def exported_bias(recipe: Recipe, run: RunFolder) -> dict[int, list[float]] | None:

@@ -7,7 +7,7 @@ import os
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -37,18 +37,18 @@ _HELD = 8  # factor tensors
 
 
 class Factors:
-    """Factors of the adapters in float32, unpacked to one contiguous pair per expert.
+    """An adapter's factors in float32, unpacked to one contiguous pair per expert.
 
     Only the few most recently used tensors are cached: a layer's experts follow one another.
     """
 
-    def __init__(self, adapters: tuple[tuple[Adapter, float], ...]):
-        self.adapters = adapters
-        self._cache: OrderedDict[tuple[int, str], Future[Tensor]] = OrderedDict()
+    def __init__(self, adapter: Adapter):
+        self.adapter = adapter
+        self._cache: OrderedDict[str, Future[Tensor]] = OrderedDict()
         self._lock = threading.Lock()
 
     def pair(self, update: LowRank) -> tuple[Tensor, Tensor]:
-        """``left_OR`` (weight and scale included) and ``right_RI`` of one update."""
+        """``left_OR`` (scale included) and ``right_RI`` of one update."""
         left_Or, right_rI = self.matrices(update)
         if update.interleaved:
             left_Or = left_Or.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
@@ -56,33 +56,33 @@ class Factors:
             left_Or, right_rI = right_rI.T, left_Or.T
         if update.rows:
             left_Or = left_Or[slice(*update.rows)]
-        return left_Or * (update.scale * self.adapters[update.adapter][1]), right_rI
+        return left_Or * update.scale, right_rI
 
     def matrices(self, update: LowRank) -> tuple[Tensor, Tensor]:
         """``left_Or`` and ``right_rI``, whose product is the change of the model's matrix."""
         unpack = _unpack_grouped if update.grouped else _unpack_b
-        b_nOr = self._get(update.adapter, update.b, lambda t: unpack(t, update.slots))
-        a_nrI = self._get(update.adapter, update.a, lambda t: t.view(update.slots, -1, t.shape[1]))
+        b_nOr = self._get(update.b, lambda t: unpack(t, update.slots))
+        a_nrI = self._get(update.a, lambda t: t.view(update.slots, -1, t.shape[1]))
         left, right = b_nOr[update.slot], a_nrI[update.slot]
         return (right.T, left.T) if update.outputs_first else (left, right)
 
     def norms(self, update: Magnitude) -> Tensor:
         """DoRA's norm for each row of the tensor, (O,)."""
-        norms_O = self._get(update.adapter, update.key, lambda t: t)
+        norms_O = self._get(update.key, lambda t: t)
         return norms_O[slice(*update.rows)] if update.rows else norms_O
 
-    def _get(self, adapter: int, key: str, unpack) -> Tensor:
+    def _get(self, key: str, unpack) -> Tensor:
         with self._lock:
-            future = self._cache.get((adapter, key))
+            future = self._cache.get(key)
             mine = future is None
             if future is None:
-                future = self._cache[adapter, key] = Future()
+                future = self._cache[key] = Future()
                 while len(self._cache) > _HELD:
                     self._cache.popitem(last=False)
-            self._cache.move_to_end((adapter, key))
+            self._cache.move_to_end(key)
         if mine:
             try:
-                info = self.adapters[adapter][0].tensors[key]
+                info = self.adapter.tensors[key]
                 future.set_result(unpack(read_tensor(info).float()).contiguous())
             except BaseException as problem:
                 future.set_exception(problem)
@@ -101,15 +101,10 @@ def _unpack_grouped(packed_OnR: Tensor, slots: int) -> Tensor:
 
 @dataclass
 class Merged:
-    """Content of a changed or converted tensor: ``source + sum of updates``, cast and written.
-
-    ``norms`` receives the Frobenius norm of the float32 change under the tensor's name, and for an
-    expert stack also each expert's under ``name[expert]``.
-    """
+    """Content of a changed or converted tensor: ``source + sum of updates``, cast and written."""
 
     plan: TensorPlan
-    factors: Factors
-    norms: dict[str, float] = field(default_factory=dict)
+    factors: Factors | None
 
     def write(self, out: Output, target: TensorInfo) -> None:
         source = self.plan.source
@@ -119,17 +114,10 @@ class Merged:
         rows = target.size // ITEM_BYTES[target.dtype] // columns // stacked
         file = os.open(source.file, os.O_RDONLY)
         try:
-            changes = [
+            for expert in range(stacked):
                 self._matrix(out, target, source, file, expert, rows, columns)
-                for expert in range(stacked)
-            ]
         finally:
             os.close(file)
-        if self.plan.updates:
-            if stacked > 1:
-                for expert, squares in enumerate(changes):
-                    self.norms[f"{target.name}[{expert}]"] = squares**0.5
-            self.norms[target.name] = sum(changes) ** 0.5
 
     def _matrix(
         self,
@@ -140,10 +128,9 @@ class Merged:
         expert: int,
         rows: int,
         columns: int,
-    ) -> float:
-        """Write the tensor's only matrix, or one expert's; return its change's squared norm."""
+    ) -> None:
+        """Write the tensor's only matrix, or one expert's."""
         left_OR, right_RI = self.low_rank(expert)
-        squares = 0.0
         # A chunk is the unit of reads and writes; a block is the part of it that fits into a cache.
         start_row, step, block = expert * rows, max(1, _CHUNK // columns), max(1, _BLOCK // columns)
         for first in range(0, rows, step):
@@ -162,17 +149,12 @@ class Merged:
                 work_OI.copy_(chunk_OI[rows_here])
                 matrix_rows = slice(first + rows_here.start, first + rows_here.stop)
                 at_element = begin + top * columns
-                squares += self.change(work_OI, matrix_rows, at_element, left_OR, right_RI)
+                self.change(work_OI, matrix_rows, at_element, left_OR, right_RI)
                 _check_range(work_OI, target)
                 out_OI[rows_here].copy_(work_OI)
                 if not finite(out_OI[rows_here]):
                     raise self.not_finite()
             out.write(out_OI.view(-1).view(torch.uint8), at)
-        if left_OR is not None and right_RI is not None and self._magnitude is None:
-            # ||L R||^2 = sum((L^T L) * (R R^T)): the product itself is never needed.
-            gram = (left_OR.T @ left_OR).double() * (right_RI @ right_RI.T).double()
-            squares += max(gram.sum().item(), 0.0)
-        return squares
 
     def change(
         self,
@@ -181,53 +163,47 @@ class Merged:
         first: int,
         left_OR: Tensor | None,
         right_RI: Tensor | None,
-    ) -> float:
+    ) -> None:
         """Apply the updates to ``rows`` of one matrix, in place.
 
         Args:
             work_OI: the base's float32 values of those rows.
             first: index of their first element in the flattened tensor.
             left_OR, right_RI: the pair from :meth:`low_rank`.
-
-        Returns:
-            the squared norm of the change; low-rank updates count only if a DoRA update follows.
         """
-        squares = 0.0
         for update in self.plan.updates:
             if isinstance(update, Replace):
                 if not finite(work_OI):
                     raise self.not_finite()
-                squares += self._replace(work_OI, update, first)
+                self._replace(work_OI, update, first)
         if left_OR is None or right_RI is None:
-            return squares
-        magnitude = self._magnitude
-        before_OI = work_OI.clone() if magnitude else None
+            return
         work_OI.addmm_(left_OR[rows], right_RI)
-        if magnitude and before_OI is not None:
-            norms_O = self.factors.norms(magnitude)[rows]
+        if self._magnitude and self.factors:
+            norms_O = self.factors.norms(self._magnitude)[rows]
             work_OI.mul_((norms_O / work_OI.norm(dim=1))[:, None])
-            squares += (work_OI - before_OI).square().sum().item()
-        return squares
 
     @property
     def _magnitude(self) -> Magnitude | None:
         return next((u for u in self.plan.updates if isinstance(u, Magnitude)), None)
 
     def not_finite(self) -> MoeFinetuneError:
-        """The error for a result that is not finite; it names the base's tensor or the adapters."""
+        """The error for a result that is not finite; it names the base's tensor or the adapter."""
         source = self.plan.source
         assert source is not None
         if source.dtype in FLOATS and not all_finite(source):
             return CheckpointError(not_finite(source.file, source.name))
-        folders = ", ".join(str(adapter.folder) for adapter, _ in self.factors.adapters)
+        cause = self.factors.adapter.folder if self.factors else "this dtype"
         return NumericsError(
-            f"'{source.name}' is not finite with {folders or 'this dtype'}: its values times "
+            f"'{source.name}' is not finite with {cause}: its values times "
             "lora_alpha are too large; use an earlier checkpoint, or check lora_alpha in "
             "adapter_config.json"
         )
 
     def low_rank(self, expert: int) -> tuple[Tensor | None, Tensor | None]:
         """All low-rank updates of the expert's matrix as one pair: their factors side by side."""
+        if self.factors is None:
+            return None, None
         pairs = [
             self.factors.pair(update)
             for update in self.plan.updates
@@ -237,19 +213,13 @@ class Merged:
             return pairs[0] if pairs else (None, None)
         return torch.cat([left for left, _ in pairs], 1), torch.cat([right for _, right in pairs])
 
-    def _replace(self, work_OI: Tensor, update: Replace, first: int) -> float:
-        """Move ``work_OI`` toward the saved tensor by the adapter's weight; square of the move."""
-        adapter, weight = self.factors.adapters[update.adapter]
-        info, count = adapter.tensors[update.key], work_OI.numel()
+    def _replace(self, work_OI: Tensor, update: Replace, first: int) -> None:
+        """Replace ``work_OI`` by the saved tensor's values."""
+        assert self.factors is not None
+        info, count = self.factors.adapter.tensors[update.key], work_OI.numel()
         size = ITEM_BYTES[info.dtype]
         raw = read_bytes(info.file, info.offset + (update.first + first) * size, count * size)
-        new_OI = typed(raw, info.dtype).view(work_OI.shape).float()
-        move_OI = new_OI - work_OI
-        if weight == 1.0 and sum(isinstance(u, Replace) for u in self.plan.updates) == 1:
-            work_OI.copy_(new_OI)
-        else:
-            work_OI.add_(move_OI, alpha=weight)
-        return (weight * move_OI.norm().item()) ** 2
+        work_OI.copy_(typed(raw, info.dtype).view(work_OI.shape))
 
 
 def _buffer(name: str, rows: int, columns: int, dtype: str, offset: int = 0) -> Tensor:

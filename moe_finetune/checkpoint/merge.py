@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from moe_finetune.checkpoint.requantized import Requantization, Sums
     from moe_finetune.checkpoint.writer import Content
 
-AdapterPath = str | Path
 Progress = Callable[[int, int], None]
 Form = Literal["float", "base"]
 
@@ -37,8 +35,6 @@ class MergeReport:
             unchanged.
         bytes_written: size of the output in bytes.
         seconds: wall time of planning and writing.
-        delta_norms: Frobenius norm of the float32 change of each changed tensor.
-        expert_norms: the same for each routed expert (gate, up and down together), by layer.
         requantized: the error of storing the result in the base's quantized format; None for
             floats.
     """
@@ -50,15 +46,13 @@ class MergeReport:
     copied: int
     bytes_written: int
     seconds: float
-    delta_norms: dict[str, float] = field(default_factory=dict)
-    expert_norms: dict[int, list[float]] = field(default_factory=dict)
     requantized: Requantization | None = None
 
 
 @one_writer
 def merge_adapter(
     base: str | Path | Checkpoint,
-    adapter: AdapterPath | Sequence[tuple[AdapterPath, float]],
+    adapter: str | Path,
     output: str | Path,
     dtype: str | None = None,
     dry_run: bool = False,
@@ -75,7 +69,7 @@ def merge_adapter(
     complete or not at all.
 
     Args:
-        adapter: adapter folder, or (folder, weight) pairs whose changes are summed.
+        adapter: adapter folder.
         dtype: "float32", "float16", "bfloat16", or None to keep each tensor's stored dtype.
         dry_run: only plan and check; ``report.plan.table()`` shows what would be done.
         bias: loss-free routing bias by decoder layer, a number per expert, written where the family
@@ -96,17 +90,14 @@ def merge_adapter(
     output = Path(output)
     check_output(output, overwrite)
     opened = open_checkpoint(base, stored=format == "base")
-    pairs = [(adapter, 1.0)] if isinstance(adapter, str | Path) else list(adapter)
-    adapters = [(open_adapter(path), float(weight)) for path, weight in pairs]
-    plan = plan_merge(opened, adapters, dtype, bias)
-    for opened_adapter, _ in adapters:
-        check_belongs(opened_adapter, opened)
-    plan.small_files[CARD_FILE] = _card(opened, adapters).encode()
-    norms: dict[str, float] = {}
+    trained = open_adapter(adapter)
+    plan = plan_merge(opened, trained, dtype, bias)
+    check_belongs(trained, opened)
+    plan.small_files[CARD_FILE] = _card(opened, trained).encode()
     requantized = None
     if not dry_run:
         sums: dict[str, Sums] = {}
-        norms = apply_plan(plan, output, overwrite, progress, workers, sums)
+        apply_plan(plan, output, overwrite, progress, workers, sums)
         if opened.quantized is not None:
             from moe_finetune.checkpoint.requantized import Requantization
 
@@ -119,26 +110,21 @@ def merge_adapter(
         copied=sum(tensor.copied for tensor in plan.tensors.values()),
         bytes_written=0 if dry_run else plan.size,
         seconds=time.perf_counter() - started,
-        delta_norms={name: norm for name, norm in norms.items() if not name.endswith("]")},
-        expert_norms=_expert_norms(opened, norms),
         requantized=requantized,
     )
 
 
-def _card(base: Checkpoint, adapters: Sequence[tuple[Adapter, float]]) -> str:
-    """The export's model card, from the adapters' own notes on their training."""
-    trainings = [read_metadata(adapter.folder).extra for adapter, _ in adapters]
-    methods = dict.fromkeys(str(extra["method"]) for extra in trainings if extra.get("method"))
-    named = adapters[0][0].config.get("base_model_name_or_path") if adapters else None
+def _card(base: Checkpoint, adapter: Adapter) -> str:
+    """The export's model card, from the adapter's own notes on its training."""
+    training = read_metadata(adapter.folder).extra
+    named = adapter.config.get("base_model_name_or_path")
     hub = named if named and is_hub_id(named) else None
-    method = ", ".join(methods) or None
+    method = str(training["method"]) if training.get("method") else None
     return model_card(
         hub or base.folder,
         f"{public_name(hub or base.folder)}, fine-tuned" + (f" with {method}" if method else ""),
         method=method,
-        data=list(
-            dict.fromkeys(str(name) for extra in trainings for name in extra.get("data") or ())
-        ),
+        data=list(dict.fromkeys(map(str, training.get("data") or ()))),
         folder=base.folder,
     )
 
@@ -150,12 +136,8 @@ def apply_plan(
     progress: Progress | None = None,
     workers: int | None = None,
     sums: dict[str, Sums] | None = None,
-) -> dict[str, float]:
-    """Carry out ``plan`` and return the Frobenius norm of each changed tensor's change.
-
-    For an expert stack each expert's norm is also returned, under ``name[expert]``. ``sums``
-    receives the error sums of each requantized tensor, by name.
-    """
+) -> None:
+    """Carry out ``plan``; ``sums`` receives the error sums of each requantized tensor, by name."""
     from moe_finetune.checkpoint.compute import Factors, Merged
     from moe_finetune.checkpoint.requantized import Requantized
     from moe_finetune.checkpoint.values import check_values
@@ -164,8 +146,7 @@ def apply_plan(
     sums = {} if sums is None else sums
     replaced = [t.source for t in plan.tensors.values() if t.value is not None and t.source]
     check_values(replaced, CheckpointError)
-    factors = Factors(plan.adapters)
-    norms: dict[str, float] = {}
+    factors = Factors(plan.adapter) if plan.adapter is not None else None
     contents: dict[str, Content] = {}
     for name, tensor in plan.tensors.items():
         if tensor.value is not None:
@@ -173,7 +154,7 @@ def apply_plan(
         elif tensor.copied and tensor.source is not None:
             contents[name] = Copy(tensor.source)
         else:
-            merged = Merged(tensor, factors, norms)
+            merged = Merged(tensor, factors)
             contents[name] = merged
             if tensor.float_name is not None and plan.base.quantized is not None:
                 contents[name] = Requantized(merged, plan.base.quantized, sums)
@@ -181,8 +162,6 @@ def apply_plan(
         write_checkpoint(
             output, plan.files, contents, plan.small_files, overwrite, progress, workers
         )
-    order = {name: position for position, name in enumerate(plan.base.tensors)}
-    return dict(sorted(norms.items(), key=lambda item: order.get(item[0], len(order))))
 
 
 @contextmanager
@@ -196,20 +175,3 @@ def _one_thread_each() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _expert_norms(base: Checkpoint, norms: Mapping[str, float]) -> dict[int, list[float]]:
-    disk = base.family.disk
-    by_layer: dict[int, list[float]] = {}
-    for layer, experts in base.experts.items():
-        parts = [
-            [
-                norms.get(disk.name(part, layer, expert) + (f"[{expert}]" if disk.fused else ""))
-                for parameter in base.family.expert_parameters
-                for part in disk.parts(parameter)
-            ]
-            for expert in range(experts)
-        ]
-        if any(norm is not None for expert in parts for norm in expert):
-            by_layer[layer] = [math.hypot(*(norm or 0.0 for norm in expert)) for expert in parts]
-    return by_layer

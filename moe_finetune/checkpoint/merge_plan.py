@@ -5,7 +5,6 @@ Nothing is computed or written here; an impossible merge raises while it is plan
 """
 
 import json
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from moe_finetune.checkpoint.gate import lacks_experts, names_experts
 from moe_finetune.checkpoint.resolve import resolve
 from moe_finetune.checkpoint.untrained import stale_head
 from moe_finetune.checkpoint.updates import LowRank, Magnitude, Replace, Update
-from moe_finetune.errors import AdapterError, CheckpointError
+from moe_finetune.errors import CheckpointError
 from moe_finetune.io.checkpoint_files import COPY_AGAIN, INDEX, SINGLE, index_text
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.safetensors_header import FLOATS, ITEM_BYTES, Header, TensorInfo, build_header
@@ -84,7 +83,7 @@ class MergePlan:
     """
 
     base: Checkpoint
-    adapters: tuple[tuple[Adapter, float], ...]
+    adapter: Adapter | None
     files: dict[str, Header]
     tensors: dict[str, TensorPlan]
     small_files: dict[str, bytes] = field(repr=False)
@@ -134,11 +133,11 @@ class MergePlan:
 
 def plan_merge(
     base: Checkpoint,
-    adapters: Sequence[tuple[Adapter, float]],
+    adapter: Adapter | None,
     dtype: str | None = None,
     bias: Mapping[int, Sequence[float]] | None = None,
 ) -> MergePlan:
-    """Plan ``base + sum(weight * adapter)``.
+    """Plan ``base + adapter``.
 
     Args:
         dtype: "float32", "float16", "bfloat16", or None to keep each tensor's stored dtype.
@@ -159,16 +158,8 @@ def plan_merge(
         )
     packed = base.quantized.packed() if base.quantized is not None else {}
     updates: dict[str, list[Update]] = {}
-    for index, (adapter, weight) in enumerate(adapters):
-        if not math.isfinite(weight):
-            raise AdapterError(f"{adapter.folder}: its weight {weight} is not a finite number")
-        if adapter.config.get("use_dora") and (weight != 1.0 or len(adapters) > 1):
-            raise AdapterError(
-                f"{adapter.folder}: DoRA (use_dora) is not a sum of products: it cannot be "
-                "weighted or added to another adapter's change; merge it separately first"
-            )
-        for name, update in resolve(adapter, base, index):
-            updates.setdefault(name, []).append(update)
+    for name, update in resolve(adapter, base) if adapter is not None else ():
+        updates.setdefault(name, []).append(update)
     values, config_changes, notes = plan_bias(base, bias)
     files: dict[str, Header] = {}
     tensors: dict[str, TensorPlan] = {}
@@ -198,17 +189,16 @@ def plan_merge(
         keys = [key for key in ("dtype", "torch_dtype") if key in base.config] or ["dtype"]
         config_changes |= {key: dtype for key in keys if base.config.get(key) != dtype}
     notes += [f"config.json: {k} becomes {json.dumps(v)}" for k, v in config_changes.items()]
-    for adapter, _ in adapters:
-        if lacks_experts(adapter, base) and names_experts(adapter):
-            notes.append(
-                f"{adapter.folder.name}: attention only. Its target_modules name matrices of the "
-                "experts, but PEFT before 0.19 found none of them in the stacks of transformers 5"
-            )
+    if adapter is not None and lacks_experts(adapter, base) and names_experts(adapter):
+        notes.append(
+            f"{adapter.folder.name}: attention only. Its target_modules name matrices of the "
+            "experts, but PEFT before 0.19 found none of them in the stacks of transformers 5"
+        )
     if any(plan.updates or plan.value for plan in tensors.values()):
         notes += stale_head(base)
     small = carried_files(base.folder, config_changes)
     small.update(index_file(base, files))
-    return MergePlan(base, tuple(adapters), files, tensors, small, tuple(notes))
+    return MergePlan(base, adapter, files, tensors, small, tuple(notes))
 
 
 def index_file(base: Checkpoint, files: Mapping[str, Header]) -> dict[str, bytes]:
@@ -255,7 +245,7 @@ def _target_header(
 def _row(plan: TensorPlan) -> tuple[str, ...]:
     target, source = plan.target, plan.source
     # All experts of a stack have the same kind of update; one stands for all.
-    one_each = {(u.adapter, u.a if isinstance(u, LowRank) else u.key): u for u in plan.updates}
+    one_each = {u.a if isinstance(u, LowRank) else u.key: u for u in plan.updates}
     change = [_describe(update) for update in one_each.values()]
     if plan.value is not None:
         change.append("routing bias")
@@ -274,11 +264,11 @@ def _row(plan: TensorPlan) -> tuple[str, ...]:
 
 def _describe(update: Update) -> str:
     if isinstance(update, Replace):
-        return f"adapter {update.adapter}: {update.key}"
+        return f"adapter: {update.key}"
     if isinstance(update, Magnitude):
-        return f"adapter {update.adapter}: norms of rows (DoRA)"
+        return "adapter: norms of rows (DoRA)"
     experts = f" expert slot {update.slot}/{update.slots}" if update.slots > 1 else ""
     if update.expert is not None:
         experts = f" on each of {update.slots} experts"
     rows = f" rows {update.rows[0]}-{update.rows[1]}" if update.rows else ""
-    return f"adapter {update.adapter}: {update.scale:g} B A, rank {update.rank}{experts}{rows}"
+    return f"adapter: {update.scale:g} B A, rank {update.rank}{experts}{rows}"

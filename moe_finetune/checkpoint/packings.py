@@ -185,7 +185,7 @@ def _stacks(
 ) -> tuple[dict[str, Tensor], dict[str, int], set[str]]:
     """PEFT's factors of all stacks, each stack's rank by its parameter, and the keys used."""
     family, disk = base.family, base.family.disk
-    factors = Factors(((adapter, 1.0),))
+    factors = Factors(adapter)
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     used: set[str] = set()

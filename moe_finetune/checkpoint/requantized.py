@@ -89,7 +89,7 @@ class Requantized:
     another. Only the first part adds to the sums.
 
     Attributes:
-        merged: the float tensor's updates, and where its norms go.
+        merged: the float tensor's updates.
         sums: receives the sums of the float tensor under its name.
     """
 
@@ -109,12 +109,7 @@ class Requantized:
             out.write(part.contiguous().view(-1).view(torch.uint8), target.offset + expert * size)
             all_sums.append(sums)
         if index == 0:
-            norms = self.merged.norms
-            if matrices > 1:
-                for expert, sums in enumerate(all_sums):
-                    norms[f"{plan.float_name}[{expert}]"] = math.sqrt(sums.change)
             self.sums[plan.float_name] = sum(all_sums, Sums())
-            norms[plan.float_name] = math.sqrt(self.sums[plan.float_name].change)
 
     def _matrix(
         self, name: str, expert: int, matrices: int, part: int

@@ -25,14 +25,14 @@ _MAGNITUDE = ".lora_magnitude_vector"
 _EMBEDDING = re.compile(r"(?P<path>.+?)\.lora_embedding_(?P<factor>[AB])")
 
 
-def resolve(adapter: Adapter, base: Checkpoint, index: int = 0) -> list[tuple[str, Update]]:
-    """All updates of ``adapter`` as (base tensor name, update); ``index`` is the adapter's index.
+def resolve(adapter: Adapter, base: Checkpoint) -> list[tuple[str, Update]]:
+    """All updates of ``adapter`` as (base tensor name, update).
 
     Raises:
         AdapterError: a key matches no tensor of the base, a shape or rank does not fit, a factor
             lacks its partner, or a tensor is unused.
     """
-    return list(_Resolver(adapter, base, index).run())
+    return list(_Resolver(adapter, base).run())
 
 
 def _shares(names: list[str], sizes: list[int]) -> Iterator[tuple[str, tuple[int, int] | None]]:
@@ -43,8 +43,8 @@ def _shares(names: list[str], sizes: list[int]) -> Iterator[tuple[str, tuple[int
 
 
 class _Resolver:
-    def __init__(self, adapter: Adapter, base: Checkpoint, index: int):
-        self.adapter, self.base, self.number = adapter, base, index
+    def __init__(self, adapter: Adapter, base: Checkpoint):
+        self.adapter, self.base = adapter, base
         self.parameters = base.family.expert_parameters
         family = base.family
         layers = re.escape(f"{family.backbone}.layers.")
@@ -138,7 +138,7 @@ class _Resolver:
         sizes = [self._matrix(name)[0] for name in names]
         self._shape(a, (rank, self._matrix(names[0])[1]), names[0])
         self._shape(b, (sum(sizes), rank), names[0])
-        update = LowRank(self.number, a, b, rank, self.adapter.scaling(rule))
+        update = LowRank(a, b, rank, self.adapter.scaling(rule))
         for name, rows in _shares(names, sizes):
             yield name, replace(update, rows=rows)
 
@@ -154,9 +154,7 @@ class _Resolver:
         ends = (in_size, out_size) if swapped else (out_size, in_size)
         self._shape(a, (experts * rank, ends[1]), name)
         self._shape(b, (ends[0], rank * experts), name)
-        update = LowRank(
-            self.number, a, b, rank, self.adapter.scaling(name), 0, experts, outputs_first=swapped
-        )
+        update = LowRank(a, b, rank, self.adapter.scaling(name), 0, experts, outputs_first=swapped)
         for expert in range(experts):
             yield name, replace(update, slot=expert, expert=expert)
 
@@ -176,7 +174,7 @@ class _Resolver:
         sizes = [self._matrix(name)[0] for name in names]
         self._shape(key, (sum(sizes),), names[0])
         for name, rows in _shares(names, sizes):
-            yield name, Magnitude(self.number, key, rows)
+            yield name, Magnitude(key, rows)
 
     def _embedding(self, path: str, a: str, b: str) -> tuple[str, Update]:
         name = self._target(f"{path}.weight", a)
@@ -185,7 +183,7 @@ class _Resolver:
         self._shape(a, (rank, tokens), name)
         self._shape(b, (width, rank), name)
         scale = self.adapter.scaling(path)
-        return name, LowRank(self.number, a, b, rank, scale, transposed=True)
+        return name, LowRank(a, b, rank, scale, transposed=True)
 
     def _parameter(self, path: str, depth: int, depths: list[int]) -> str:
         """Name of the fused parameter that the wrapper at ``depth`` adapts."""
@@ -223,7 +221,7 @@ class _Resolver:
         self._shape(a, (len(chosen) * rank, ends[1]), name)
         self._shape(b, (ends[0], rank * len(chosen)), name)
         stack_update = LowRank(
-            self.number, a, b, rank, scale, 0, len(chosen), grouped=grouped, outputs_first=swapped
+            a, b, rank, scale, 0, len(chosen), grouped=grouped, outputs_first=swapped
         )
         # In the files: a slice of the stack for each expert, or a tensor for each expert and part,
         # whose rows of B are its share of the model's matrix.
@@ -263,7 +261,7 @@ class _Resolver:
             return
         target = self._target(name, key)
         self._shape(key, self.base.tensors[target].shape, target)
-        yield target, Replace(self.number, key)
+        yield target, Replace(key)
 
     def _saved_experts(self, key: str, layer: int, parameter: str) -> Iterator[tuple[str, Update]]:
         disk, total = self.base.family.disk, self.base.experts.get(layer)
@@ -279,14 +277,14 @@ class _Resolver:
                     "trained experts cannot be merged into that; train them with LoRA",
                 )
             self._shape(key, self.base.tensors[name].shape, name)
-            yield name, Replace(self.number, key, stacked=True)
+            yield name, Replace(key, stacked=True)
             return
         out_size, in_size = self._matrix(disk.name(parts[0], layer, 0))
         self._shape(key, (total, len(parts) * out_size, in_size), parameter)
         for index in range(total * len(parts)):
             expert, half = divmod(index, len(parts))
             name = disk.name(parts[half], layer, expert)
-            yield name, Replace(self.number, key, index * out_size * in_size)
+            yield name, Replace(key, index * out_size * in_size)
 
     # Checks
 

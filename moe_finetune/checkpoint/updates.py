@@ -16,7 +16,6 @@ class LowRank:
     added; ``rows`` are then columns of A.
     """
 
-    adapter: int
     a: str
     b: str
     rank: int
@@ -38,7 +37,6 @@ class Replace:
     ``stacked``: the tensor has a matrix for each expert.
     """
 
-    adapter: int
     key: str
     first: int = 0
     stacked: bool = False
@@ -51,7 +49,6 @@ class Magnitude:
     ``rows`` is the range of the vector that belongs to this tensor, None for all.
     """
 
-    adapter: int
     key: str
     rows: tuple[int, int] | None = None
 

@@ -21,6 +21,7 @@ from moe_finetune.models.loading import load_config
 from moe_finetune.models.structure import class_of
 from tests import tiny
 from tests import tiny_families as families
+from tests.checkpoint.golden import check_changed
 from tests.tiny_adapter import adapted
 
 WEIGHTS = "model.safetensors"
@@ -115,6 +116,7 @@ def test_the_merge_writes_the_names_that_it_found(family, tensors_of, tmp_path):
     with torch.no_grad():
         wanted, found = peft(ids_BL()).logits, loaded(out)(ids_BL()).logits
     assert torch.allclose(wanted, found, rtol=0, atol=1e-4 * float(wanted.abs().max()))
+    check_changed(f"{family} {tensors_of.__name__}", base, out)
     after = load_file(out / WEIGHTS)
     assert before.keys() == after.keys()
     assert any(not torch.equal(tensor, after[name]) for name, tensor in before.items())

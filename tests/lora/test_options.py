@@ -7,10 +7,8 @@ import warnings
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
 
-from moe_finetune.checkpoint import merge_adapter, open_checkpoint
+from moe_finetune.checkpoint import merge_adapter
 from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.moe.hooks import Recorder
@@ -142,23 +140,6 @@ def test_gradients_of_experts_equal_a_plain_loop(base):
         if "lora_" in name:
             for kernel in ("grouped", "loop"):
                 same(found[kernel][name], parameter.grad, 1e-4)
-
-
-def test_dora_is_refused_beside_another_adapter(base, tmp_path):
-    from moe_finetune.errors import AdapterError
-
-    model = get_peft_model(
-        load(base), LoraConfig(r=4, lora_alpha=12, use_dora=True, target_modules=["q_proj"])
-    )
-    adapter = tmp_path / "dora"
-    model.save_pretrained(adapter)
-    assert any(
-        "lora_magnitude_vector" in key for key in load_file(adapter / "adapter_model.safetensors")
-    )
-    for pairs in ([(adapter, 0.5)], [(adapter, 1.0), (adapter, 1.0)]):
-        with pytest.raises(AdapterError, match="use_dora"):
-            merge_adapter(base, pairs, tmp_path / "merged")
-    assert open_checkpoint(base).tensors  # untouched
 
 
 def test_the_saved_config_lists_targets_in_one_order(base, tmp_path):

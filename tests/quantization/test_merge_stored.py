@@ -1,6 +1,7 @@
 """``merge --format base``: the merged weights in the format that the base is stored in."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -133,7 +134,6 @@ def test_figures_are_those_of_the_files(case):
     error = change = weight = along = 0.0
     for name in wanted:
         delta = wanted[name].double() - base[name]
-        assert abs(delta.norm() - report.delta_norms.get(name, 0.0)) < 1e-4 * delta.norm() + 1e-9
         if len(opened.quantized.stored(name)) == 1 or not delta.any():
             continue
         error += (merged[name] - wanted[name].double()).square().sum()
@@ -148,7 +148,6 @@ def test_figures_are_those_of_the_files(case):
     ]:
         assert abs(figure - value) < 1e-4 * value
     assert 0.01 < told.error_of_change < 1
-    assert all(norm > 0 for layer in report.expert_norms.values() for norm in layer)
 
 
 def test_logits_come_nearer_to_the_float_merge(case):
@@ -162,11 +161,25 @@ def test_logits_come_nearer_to_the_float_merge(case):
     assert (found - wanted).norm() < 0.7 * (base - wanted).norm()
 
 
+def scaled(adapter, factor, folder):
+    """The adapter with its changes times ``factor``."""
+    shutil.copytree(adapter, folder)
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({k: v * (factor if "lora_B" in k else 1) for k, v in tensors.items()}, file)
+    return folder
+
+
 def test_verify_and_untouched_bytes(case, tmp_path):
     _, folders, _ = case
     report = verify_merge(folders["stored"], folders["adapter"], folders["merged"])
     assert report.tensors and report.layers is None
-    merge_adapter(folders["stored"], [(folders["adapter"], -1.0)], tmp_path / "bad", format="base")
+    merge_adapter(
+        folders["stored"],
+        scaled(folders["adapter"], -1.0, tmp_path / "minus"),
+        tmp_path / "bad",
+        format="base",
+    )
     with pytest.raises(NumericsError, match=r"base \+ adapter"):
         verify_merge(folders["stored"], folders["adapter"], tmp_path / "bad")
 
@@ -175,7 +188,10 @@ def test_nothing_changes_with_a_weight_of_nothing(case, tmp_path):
     """Values that did not change get the bytes they had, through the whole of the arithmetic."""
     _, folders, _ = case
     report = merge_adapter(
-        folders["stored"], [(folders["adapter"], 0.0)], tmp_path / "same", format="base"
+        folders["stored"],
+        scaled(folders["adapter"], 0.0, tmp_path / "none"),
+        tmp_path / "same",
+        format="base",
     )
     before, after = (
         load_file(folder / "model.safetensors") for folder in (folders["stored"], tmp_path / "same")
