@@ -59,7 +59,7 @@ SHAREGPT = {
     ],
 }
 LEGACY = {
-    "functions": [FUNCTION],
+    "tools": [FUNCTION],
     "messages": [
         ASK,
         {

@@ -69,7 +69,10 @@ def limited() -> Iterator[None]:
     # Again each second: an error raised inside a callback of the interpreter is lost.
     signal.setitimer(signal.ITIMER_PROF, SECONDS, 1.0)
     try:
-        yield
+        try:
+            yield
+        finally:  # the next second may end in here, so the error is caught outside
+            signal.setitimer(signal.ITIMER_PROF, 0)
     except (OutOfTime, MemoryError) as error:
         more = f"{SECONDS:.0f} seconds" if isinstance(error, OutOfTime) else f"{BYTES >> 30} GiB"
         raise TemplateLimitError(

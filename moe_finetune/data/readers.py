@@ -64,7 +64,6 @@ class SourceReader:
             source.format or data.format,
             source.columns if has_columns else data.columns,
             source.template if has_columns else data.template,
-            data.ignore,
         )
         drops = data.malformed == "drop"
         return cls(source, former, source.split or data.split, seed, drops)

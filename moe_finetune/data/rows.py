@@ -6,7 +6,7 @@ A row that has none of them is refused with its file and line; nothing is skippe
 """
 
 import string
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from moe_finetune.data.turns import COLUMNS, conversation, unlearned
@@ -38,7 +38,6 @@ class Former:
         columns: our field -> the file's field.
         template: our field -> a text with the file's fields in braces; a list in the file becomes
             one line per item.
-        ignore: columns, fields of turns and types of content to leave out.
 
     Attributes:
         unread: columns with values that nothing has read so far.
@@ -49,11 +48,9 @@ class Former:
         form: Form | Literal["auto"] = "auto",
         columns: Mapping[str, str] | None = None,
         template: Mapping[str, str] | None = None,
-        ignore: Collection[str] = (),
     ):
         self.form = form
         self.detected = ""
-        self.ignore = ignore
         self.unread: set[str] = set()
         self.columns = columns or {}
         self.template = template or {}
@@ -93,7 +90,7 @@ class Former:
         template = self.template or (
             {} if self.columns or _has_form(row) or "conversations" in row else self._known(row)
         )
-        read = {*self.columns.values(), *self.ignore}
+        read = {*self.columns.values()}
         for pattern in template.values():
             read.update(_names(pattern, "data.template"))
         if not template:
@@ -113,7 +110,7 @@ class Former:
                     {"role": "user", "content": row["prompt"]},
                     {"role": "assistant", "content": row["completion"]},
                 ]
-        return conversation(location, turns, row, self.ignore)
+        return conversation(location, turns, row)
 
     def _mapped(self, location: str, row: Row) -> Row:
         template = self.template
@@ -122,6 +119,11 @@ class Former:
                 self.detected = "ShareGPT: 'conversations' are read as messages"
                 return {**row, "messages": row["conversations"]}
             template = self._known(row)
+            if template and row.get("history"):
+                raise DataError(
+                    f"{location}: 'history': the earlier turns of this layout are not read; write "
+                    "the row as messages, or remove the column"
+                )
         if template:
             filled = {
                 f: _fill(text, row, f"{location}: data.template.{f}")

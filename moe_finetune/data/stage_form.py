@@ -7,7 +7,7 @@ through the chat template with the row's ``tools`` and ``variables``, see
 """
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from moe_finetune.data.rows import renamed
 from moe_finetune.data.turns import conversation
@@ -31,7 +31,6 @@ class StageFormer:
     Args:
         columns: our field -> the file's field.
         rewards: names of rewards, whose fields each row must have.
-        ignore: columns, fields of turns and types of content to leave out.
 
     Attributes:
         unread: columns with values that nothing has read so far; rewards may read any.
@@ -42,9 +41,7 @@ class StageFormer:
         stage: Stage,
         columns: Mapping[str, str] | None = None,
         rewards: Sequence[str | None] = (),
-        ignore: Collection[str] = (),
     ):
-        self.ignore = ignore
         self.unread: set[str] = set()
         self._read = {READ_BY[name]: name for name in rewards if name in READ_BY}
         self.form: str = stage.form
@@ -83,7 +80,7 @@ class StageFormer:
             )
         for field, reward in self._read.items():
             _check_read(location, row, field, reward)
-        read = {*self._fields, *self.columns.values(), *self.ignore, *_BESIDE}
+        read = {*self._fields, *self.columns.values(), *_BESIDE}
         self.unread.update(k for k, v in row.items() if k not in read and v not in (None, "", []))
         return {**row, **formed} if self.form == "prompts" else formed
 
@@ -99,7 +96,7 @@ class StageFormer:
                 f"{location}: '{field}': must be text or a list of turns, not {short(value)}"
             )
         extras = {} if answer else {name: row[name] for name in _BESIDE if name in row}
-        formed = conversation(location, value, extras, self.ignore, field)
+        formed = conversation(location, value, extras, field)
         turns = formed.pop("messages")
         last = turns[-1]["role"]
         if answer and last != "assistant":

@@ -182,7 +182,7 @@ def _source(
         raise DataError(
             f"data.template: stage {stage.name} uses fields unchanged; use data.columns"
         )
-    former: Any = StageFormer(stage, source.columns or data.columns, rewards, data.ignore)
+    former: Any = StageFormer(stage, source.columns or data.columns, rewards)
     drops = data.malformed == "drop"
     return SourceReader(source, former, source.split or data.split, seed, drops)
 

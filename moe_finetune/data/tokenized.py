@@ -91,10 +91,7 @@ class Counts:
                 "learned; end the prompt without a space to avoid it"
             )
         if self.unread:
-            lines.append(
-                f"not used: {', '.join(self.unread)}; list them in data.ignore to silence this "
-                "message"
-            )
+            lines.append(f"not used: {', '.join(self.unread)}")
         return lines
 
 

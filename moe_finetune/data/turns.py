@@ -8,7 +8,7 @@ of a turn. ``train: False`` marks an answer that is not learned.
 """
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moe_finetune.errors import DataError, did_you_mean
@@ -27,9 +27,9 @@ _ALIASES = {
 }
 _CALLS = ("function_call", "tool_call")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-_SWITCHES = ("weight", "train", "training", "loss")
-"""Keys that decide whether a turn is learned: not if 0 or false."""
-COLUMNS = ("messages", "tools", "functions", "system", "chat_template_kwargs")
+_SYNONYMS = ("weight", "training", "loss")
+"""Keys of other layouts that decide whether a turn is learned."""
+COLUMNS = ("messages", "tools", "system", "chat_template_kwargs")
 """Columns of a conversation."""
 
 
@@ -37,7 +37,6 @@ def conversation(
     where: str,
     turns: Any,
     row: Mapping[str, Any],
-    ignore: Collection[str] = (),
     field: str = "messages",
 ) -> Row:
     """Return ``messages``, and the template's ``tools`` and ``variables`` if the row has them.
@@ -45,24 +44,22 @@ def conversation(
     Args:
         where: the row's location, for messages.
         turns: the row's turns, unchecked.
-        row: read for ``tools``, ``functions``, ``system`` and ``chat_template_kwargs``.
-        ignore: columns, fields of turns and types of content to leave out.
+        row: read for ``tools``, ``system`` and ``chat_template_kwargs``.
         field: where the row has the turns, for messages.
 
     Raises:
         DataError: anything cannot be used; names the location.
     """
     for column in _MEDIA:
-        if row.get(column) and column not in ignore:
+        if row.get(column):
             raise DataError(
-                f"{where}: '{column}': only text can be trained; remove the rows, or ignore the "
-                f"column with data.ignore: [{column}]"
+                f"{where}: '{column}': only text can be trained; remove the rows or the column"
             )
     if not isinstance(turns, list) or not turns:
         raise DataError(f"{where}: '{field}': must be a list of turns, not {short(turns)}")
     formed: Row = {"messages": []}
     for index, turn in enumerate(turns):
-        checked = turn_of(f"{where}: {field}[{index}]", turn, ignore)
+        checked = turn_of(f"{where}: {field}[{index}]", turn)
         calls = index and _is_call(turn) and _is_call(turns[index - 1])
         if calls and formed["messages"][-1].get("train") == checked.get("train"):
             # This layout has one turn per call; consecutive calls are one answer.
@@ -71,7 +68,7 @@ def conversation(
             formed["messages"].append(checked)
     _name_results(formed["messages"])
     system = row.get("system")
-    if system and "system" not in ignore:
+    if system:
         if not isinstance(system, str):
             raise DataError(f"{where}: 'system': must be text, not {short(system)}")
         first = formed["messages"][0]
@@ -79,14 +76,13 @@ def conversation(
             formed["messages"].insert(0, {"role": "system", "content": system})
         elif first["content"] != system:
             raise DataError(
-                f"{where}: 'system' and the first turn are two different system prompts; ignore "
-                "the first with data.ignore: [system]"
+                f"{where}: 'system' and the first turn are two different system prompts; remove one"
             )
-    tools = _tools(where, row, ignore)
+    tools = _tools(where, row)
     if tools:
         formed["tools"] = tools
     variables = row.get("chat_template_kwargs")
-    if variables and "chat_template_kwargs" not in ignore:
+    if variables:
         if not isinstance(variables, dict):
             raise DataError(
                 f"{where}: 'chat_template_kwargs': must be an object, not {short(variables)}"
@@ -121,12 +117,12 @@ def unlearned(turns: Sequence[Row]) -> list[Row]:
     return [{**t, "train": False} if t.get("role") == "assistant" else t for t in turns]
 
 
-def turn_of(where: str, turn: Any, ignore: Collection[str] = ()) -> Row:
+def turn_of(where: str, turn: Any) -> Row:
     """One turn, checked; ``where`` is its location, for messages."""
     if not isinstance(turn, dict):
         raise DataError(f"{where}: expected {{role, content}}, got {short(turn)}")
     # A table adds null for fields that only other rows have.
-    fields = {k: v for k, v in turn.items() if v is not None and k not in ignore}
+    fields = {k: v for k, v in turn.items() if v is not None}
     named = fields.pop("role", None) or fields.pop("from", None)
     fields.pop("from", None)
     content = fields.pop("content", None)
@@ -151,11 +147,11 @@ def turn_of(where: str, turn: Any, ignore: Collection[str] = ()) -> Row:
         fields.pop("tool_calls", None)
     if fields.get("train_detail"):
         raise DataError(
-            f"{where}: 'train_detail': part of an answer cannot be learned; ignore the field "
-            "with data.ignore: [train_detail], or skip the answer with train: false"
+            f"{where}: 'train_detail': part of an answer cannot be learned; remove the field, or "
+            "skip the answer with train: false"
         )
     train = _trained(where, role, fields)
-    content = _content(where, role, content, fields, ignore)
+    content = _content(where, role, content, fields)
     checked = {"role": role, "content": content, **fields}
     return checked if train else {**checked, "train": False}
 
@@ -178,25 +174,25 @@ def _is_call(turn: Mapping[str, Any]) -> bool:
 
 def _trained(where: str, role: str, fields: Row) -> bool:
     """Return whether the turn is learned; remove the keys that decide this from ``fields``."""
-    train = True
-    for name in _SWITCHES:
-        value = fields.pop(name, None)
-        if value is None:
-            continue
-        if value not in (0, 1):
-            raise DataError(f"{where}: '{name}': must be 0, 1, true or false, not {short(value)}")
-        train = train and bool(value)
-        if value and role != "assistant" and name != "weight":
+    for name in _SYNONYMS:
+        if fields.pop(name, 1) != 1:
             raise DataError(
-                f"{where}: '{name}' is set on a turn of '{role}'; only the assistant's turns are "
-                "learned"
+                f"{where}: '{name}': only 1 or true is read; for an answer that is context only, "
+                "write train: false"
             )
-    return train or role != "assistant"
+    train = fields.pop("train", None)
+    if train not in (None, 0, 1):
+        raise DataError(f"{where}: 'train': must be true or false, not {short(train)}")
+    if train and role != "assistant":
+        raise DataError(
+            f"{where}: 'train' is set on a turn of '{role}'; only the assistant's turns are learned"
+        )
+    return train is None or bool(train) or role != "assistant"
 
 
-def _content(where: str, role: str, content: Any, fields: Row, ignore: Collection[str]) -> Any:
+def _content(where: str, role: str, content: Any, fields: Row) -> Any:
     if isinstance(content, list):
-        content = _parts(f"{where}: content", content, ignore)
+        content = _parts(f"{where}: content", content)
     if content is not None and not isinstance(content, str | list):
         raise DataError(f"{where}: content: must be text, not {short(content)}")
     text = content if isinstance(content, str) else "".join(p["text"] for p in content or ())
@@ -211,7 +207,7 @@ def _content(where: str, role: str, content: Any, fields: Row, ignore: Collectio
     return content
 
 
-def _parts(where: str, parts: list[Any], ignore: Collection[str]) -> list[Row]:
+def _parts(where: str, parts: list[Any]) -> list[Row]:
     checked = []
     for index, part in enumerate(parts):
         if isinstance(part, str):
@@ -222,12 +218,9 @@ def _parts(where: str, parts: list[Any], ignore: Collection[str]) -> list[Row]:
         if kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
             checked.append({"type": "text", "text": part["text"]})
             continue
-        medium = kind.removesuffix("_url").removeprefix("input_")
-        if {kind, medium, f"{medium}s"} & set(ignore):
-            continue
         raise DataError(
             f"{where}[{index}]: a part of type '{kind}'; only text can be trained; remove the "
-            f"rows, or ignore such parts with data.ignore: [{medium}]"
+            "rows or the part"
         )
     return checked
 
@@ -273,15 +266,16 @@ def _written_calls(where: str, content: Any) -> list[Any]:
     return calls if isinstance(calls, list) else [calls]
 
 
-def _tools(where: str, row: Mapping[str, Any], ignore: Collection[str]) -> list[Row]:
-    name = "tools" if row.get("tools") else "functions"
-    tools = row.get(name)
-    if not tools or name in ignore:
+def _tools(where: str, row: Mapping[str, Any]) -> list[Row]:
+    if row.get("functions"):
+        raise DataError(f"{where}: 'functions': rename the column to 'tools'")
+    tools = row.get("tools")
+    if not tools:
         return []
     if isinstance(tools, str):
-        tools = (_parsed(f"{where}: '{name}'", tools) if tools.strip() else None) or []
+        tools = (_parsed(f"{where}: 'tools'", tools) if tools.strip() else None) or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise DataError(f"{where}: '{name}': must be a list of JSON schemas, not {short(tools)}")
+        raise DataError(f"{where}: 'tools': must be a list of JSON schemas, not {short(tools)}")
     tools = [_without_nulls(tool) for tool in tools]
     return [
         tool if "function" in tool or "name" not in tool else {"type": "function", "function": tool}

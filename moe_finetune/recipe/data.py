@@ -83,10 +83,6 @@ class DataSection(Section):
         default="all",
         description="one example per conversation, or one per answer",
     )
-    ignore: list[str] = Field(
-        default=[],
-        description="columns, turn fields and content types to ignore, such as [images, name]",
-    )
     date: str | None = Field(
         default=None,
         description="date that chat templates write; default: the day of the first preparation",

@@ -17,6 +17,10 @@ OWN_MODEL = (
     "docs/other-trainers.md; merge takes its adapter"
 )
 KEYS: dict[str, tuple[Any, str]] = {
+    "data.ignore": (
+        [],
+        "remove the columns or fields from the rows",
+    ),
     "plan": (None, "`train --dry-run` of an arm plans its memory; `study --plan` lists the runs"),
     "launch.options": ({}, SLURM),
     "launch.hours": (24.0, SLURM),

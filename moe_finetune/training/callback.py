@@ -92,13 +92,18 @@ class SpecializationCallback(TrainerCallback, ExportableState):
 
     def __init__(
         self,
-        method: str | dict[str, Any] | Method,
+        method: str | dict[str, Any] | Method | None = None,
         *,
         output: str | Path | None = None,
         dropout: float = 0.0,
         kernel: Kernel = "auto",
         **overrides: Any,
     ):
+        if method is None:
+            raise RecipeError(
+                'SpecializationCallback: name a method ("orthogonal_variance"), or "none" to '
+                "log routing metrics without any loss"
+            )
         self.method = resolve_method(method, **overrides)
         self.output = None if output is None else Path(output)
         self.dropout = dropout

@@ -191,7 +191,7 @@ def test_arguments_stay_the_text_that_they_were_where_a_template_writes_text():
     """DeepSeek-V3's template adds the arguments to a text, which an object is not."""
     called = "⟦<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>rain\n```json\n"
     for row, arguments in ((OPENAI, '{"city":"Bonn"}'), (TRL, '{"city": "Bonn"}')):
-        text = learned(row, tokenizer_of("deepseekv3"), ignore=["tools"])
+        text = learned({**row, "tools": None}, tokenizer_of("deepseekv3"))
         assert f"Wet?<｜Assistant｜>{called}{arguments}\n```" in text
         assert "7 mm" in text and "7 mm" not in "".join(
             part.partition("⟧")[0] for part in text.split("⟦")[1:]
@@ -279,9 +279,13 @@ def test_variables_of_the_template_come_from_the_row():
     )
 
 
-@pytest.mark.parametrize("switch", [{"weight": 0}, {"training": False}, {"weight": 0.0}])
-def test_a_turn_may_say_that_it_is_not_learned(switch):
-    turns = [ASK, {**YES, **switch}, ASK, {"role": "assistant", "content": "No.", "weight": 1}]
+def test_a_turn_may_say_that_it_is_not_learned():
+    turns = [
+        ASK,
+        {**YES, "train": False},
+        ASK,
+        {"role": "assistant", "content": "No.", "weight": 1},
+    ]
     text = (
         "<|im_start|>user\nWet?<|im_end|><|im_start|>assistant\nYes.<|im_end|>"
         "<|im_start|>user\nWet?<|im_end|><|im_start|>assistant\n⟦No.<|im_end|>⟧"
@@ -374,10 +378,14 @@ def test_trls_variant_of_a_template_is_a_name():
         ("cohere", OPENAI, r"the chat template rejects these messages: .*; choose another"),
         ("deepseekv3", OPENAI, r"'tools': the chat template does not read them"),
         ("qwen3", {"messages": [ASK, YES], "images": ["a.png"]},
-         r"'images': only text can be trained; remove the rows.*data\.ignore: \[images\]"),
+         r"'images': only text can be trained; remove the rows"),
         ("qwen3", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, YES]},
-         r"messages\[0\]: content\[0\]: a part of type 'image_url'.*data\.ignore: \[image\]"),
-        ("qwen3", {"messages": [ASK, {**YES, "weight": 0.5}]}, r"'weight': must be 0, 1.*not 0\.5"),
+         r"messages\[0\]: content\[0\]: a part of type 'image_url'"),
+        ("qwen3", {"messages": [ASK, {**YES, "weight": 0.5}]}, 
+         r"'weight': only 1 or true is read; .*train: false"),
+        ("qwen3", {"messages": [ASK, YES], "functions": [TOOLS[0]["function"]]},
+         r"'functions': rename the column to 'tools'"),
+        ("qwen3", {"messages": [ASK, {**YES, "loss": False}]}, r"'loss': only 1 or true is read"),
         ("qwen3", {"messages": [{**ASK, "train": True}, YES]},
          r"'train' is set on a turn of 'user'"),
         ("qwen3", {"messages": [ASK, YES], "tools": "[{"}, r"'tools': not JSON"),
@@ -411,15 +419,6 @@ def test_what_would_be_lost_is_refused_with_file_and_line(tmp_path, name, row, s
         load_dataset_for(DataSection(train=file), tokenizer_of(name), 0)
 
 
-def test_a_key_leaves_out_what_a_template_would_drop(tmp_path):
-    picture = {"type": "image_url", "image_url": {"url": "a.png"}}
-    turns = [{"role": "user", "name": "Ann", "content": [picture, *PARTS]}, THOUGHT]
-    row = {"messages": turns, "images": ["a.png"], "tools": TOOLS}
-    text = learned(row, tokenizer_of("llava_next"),
-                   ignore=["images", "name", "reasoning_content", "tools"])  # fmt: skip
-    assert text == "[INST] Wet? [/INST]⟦ Yes.</s>⟧ "
-
-
 def test_columns_and_fields_that_nothing_reads_are_named_once(tmp_path, caplog):
     rows = [
         {**OPENAI, "source": "web", "score": score, "empty": None, "parallel_tool_calls": True}
@@ -428,18 +427,11 @@ def test_columns_and_fields_that_nothing_reads_are_named_once(tmp_path, caplog):
     file, tokenizer = write(tmp_path, *rows), tokenizer_of("qwen3_instruct_2507")
     caplog.set_level(logging.INFO, "moe_finetune")
     load_dataset_for(DataSection(train=file), tokenizer, 0)
-    said = "not used: parallel_tool_calls, score, source; list them in data.ignore"
+    said = "not used: parallel_tool_calls, score, source"
     assert caplog.text.count(said) == 1
     caplog.clear()
     load_dataset_for(DataSection(train=file), tokenizer, 0)
     assert caplog.text.count(said) == 1, "also of data that were prepared before"
-    caplog.clear()
-    section = DataSection(
-        train=file,
-        ignore=["name", "parallel_tool_calls", "score", "source", "tool_call_id"],
-    )
-    load_dataset_for(section, tokenizer, 0)
-    assert "nothing reads" not in caplog.text
 
 
 def test_a_template_that_repeats_the_question_in_the_answer_is_refused():
@@ -453,6 +445,13 @@ def test_a_template_that_repeats_the_question_in_the_answer_is_refused():
     for _ in range(2):
         with pytest.raises(DataError, match="writes other turns' text into the assistant's answer"):
             learned({"messages": [ASK, YES]}, tokenizer)
+
+
+def test_earlier_turns_of_alpaca_rows_are_not_left_out():
+    row = {"instruction": "Wet?", "output": "Yes.", "history": [["Hi", "Hello"]]}
+    with pytest.raises(DataError, match="f:1: 'history': the earlier turns"):
+        Former()("f:1", row)
+    assert Former()("f:1", {**row, "history": []})["completion"] == " Yes."
 
 
 def test_nulls_that_a_table_fills_in_are_no_arguments(tmp_path):

@@ -122,7 +122,7 @@ def test_what_is_measured_is_what_is_judged(tokenizer, tmp_path):
     [
         ("dpo", {"prompt": [ASK], "chosen": [*CALLED[1:], YES], "rejected": [NO]},
          r"'chosen'\[1\]: a turn of 'tool', which would be learned.*'prompt'"),
-        ("dpo", {"prompt": [ASK], "chosen": [{**YES, "weight": 0}], "rejected": [NO]},
+        ("dpo", {"prompt": [ASK], "chosen": [{**YES, "train": False}], "rejected": [NO]},
          r"'chosen'\[0\]: this answer is marked as not learned"),
         ("dpo", {"prompt": [ASK], "chosen": [{**YES, "thinking": "So."}], "rejected": [NO]},
          r"turn 1: 'thinking': the chat template does not read it"),

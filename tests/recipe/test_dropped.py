@@ -20,6 +20,7 @@ REFUSED = [
     ("method.terms.variance.reduction=sum", "variance.reduction: was dropped; a weight multiplies"),
     ("method.terms.orthogonality={weight: 1, one_sided: true}", "one_sided: was dropped; both ve"),
     ("stages=[{stage: sft}]", "stages: give each stage its own run: train next.yaml model.path="),
+    ("data.ignore=[images]", "data.ignore: remove the columns or fields from the rows"),
     ("method.strength.every=9", "method.strength.every: give a term its own every, or call moe_"),
     ("numerics.on_nan=skip", "numerics.on_nan: steps are no longer skipped; lower trainer.lea"),
     ("numerics.deterministic=true", "numerics.deterministic: set trainer.full_determinism: true"),

@@ -8,7 +8,7 @@ from transformers import Trainer, TrainerState
 from trl import SFTConfig, SFTTrainer
 
 from moe_finetune import SpecializationCallback
-from moe_finetune.errors import ObjectiveError
+from moe_finetune.errors import ObjectiveError, RecipeError
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.hooks import Recorder
@@ -239,3 +239,8 @@ def test_the_log_holds_the_devices_peak_memory(tmp_path, monkeypatch):
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert calls == ["reset"]
     assert [row.get("peak_memory_gib") for row in rows] == [2.5, None]
+
+
+def test_a_callback_without_a_method_says_what_to_give():
+    with pytest.raises(RecipeError, match='or "none" to log routing metrics'):
+        SpecializationCallback()
