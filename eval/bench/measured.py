@@ -126,7 +126,7 @@ def peak_of(setting: dict[str, Any], folder: Path) -> int:
     from moe_finetune.models import native
     from moe_finetune.recipe.schema import Recipe
 
-    native.register()
+    native.register("deepseek")
     recipe = few_steps(Recipe.model_validate(setting["recipe"]))
     values = dict(setting["config"])
     kind = values.pop("model_type")

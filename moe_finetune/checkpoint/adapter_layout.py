@@ -10,17 +10,25 @@ shapes or names:
   ``unsloth_fused_expert_lora``. Older files only show that Unsloth wrote them.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe_finetune.errors import AdapterError
+
+if TYPE_CHECKING:
+    from moe_finetune.checkpoint.adapter import Adapter
+    from moe_finetune.checkpoint.contents import Checkpoint
 
 MARKER = "lora_B_layout"
 DETAIL = "unsloth_fused_expert_lora"
 RANK_MAJOR, GROUPED = "rank_major", "grouped_by_expert"
 SWAPPED_UNTIL = (0, 19)
+OLD_EXPERT = re.compile(r".*\.layers\.\d+\..*\.experts\.\d+\..*")
+"""Keys of adapters that were saved when PEFT wrapped each expert's own matrices."""
 
 
 def grouped_by_expert(config: Mapping[str, Any], parameter: str, location: Path) -> bool:
@@ -95,3 +103,36 @@ def outputs_first(
             'saved the adapter, such as "peft_version": "0.18.1"'
         )
     return (int(version[1]), int(version[2])) < SWAPPED_UNTIL
+
+
+def lacks_experts(adapter: Adapter, base: Checkpoint) -> bool:
+    """Return whether PEFT before 0.19 found no experts by the names in ``target_modules``.
+
+    With transformers 5 ``gate_proj`` and the like then matched nothing in the stacks; today's PEFT
+    translates the names. What was trained and saved is complete without the experts.
+    """
+    stack = f".{base.family.experts_path}."
+    parameters = [f"{base.family.experts_path}.{name}" for name in base.family.expert_parameters]
+    return (
+        adapter.metadata.experts is None
+        and before_019(adapter.config)
+        and not any(stack in key or OLD_EXPERT.fullmatch(key) for key in adapter.tensors)
+        and not any(map(adapter.targets_parameter, parameters))
+    )
+
+
+def names_experts(adapter: Adapter) -> bool:
+    """Return whether ``target_modules`` has names that transformers 4 gave experts' matrices."""
+    targets = adapter.config.get("target_modules") or ()
+    names = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+    return isinstance(targets, str) or any(t.rpartition(".")[2] in names for t in targets)
+
+
+def stacks_of_files(adapter: Adapter, base: Checkpoint) -> bool:
+    """Return whether the adapter has factors of a stack under its name in the files.
+
+    transformers 4 had GraniteMoE's stacks there, as parameters that PEFT could adapt.
+    """
+    paths = {key.partition(".lora_")[0] for key in adapter.tensors if ".lora_" in key}
+    stored = (base.tensors.get(f"{path}.weight") for path in paths)
+    return any(info is not None and len(info.shape) == 3 for info in stored)

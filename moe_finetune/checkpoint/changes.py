@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from moe_finetune.checkpoint.adapter import Adapter, open_adapter
+from moe_finetune.checkpoint.adapter_layout import OLD_EXPERT
 from moe_finetune.checkpoint.contents import Checkpoint
-from moe_finetune.checkpoint.gate import OLD_EXPERT
 from moe_finetune.checkpoint.names import Names
 from moe_finetune.checkpoint.packings import as_peft
 from moe_finetune.checkpoint.peft_model import LoraModule, filled, modules_of

@@ -19,7 +19,12 @@ from moe_finetune.checkpoint.adapter import (
     open_adapter,
     read_bias,
 )
-from moe_finetune.checkpoint.adapter_layout import before_019
+from moe_finetune.checkpoint.adapter_layout import (
+    OLD_EXPERT,
+    lacks_experts,
+    names_experts,
+    stacks_of_files,
+)
 from moe_finetune.checkpoint.adapter_metadata import METADATA
 from moe_finetune.checkpoint.bias import check_bias
 from moe_finetune.checkpoint.contents import Checkpoint
@@ -33,8 +38,6 @@ from moe_finetune.models.structure import renamed_as_loaded
 
 log = logging.getLogger(__name__)
 _warned: set[Path] = set()
-OLD_EXPERT = re.compile(r".*\.layers\.\d+\..*\.experts\.\d+\..*")
-"""Keys of adapters that were saved when PEFT wrapped each expert's own matrices."""
 BASE_KEY = "base_sha256"
 """Key of ``moe_finetune.json``: the fingerprint of the base's tensors."""
 STORED_KEY = "stored_base_sha256"
@@ -160,39 +163,6 @@ def _check_complete(adapter: Adapter, base: Checkpoint) -> None:
             f"{adapter.folder}: adapter tensor '{extra[0]}' is not among those that {CONFIG} "
             f"describes ({len(extra)} such tensors); use the config of this adapter"
         )
-
-
-def lacks_experts(adapter: Adapter, base: Checkpoint) -> bool:
-    """Return whether PEFT before 0.19 found no experts by the names in ``target_modules``.
-
-    With transformers 5 ``gate_proj`` and the like then matched nothing in the stacks; today's PEFT
-    translates the names. What was trained and saved is complete without the experts.
-    """
-    stack = f".{base.family.experts_path}."
-    parameters = [f"{base.family.experts_path}.{name}" for name in base.family.expert_parameters]
-    return (
-        adapter.metadata.experts is None
-        and before_019(adapter.config)
-        and not any(stack in key or OLD_EXPERT.fullmatch(key) for key in adapter.tensors)
-        and not any(map(adapter.targets_parameter, parameters))
-    )
-
-
-def names_experts(adapter: Adapter) -> bool:
-    """Return whether ``target_modules`` has names that transformers 4 gave experts' matrices."""
-    targets = adapter.config.get("target_modules") or ()
-    names = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-    return isinstance(targets, str) or any(t.rpartition(".")[2] in names for t in targets)
-
-
-def stacks_of_files(adapter: Adapter, base: Checkpoint) -> bool:
-    """Return whether the adapter has factors of a stack under its name in the files.
-
-    transformers 4 had GraniteMoE's stacks there, as parameters that PEFT could adapt.
-    """
-    paths = {key.partition(".lora_")[0] for key in adapter.tensors if ".lora_" in key}
-    stored = (base.tensors.get(f"{path}.weight") for path in paths)
-    return any(info is not None and len(info.shape) == 3 for info in stored)
 
 
 def _check_biases(adapter: Adapter) -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from moe_finetune.checkpoint.adapter import Adapter
+from moe_finetune.checkpoint.adapter_layout import lacks_experts, names_experts
 from moe_finetune.checkpoint.bias import plan_bias
 from moe_finetune.checkpoint.carried import carried_files
 from moe_finetune.checkpoint.contents import Checkpoint
-from moe_finetune.checkpoint.gate import lacks_experts, names_experts
 from moe_finetune.checkpoint.resolve import resolve
 from moe_finetune.checkpoint.untrained import stale_head
 from moe_finetune.checkpoint.updates import LowRank, Magnitude, Replace, Update

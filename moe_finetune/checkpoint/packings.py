@@ -30,15 +30,11 @@ from moe_finetune.checkpoint.adapter import (
     Adapter,
     open_adapter,
 )
+from moe_finetune.checkpoint.adapter_layout import OLD_EXPERT, lacks_experts, stacks_of_files
 from moe_finetune.checkpoint.adapter_metadata import METADATA, write_metadata
 from moe_finetune.checkpoint.compute import Factors
 from moe_finetune.checkpoint.contents import Checkpoint
-from moe_finetune.checkpoint.gate import (
-    OLD_EXPERT,
-    check_adapter,
-    lacks_experts,
-    stacks_of_files,
-)
+from moe_finetune.checkpoint.gate import check_adapter
 from moe_finetune.checkpoint.names import Names
 from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.checkpoint.peft_model import LoraModule, fill, filled, modules_of, wrap

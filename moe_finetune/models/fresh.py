@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from moe_finetune.errors import CheckpointError, RecipeError, did_you_mean
 from moe_finetune.io.checkpoint_files import read_config
 from moe_finetune.io.config_file import check_config
-from moe_finetune.models import Family, check_supported, family_of, native
+from moe_finetune.models import Family, check_supported
 from moe_finetune.models.loading import local_folder, open_config
 from moe_finetune.models.structure import class_of
 
@@ -26,8 +26,7 @@ def fresh_config(path: str | Path, changes: Mapping[str, Any]) -> tuple[PreTrain
 
     Args:
         path: folder or hub id.
-        changes: keys of its ``config.json``, such as ``num_experts`` or ``n_shared_experts``;
-            ``model_type`` may be changed to a type whose class extends the checkpoint's.
+        changes: keys of its ``config.json``, such as ``num_experts`` or ``n_shared_experts``.
 
     Raises:
         RecipeError: an unknown key, or values that the model type rejects.
@@ -36,12 +35,9 @@ def fresh_config(path: str | Path, changes: Mapping[str, Any]) -> tuple[PreTrain
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    native.register()
     raw = read_config(local_folder(path, weights=False))
     base, family = open_config(path)
     # A few keys have two names: transformers 5 writes the one, published files have the other.
-    changes = dict(changes)
-    base = _extended(base, changes.pop("model_type", base.model_type))
     real = base.attribute_map
     keys = (raw.keys() | base.to_dict().keys() | real.keys()) - set(FIXED)
     for key, value in changes.items():
@@ -63,31 +59,11 @@ def fresh_config(path: str | Path, changes: Mapping[str, Any]) -> tuple[PreTrain
         config = AutoConfig.for_model(base.model_type, **values)
     except (StrictDataclassError, ValueError, TypeError, KeyError, ZeroDivisionError) as error:
         raise RecipeError(f"model.config: {base.model_type} rejects it: {error}") from error
-    if config.model_type == family.model_type:
-        check_supported(config, family)
-    else:
-        family = family_of(config)
+    check_supported(config, family)
     experts, selected = family.num_experts(config), family.top_k(config)
     if not 1 <= selected <= experts:
         raise RecipeError(f"model.config: cannot select {selected} of {experts} experts")
     return config, family
-
-
-def _extended(base: PreTrainedConfig, model_type: Any) -> PreTrainedConfig:
-    """``base``, or the default config of a ``model_type`` whose class extends its class."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    if model_type == base.model_type:
-        return base
-    kinds = {name: CONFIG_MAPPING[name] for name in native.MODEL_TYPES}
-    extending = [name for name, kind in kinds.items() if issubclass(kind, type(base))]
-    if model_type not in extending:
-        others = f"; it may be changed to {', '.join(extending)}" if extending else ""
-        raise RecipeError(
-            f"model.config.model_type: {base.model_type} cannot be changed to "
-            f"'{model_type}'{others}"
-        )
-    return kinds[model_type]()
 
 
 def _kind(value: Any) -> type | tuple[type, ...] | None:

@@ -102,9 +102,9 @@ def parse_config(folder: Path) -> PreTrainedConfig:
     from transformers import AutoConfig
     from transformers.activations import ACT2FN
 
-    native.register()
     config_file = folder / "config.json"
     raw = read_object(config_file, CheckpointError, COPY_AGAIN, finite=False)
+    native.register(raw.get("model_type"))
     try:
         if raw.get("model_type") in SAME_CLASS:
             config = AutoConfig.for_model(**raw | {"model_type": SAME_CLASS[raw["model_type"]]})
