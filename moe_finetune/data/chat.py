@@ -244,10 +244,14 @@ class Conversation:
                     position = answer.pieces[-1][1]
                     self._check_own(i, region if rest is None else rest, answer)
             for piece in () if answer is not None else _pieces(turn, "content"):
-                found = [self.text.find(form, position) for form in _written(piece)]
-                if max(found) < 0:
+                # Between the answers around it: a result's text may occur in the next answer.
+                later = [a.pieces[0][0] for j, a in answers.items() if j > i and not a.rewritten]
+                end = min(later, default=len(self.text))
+                places = ((self.text.find(form, position, end), form) for form in _written(piece))
+                start, form = next((place for place in places if place[0] >= 0), (-1, ""))
+                if start < 0:
                     self._check_read(i, "content")
-                position = max(position, *found)
+                position = max(position, start + len(form))
             known = ("role", "train", *_PARTS, *(["name"] if turn["role"] == "tool" else []))
             others = {k: v for k, v in turn.items() if k not in known and v not in (None, "", [])}
             unread |= {name for name, value in others.items() if str(value) not in self.text}
@@ -391,9 +395,11 @@ def _leaf(value: Any) -> str:
     return value.strip() if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _written(piece: str) -> list[str]:
+def _written(piece: str) -> Iterator[str]:
     """How a template may write ``piece``: as it is, or in JSON."""
-    return [piece, json.dumps(piece, ensure_ascii=False)[1:-1], json.dumps(piece)[1:-1]]
+    yield piece
+    yield json.dumps(piece, ensure_ascii=False)[1:-1]
+    yield json.dumps(piece)[1:-1]
 
 
 def _without(text: str, pieces: Sequence[str]) -> str | None:

@@ -187,6 +187,33 @@ def test_a_name_that_the_template_does_not_write_is_reported(tmp_path, caplog):
     assert "not used: name" in caplog.text
 
 
+@pytest.mark.parametrize("second", ["rain", "snow"])
+def test_a_second_call_without_arguments_is_not_taken_for_its_schema(second):
+    """The tools' names are in the text anyway, and so is a call of the same tool."""
+    tools = [{"type": "function", "function": {**TOOLS[0]["function"], "name": name}}
+             for name in ("rain", "snow")]  # fmt: skip
+    calls = [{"name": name, "arguments": {}} for name in ("rain", second)]
+    results = [{"role": "tool", "name": call["name"], "content": "7 mm"} for call in calls]
+    called = {"role": "assistant", "tool_calls": calls}
+    row = {"messages": [ASK, called, *results, YES], "tools": tools}
+    with pytest.raises(DataError, match="'tool_calls': the chat template does not read all"):
+        learned(row, tokenizer_of("gptoss"))
+    assert learned(row, tokenizer_of("qwen3_instruct_2507")).count("</tool_call>") == 2 + 2
+
+
+def test_a_turn_that_the_template_drops_is_noticed_also_if_its_text_occurs_elsewhere():
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role != 'tool' %}[{{ m.role }}]{{ m.content }}|{% endif %}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
+        "{% endfor %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    ask = {"role": "user", "content": "7 mm of what?"}
+    turns = [ask, *TRL["messages"][1:3], {**YES, "content": "It is 7 mm."}]
+    with pytest.raises(DataError, match="turn 2: 'content': the chat template omits all or part"):
+        learned({"messages": turns}, tokenizer)
+
+
 def test_arguments_stay_the_text_that_they_were_where_a_template_writes_text():
     """DeepSeek-V3's template adds the arguments to a text, which an object is not."""
     called = "⟦<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>rain\n```json\n"
