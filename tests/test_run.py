@@ -192,7 +192,7 @@ def test_the_trained_model_is_gone_when_the_merge_is_verified(
     write_jsonl(tmp_path / "rows.jsonl", [{"text": "ab " * 9}] * 4)
     tree = {
         "model": {"path": str(tiny_checkpoint("qwen3_moe")), "dtype": "float32"},
-        "method": {"preset": "loss_free"},
+        "method": {"preset": "loss_free", "export_bias": "drop"},
         "lora": {"rank": 3},
         "data": {"train": str(tmp_path / "rows.jsonl"), "max_length": 33, "packing": False},
         "trainer": {"max_steps": 1, "report_to": []},
