@@ -50,7 +50,6 @@ class Setting:
 
 
 CURVES = ("accuracy", "effective_rank", "pair_cosine")
-"""Values measured after every epoch."""
 
 TITLES = {"baseline": "Baseline", "orthogonality": "L_o", "dpp": "DPP", "ncl": "NCL"}
 

@@ -32,12 +32,6 @@ class Routed(NamedTuple):
     index_MTK: Tensor
     outputs_MTEC: Tensor
 
-    @property
-    def selected_MTKC(self) -> Tensor:
-        """Outputs of the selected experts."""
-        picked = self.index_MTK.unsqueeze(-1).expand(-1, -1, -1, self.outputs_MTEC.shape[-1])
-        return self.outputs_MTEC.gather(2, picked)
-
 
 class StackedMixtures(nn.Module):
     """M mixtures of E two-layer GELU experts with a linear softmax router and top-K selection.
@@ -46,14 +40,7 @@ class StackedMixtures(nn.Module):
     renormalized to sum 1. Every expert is computed on every sample: at this size that is faster
     than sorting samples by expert. An expert that no sample of a batch selects has a zero gradient.
 
-    Args:
-        models: M.
-        features: F.
-        classes: C.
-        experts: E.
-        hidden: D.
-        top_k: K.
-        generator: generator of the initial weights, uniform in ``±1/sqrt(inputs)`` as in nn.Linear.
+    Initial weights are uniform in ``±1/sqrt(inputs)``, as in nn.Linear.
     """
 
     def __init__(
@@ -93,9 +80,14 @@ class StackedMixtures(nn.Module):
             index_MTK = greedy_choice(*flat, self.top_k, determinantal_eps).view_as(index_MTK)
         scores_MTK = probs_MTE.gather(-1, index_MTK)
         weights_MTK = scores_MTK / scores_MTK.sum(-1, keepdim=True)
-        picked = index_MTK.unsqueeze(-1).expand(-1, -1, -1, outputs_MTEC.shape[-1])
-        logits_MTC = (weights_MTK.unsqueeze(-1) * outputs_MTEC.gather(2, picked)).sum(2)
+        logits_MTC = (weights_MTK.unsqueeze(-1) * picked(outputs_MTEC, index_MTK)).sum(2)
         return Routed(logits_MTC, probs_MTE, index_MTK, outputs_MTEC)
+
+
+def picked(outputs_MTEC: Tensor, index_MTK: Tensor) -> Tensor:
+    """Outputs of the selected experts, ``(M, T, K, C)``."""
+    index = index_MTK.unsqueeze(-1).expand(-1, -1, -1, outputs_MTEC.shape[-1])
+    return outputs_MTEC.gather(2, index)
 
 
 def training_loss(
@@ -119,7 +111,9 @@ def training_loss(
     )
     total = main + alpha * balance
     if arm != "baseline":
-        total = total + weight * _diversity(routed.selected_MTKC.flatten(0, 1), arm)
+        total = total + weight * _diversity(
+            picked(routed.outputs_MTEC, routed.index_MTK).flatten(0, 1), arm
+        )
     return models * total
 
 
