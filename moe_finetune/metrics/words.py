@@ -40,7 +40,9 @@ WORDS: dict[str, Word] = {
         "Routing entropy, share", "of log(experts); 1 when every expert is equally likely", 0
     ),
     "routing/max_violation_worst_layer": Word("MaxVio of the worst layer", "0 is even", -1),
-    "routing/dead_experts": Word("Dead experts", "never chosen, mean over layers", -1),
+    "routing/dead_experts": Word(
+        "Dead experts a layer", "number of experts that no token chose, mean over layers", -1
+    ),
     "entropy": Word("Token entropy", "nats, of the model's next-token predictions"),
     "eval_entropy": Word(
         "Token entropy, validation", "nats, of the model's next-token predictions"

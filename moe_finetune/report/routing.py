@@ -103,9 +103,9 @@ class Routing:
         if worst <= collapse_limit(self.num_experts, self.top_k) and unused <= 0.5:
             return None
         return (
-            f"Routing collapsed: the worst layer's MaxVio is {number(worst)} of at most "
-            f"{number(self.num_experts / self.top_k - 1)}, and {100 * unused:.0f} % of the experts "
-            "get no token. Changes in the experts are not specialization."
+            f"Routing collapsed: the worst layer's MaxVio is {number(worst)} (the largest possible "
+            f"is {number(self.num_experts / self.top_k - 1)}), and {100 * unused:.0f} % of the "
+            "experts get no token. Changes in the experts are not specialization."
         )
 
     def mean_probability_LE(self) -> np.ndarray | None:

@@ -182,9 +182,10 @@ def test_nothing_is_better_where_the_router_collapsed(tmp_path):
         (run / "routing" / "before.json").write_text(json.dumps(even))
         (run / "routing" / "after.json").write_text(json.dumps(shot(0.1, after)))
         shown = text(run)
-        assert ("Routing collapsed: the worst layer's MaxVio is 3.00 of at most 3" in shown) == (
-            name == "collapsed"
-        )
+        assert (
+            "Routing collapsed: the worst layer's MaxVio is 3.00 (the largest possible is 3"
+            in shown
+        ) == (name == "collapsed")
         assert ('verdict better">−80' in shown) == (name == "uneven")
         assert 'verdict worse">+' in shown  # MaxVio
 
