@@ -14,7 +14,7 @@ INSTALL := timeout 600 $(if $(filter 0,$(shell id -u)),env,sudo -n) DEBIAN_FRONT
 PIP := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --quiet --retries 10 -c constraints.txt
 
 # What a machine with PyTorch for its GPU, and the usual scientific packages, does not have.
-OFFLINE := transformers|tokenizers|huggingface_hub|hf-xet|httpx2|httpcore2|truststore|trl|peft|accelerate|datasets|dill|multiprocess|pydantic|pydantic_core|annotated-types|typing-inspection|bitsandbytes|typer|safetensors|pytest|pluggy|iniconfig
+OFFLINE := transformers|tokenizers|huggingface_hub|hf-xet|httpx2|httpcore2|truststore|trl|peft|accelerate|datasets|dill|multiprocess|pydantic|pydantic_core|annotated-types|typing-inspection|bitsandbytes|typer|safetensors|pytest|pluggy|iniconfig|pygments|packaging
 WHEELS_PYTHON ?= 3.12
 PLATFORMS := $(foreach p,2_28 2_27 2_24 2_17,--platform manylinux_$(p)_x86_64) --platform manylinux2014_x86_64
 # With WHEELS=FOLDER the GPU's targets use the machine's own Python and torch, and no network.
