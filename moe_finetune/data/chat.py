@@ -194,7 +194,7 @@ class Conversation:
     def _answer(
         self, turns: Sequence[Turn], index: int, text: str, marks: Sequence[Span]
     ) -> Answer:
-        """Answer ``index`` with its end mark; without pieces where its text cannot be told."""
+        """Answer ``index`` with its end mark; without pieces where its text is not known."""
         last = index == len(turns) - 1
         until = text if last else self._render(turns[: index + 1])
         end = len(until.rstrip())
