@@ -1,9 +1,11 @@
 """Merge a random adapter into a random checkpoint with Qwen3-30B-A3B's names and widths.
 
-Measures wall time and peak memory (of a child process) of ``merge_adapter`` and, interleaved, wall
-time of ``cp -r`` of the same folder. All files are deleted afterwards.
+Measures wall time and peak memory (of a child process) of ``merge_adapter``, interleaved wall time
+of ``cp -r`` of the same folder, and on request wall time of PEFT's ``merge_and_unload`` followed by
+``save_pretrained``. All files are deleted afterwards. Results go to
+``eval/bench/results/merge.json``.
 
-    python eval/bench/merge.py --gigabytes 8 --repeat 3
+    python eval/bench/merge.py --gigabytes 8 --repeat 3 --peft
 """
 
 import argparse
@@ -50,14 +52,14 @@ ATTENTION = {
 }
 
 
-def layer_shapes(layer: int) -> dict[str, tuple[int, ...]]:
+def layer_shapes(layer: int, experts: int) -> dict[str, tuple[int, ...]]:
     at = f"model.layers.{layer}"
     shapes: dict[str, tuple[int, ...]] = {f"{at}.input_layernorm.weight": (HIDDEN,)}
-    for expert in range(EXPERTS):
+    for expert in range(experts):
         shapes[f"{at}.mlp.experts.{expert}.down_proj.weight"] = (HIDDEN, WIDTH)
         shapes[f"{at}.mlp.experts.{expert}.gate_proj.weight"] = (WIDTH, HIDDEN)
         shapes[f"{at}.mlp.experts.{expert}.up_proj.weight"] = (WIDTH, HIDDEN)
-    shapes[f"{at}.mlp.gate.weight"] = (EXPERTS, HIDDEN)
+    shapes[f"{at}.mlp.gate.weight"] = (experts, HIDDEN)
     shapes[f"{at}.post_attention_layernorm.weight"] = (HIDDEN,)
     for name, shape in ATTENTION.items():
         shapes[f"{at}.self_attn.{name}.weight"] = shape
@@ -66,24 +68,30 @@ def layer_shapes(layer: int) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def make_base(folder: Path, gigabytes: float) -> int:
-    """Write the checkpoint in shards of about 2 GB; return its number of layers."""
+def make_base(
+    folder: Path,
+    gigabytes: float,
+    experts: int = EXPERTS,
+    vocabulary: int = VOCABULARY,
+    shard_bytes: int = SHARD,
+) -> int:
+    """Write the checkpoint in shards of about ``shard_bytes``; return its number of layers."""
     ends = {
-        "lm_head.weight": (VOCABULARY, HIDDEN),
-        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
+        "lm_head.weight": (vocabulary, HIDDEN),
+        "model.embed_tokens.weight": (vocabulary, HIDDEN),
         "model.norm.weight": (HIDDEN,),
     }
-    layer_bytes = 2 * sum(torch.Size(s).numel() for s in layer_shapes(0).values())
+    layer_bytes = 2 * sum(torch.Size(s).numel() for s in layer_shapes(0, experts).values())
     end_bytes = 2 * sum(torch.Size(s).numel() for s in ends.values())
     layers = max(1, round((gigabytes * 1e9 - end_bytes) / layer_bytes))
     shapes = dict(ends)
     for layer in range(layers):
-        shapes |= layer_shapes(layer)
+        shapes |= layer_shapes(layer, experts)
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     filled = 0
     for name, shape in shapes.items():
         size = 2 * torch.Size(shape).numel()
-        if filled and filled + size > SHARD:
+        if filled and filled + size > shard_bytes:
             shards.append({})
             filled = 0
         shards[-1][name] = shape
@@ -96,12 +104,12 @@ def make_base(folder: Path, gigabytes: float) -> int:
         weight_map |= dict.fromkeys(shard, file.name)
     index = {"metadata": {"total_size": layers * layer_bytes + end_bytes}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    sizes = {"num_hidden_layers": layers, "num_experts": EXPERTS, "vocab_size": VOCABULARY}
+    sizes = {"num_hidden_layers": layers, "num_experts": experts, "vocab_size": vocabulary}
     (folder / "config.json").write_text(json.dumps(CONFIG | sizes))
     return layers
 
 
-def make_adapter(folder: Path, layers: int) -> None:
+def make_adapter(folder: Path, layers: int, experts: int = EXPERTS) -> None:
     """Write a rank-32 adapter in PEFT's format on attention, routed experts and router."""
     shapes: dict[str, tuple[int, ...]] = {}
 
@@ -113,9 +121,9 @@ def make_adapter(folder: Path, layers: int) -> None:
         at = f"model.layers.{layer}"
         for name, shape in ATTENTION.items():
             pair(f"{at}.self_attn.{name}", *shape)
-        pair(f"{at}.mlp.gate", EXPERTS, HIDDEN)
-        pair(f"{at}.mlp.experts.base_layer", 2 * WIDTH, HIDDEN, EXPERTS)
-        pair(f"{at}.mlp.experts", HIDDEN, WIDTH, EXPERTS)
+        pair(f"{at}.mlp.gate", experts, HIDDEN)
+        pair(f"{at}.mlp.experts.base_layer", 2 * WIDTH, HIDDEN, experts)
+        pair(f"{at}.mlp.experts", HIDDEN, WIDTH, experts)
     folder.mkdir()
     write_random(folder / "adapter_model.safetensors", shapes, "F32", 0.01, seed=99)
     from peft import LoraConfig
@@ -170,6 +178,20 @@ seconds = merge_adapter(sys.argv[1], sys.argv[2], sys.argv[3]).seconds
 """
     + _REPORT
 )
+PEFT = (
+    """
+import sys, time
+started = time.perf_counter()
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16)
+model = PeftModel.from_pretrained(model, sys.argv[2]).merge_and_unload()
+model.save_pretrained(sys.argv[3])
+seconds = time.perf_counter() - started
+"""
+    + _REPORT
+)
 
 
 def timed_copy(base: Path, target: Path) -> float:
@@ -182,6 +204,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=8.0)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--peft", action="store_true", help="measure PEFT's merge too")
     parser.add_argument("--folder", type=Path, default=None, help="where to put the checkpoints")
     add_save(parser, "merge")
     options = parser.parse_args()
@@ -202,6 +225,7 @@ def main() -> None:
             merges.append(child(MERGE, str(base), str(adapter), str(target)))
             shutil.rmtree(target, ignore_errors=True)
             print(f"cp {copies[-1]:.1f} + sync {syncs[-1]:.1f} s, merge {merges[-1]}", flush=True)
+        peft = child(PEFT, str(base), str(adapter), str(target)) if options.peft else None
         wall = [merge["process_seconds"] for merge in merges]
         result = {
             "checkpoint_gb": round(size / 1e9, 3),
@@ -214,6 +238,7 @@ def main() -> None:
             "wall_over_cp": round(min(wall) / min(copies), 3),
             "wall_over_cp_each": [round(m / c, 3) for m, c in zip(wall, copies, strict=True)],
             "peak_gb": max(merge["peak_gb"] for merge in merges),
+            "peft_merge_and_save": peft,
         }
         finish(options, result)
     finally:

@@ -10,6 +10,7 @@ a CPU, and by the allocator on a GPU.
 
 import argparse
 import json
+import resource
 import statistics
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from pathlib import Path
 import torch
 from geometries import GEOMETRIES, config_of
 from saved import add_save, finish
-from variants import BASELINES, Variant, adapts_experts, build
+from variants import BASELINES, COMPILED, Variant, adapts_experts, build
 
 from moe_finetune.models import family_of
 
@@ -39,27 +40,34 @@ def synchronize(device):
         torch.cuda.synchronize()
 
 
-def time_variants(arguments, names) -> dict[str, list[float]]:
-    """Seconds of each timed step."""
+def time_variants(arguments, names) -> tuple[dict[str, list[float]], dict[str, list[int]]]:
+    """Seconds and page faults of each timed step."""
     models = {}
     variants = []
     for name in names:
-        key = adapts_experts(name)
+        key = name if name.endswith(COMPILED) else adapts_experts(name)
         if key not in models:
             models[key] = build(arguments, adapts_experts(name))
         variants.append(Variant(name, models[key]))
     batch = batch_of(arguments, config_of(arguments).vocab_size)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    seconds, faults = {name: [] for name in names}, {name: [] for name in names}
     for round_ in range(arguments.rounds + arguments.warmup):
         order = variants if round_ % 2 == 0 else variants[::-1]
         for variant in order:
+            for _ in range(arguments.settle):
+                variant.step(batch)
             synchronize(arguments.device)
-            start = time.perf_counter()
+            faulted, start = page_faults(), time.perf_counter()
             variant.step(batch)
             synchronize(arguments.device)
             if round_ >= arguments.warmup:
                 seconds[variant.name].append(time.perf_counter() - start)
-    return seconds
+                faults[variant.name].append(page_faults() - faulted)
+    return seconds, faults
+
+
+def page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def peak_memory(arguments, name) -> float:
@@ -105,9 +113,19 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument(
+        "--settle",
+        type=int,
+        default=0,
+        help="untimed steps of a variant before its timed one, so that it finds the allocator as "
+        "it left it and not as another variant did",
+    )
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--train-router", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--variants", nargs="*")
+    parser.add_argument(
+        "--compiled", action="store_true", help="each variant a second time, its layers compiled"
+    )
     parser.add_argument("--no-memory", action="store_true")
     add_save(parser, "step")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
@@ -130,7 +148,9 @@ def main() -> None:
         "ours+erc",
         "ours+all",
     ]
-    seconds = time_variants(arguments, names)
+    if arguments.compiled:
+        names = [other for name in names for other in (name, name + COMPILED)]
+    seconds, faults = time_variants(arguments, names)
     memory = {} if arguments.no_memory else {n: peak_memory(arguments, n) for n in names}
     rows = {}
     tokens = batch_of(arguments, 10)["input_ids"].numel()
@@ -139,6 +159,7 @@ def main() -> None:
         rows[name] = {
             "median_s": median,
             "min_s": min(seconds[name]),
+            "page_faults": statistics.median(faults[name]),
             "tokens_per_s": tokens / median,
             "peak_gb": memory.get(name),
         }
@@ -160,6 +181,7 @@ def ratios(rows) -> dict[str, float]:
     ratio("time: all terms / stock PEFT without losses", "ours+all", "stock-peft", "median_s")
     ratio("time: ours without losses / attention-only", "ours", "attention-only", "median_s")
     for name in rows:
+        ratio(f"time: {name}{COMPILED} / {name}", name + COMPILED, name, "median_s")
         if name.startswith("ours+"):
             ratio(f"time: {name} / ours", name, "ours", "median_s")
     ratio("memory: all terms / ours", "ours+all", "ours", "peak_gb")

@@ -1,4 +1,4 @@
-"""The variants of a timed step: baselines, and ours with each set of terms."""
+"""The variants of a timed step: baselines, and ours with each set of terms, also compiled."""
 
 import contextlib
 import tempfile
@@ -14,7 +14,7 @@ from moe_finetune.losses.objective import Objective
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.moe.grouped import Kernel
 from moe_finetune.moe.hooks import Recorder
-from moe_finetune.moe.layers import model_facts
+from moe_finetune.moe.layers import backbone_of, model_facts
 from moe_finetune.moe.quantized_model import quantize_model
 from moe_finetune.recipe.sections import LoraSection
 
@@ -31,6 +31,7 @@ ALL_TERMS = {
     "ncl": {"weight": 0.1},
 }
 BASELINES = ("attention-only", "stock-peft")
+COMPILED = ", compiled"
 
 
 def build(arguments, experts: bool, quantization=None):
@@ -103,7 +104,7 @@ class Variant:
 
     def __init__(self, name, model):
         self.name, self.model = name, model
-        name = name.partition(",")[0]
+        name, _, compiled = name.partition(",")
         parameters = [p for p in model.parameters() if p.requires_grad]
         # Without values (a dry run on the meta device) nothing can be fused or read.
         dry = parameters[0].is_meta
@@ -124,6 +125,12 @@ class Variant:
             )
             kernel: Kernel = "grouped" if dry else "auto"
             self.context = lambda: Recorder(model, objective, observers=observers, kernel=kernel)
+        if compiled:
+            # Hooks are compiled into the layers, so they stay.
+            self.context().__enter__()
+            self.context = contextlib.nullcontext
+            for layer in backbone_of(model).layers:
+                layer.compile()
 
     def step(self, batch) -> None:
         with self.context():

@@ -44,7 +44,6 @@ from moe_finetune.training.save import describe_adapter
 from moe_finetune.training.shards import check_all_sharded
 from moe_finetune.training.specialization import Specialization, on_model
 from moe_finetune.training.state import TRAINER_FILE, from_text, to_text
-from moe_finetune.training.statistics import TrainingStatistics
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -290,18 +289,6 @@ class SpecializationCallback(TrainerCallback, ExportableState):
         describe_adapter(
             specialization.model, folder, self.dropout, specialization.balancer, self.run_metadata
         )
-
-    def rank_state(self) -> dict[str, Any]:
-        """Return this rank's counts since the last log; saved by ResumableTrainer."""
-        return self._at_work().statistics.state_dict()
-
-    def load_rank_state(self, state: dict[str, Any]) -> None:
-        self._at_work().statistics.load_state_dict(state)
-
-    @staticmethod
-    def share_rank_states(states: list[dict[str, Any]], rank: int) -> dict[str, Any]:
-        """Return what ``rank`` loads when a different number of ranks saved ``states``."""
-        return TrainingStatistics.share(states, rank)
 
     def _begin_run(
         self, specialization: Specialization, args: Any, state: Any, events: Any

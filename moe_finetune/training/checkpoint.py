@@ -1,48 +1,55 @@
-"""A training checkpoint on disk: written whole or not at all, and verifiable afterwards.
+"""A training checkpoint on disk: a folder whose manifest verifies.
 
-``manifest.json``, with the size and SHA-256 of each file, is written last. A folder is used only if
-its manifest verifies, so a checkpoint damaged by a faulty disk is skipped.
+``manifest.json``, with the size and SHA-256 of each file, is written last. A folder without one, of
+a save that did not finish, or with a damaged file is skipped.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from moe_finetune.errors import CheckpointError
-from moe_finetune.io import output_folder, sync, write_small
+from moe_finetune.io import sync, write_small
 from moe_finetune.io.folder import remove_folder
 from moe_finetune.io.hashes import sha256_file
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 _PREFIX = "checkpoint-"
 
-Writer = Callable[[Path], None]
+
+class OtherFormatError(CheckpointError):
+    """A checkpoint of another version, which is neither damaged nor readable."""
+
+
 Entry = dict[str, int | str]
 """Size and hash of a file in the manifest."""
 
 
-def write_checkpoint(
-    target: Path, parts: Iterable[Writer], hashed: Mapping[str, Entry] | None = None
-) -> None:
-    """Write ``target``; each of ``parts`` writes its files into the folder it is called with.
+def write_manifest(folder: Path, hashed: Mapping[str, Entry] | None = None) -> None:
+    """Make ``folder``, whose files are all written, a checkpoint.
 
-    ``hashed``: manifest entries of files that other ranks have written, synced and hashed.
+    ``hashed``: manifest entries of files that other ranks have written and hashed.
 
     Raises:
-        OSError, DiskSpaceError: the disk is full or fails; ``target`` is unchanged.
+        OSError: the disk is full or fails, or another node's files are missing.
     """
     entries = dict(hashed or {})
-    with output_folder(target, 0, overwrite=True) as staged:  # it may replace a damaged one
-        for write in parts:
-            write(staged)
-        for path in sorted(p for p in staged.rglob("*") if p.is_file()):
-            name = path.relative_to(staged).as_posix()
-            if name not in entries:
-                sync(path)
-                entries[name] = entry_of(path)
-        manifest = {"format": FORMAT, "step": step_of(target), "files": entries}
-        write_small(staged, MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+    for name in entries:
+        if not (folder / name).is_file():
+            raise OSError(
+                f"{name} was written on another node and is not visible here; put the run's folder "
+                "on a file system that all nodes share"
+            )
+    for path in sorted(folder.rglob("*"), reverse=True):  # files before their folders
+        sync(path)
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name not in (MANIFEST, *entries):
+            entries[name] = entry_of(path)
+    manifest = {"format": FORMAT, "step": step_of(folder), "files": entries}
+    write_small(folder, MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+    sync(folder)
+    sync(folder.parent)
 
 
 def verify_checkpoint(folder: Path, hashes: bool = True, share: tuple[int, int] = (0, 1)) -> None:
@@ -67,7 +74,10 @@ def verify_checkpoint(folder: Path, hashes: bool = True, share: tuple[int, int] 
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise CheckpointError(f"{path}: is damaged ({type(problem).__name__})") from None
     if version != FORMAT:
-        raise CheckpointError(f"{path}: has format {version}, but this version reads {FORMAT}")
+        raise OtherFormatError(
+            f"{folder}: another version of moe-finetune wrote this checkpoint (format {version}, "
+            f"not {FORMAT}); continue with that version, or start a new run in another folder"
+        )
     if step != step_of(folder) or not entries:
         raise CheckpointError(f"{path}: belongs to another checkpoint, or is damaged")
     for position, (name, (size, digest)) in enumerate(entries.items()):
@@ -89,11 +99,17 @@ def checkpoints(root: Path) -> list[Path]:
 
 
 def newest_checkpoint(root: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that verifies, and why each newer one was skipped."""
+    """The newest checkpoint that verifies, and why each newer one was skipped.
+
+    Raises:
+        OtherFormatError: another version wrote it; to skip it would start the run again.
+    """
     problems = []
     for folder in checkpoints(root):
         try:
             verify_checkpoint(folder)
+        except OtherFormatError:
+            raise
         except CheckpointError as problem:
             problems.append(str(problem))
         except OSError as problem:

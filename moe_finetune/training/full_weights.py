@@ -5,6 +5,7 @@ gathered tensor at a time; only rank 0, which writes the files, keeps them.
 """
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,6 +92,14 @@ def live_weights(model: nn.Module) -> dict[str, Tensor]:
     model = getattr(model, "module", model)
     state = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
     return _trained(model, state)
+
+
+def model_weights(folder: Path, model: nn.Module) -> dict[str, Tensor]:
+    """``model``'s trained tensors from an ordinary checkpoint, whole, on the CPU."""
+    from moe_finetune.checkpoint.loading import load_model
+
+    state = load_model(folder, dtype="float32", device_map="cpu").state_dict()
+    return {name: state[name] for name in live_weights(model) if name in state}
 
 
 def set_weights(model: nn.Module, weights: Mapping[str, Tensor], where: str) -> None:

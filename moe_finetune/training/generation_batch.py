@@ -1,8 +1,8 @@
-"""Checkpoints inside a generation batch: the completions in use are saved and trained on.
+"""Checkpoints of GRPO fall between generation batches, so that no completions have to be saved.
 
 TRL samples completions for several micro-batches at once, and GRPO may train on them several times.
-A checkpoint can fall in between, and a resumed run must not sample new completions. It also needs
-its epoch's order of prompts, which TRL's sampler draws from a generator that no checkpoint stores.
+A save inside waits for the end of the batch. Its order of prompts comes from a generator that no
+checkpoint stores, and is drawn again for the epoch.
 """
 
 import logging
@@ -10,59 +10,43 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 _Trainer: Any = object
 log = logging.getLogger(__name__)
 
 
-class ResumesRollouts(_Trainer):
-    """Mixin that saves and restores TRL's buffer of completions, one per rank."""
+class SavesBetweenGenerations(_Trainer):
+    """Mixin that moves saves to the ends of TRL's generation batches."""
+
+    _save_waits = False
+
+    def can_save(self) -> bool:
+        """Whether the next step samples new completions, or none follows."""
+        window = self.args.gradient_accumulation_steps
+        batch = getattr(self.args, "steps_per_generation", window)
+        batch *= getattr(self, "num_iterations", 1)
+        return self._step % batch == 0 or self.state.global_step >= self.state.max_steps
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        due = self._save_waits or self.control.should_save
+        self.control.should_save = due and self.can_save()
+        self._save_waits = due and not self.control.should_save
+        return super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if checkpoint is not None:
+            self._step = self.state.global_step * self.args.gradient_accumulation_steps
+            if not self.can_save():
+                log.warning(
+                    "the checkpoint is inside a generation batch, because its run ended there or "
+                    "had another number of processes; the batch's completions are sampled again"
+                )
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         sampler = super()._get_train_sampler(*args, **kwargs)
         sampler.set_epoch = partial(_order_of_epoch, sampler)  # the Trainer calls it
         return sampler
-
-    def rollout_state(self) -> dict[str, Any]:
-        """This rank's place in its generation batch, and the completions it still trains on."""
-        batches = None
-        if self._step % self._micro_batches_of_a_rollout and self._buffered_inputs is not None:
-            batches = [
-                {k: v.clone() if isinstance(v, Tensor) else v for k, v in batch.items()}
-                for batch in self._buffered_inputs
-            ]
-        return {"step": self._step, "batches": batches}
-
-    def load_rollout_state(self, state: dict[str, Any] | None) -> None:
-        """Continue with the completions of a checkpoint.
-
-        Args:
-            state: None when a different number of ranks wrote the checkpoint; each rank then
-                samples completions of its prompts again.
-        """
-        if state is None:
-            self._step = self.state.global_step * self.args.gradient_accumulation_steps
-            if self._step % self._micro_batches_of_a_rollout:
-                log.warning(
-                    "the checkpoint is in the middle of a generation batch and comes from a "
-                    "different number of processes; its completions are sampled again"
-                )
-            return
-        self._step = state["step"]
-        if state["batches"] is not None:
-            device = self.args.device
-            self._buffered_inputs = [
-                {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-                for batch in state["batches"]
-            ]
-
-    @property
-    def _micro_batches_of_a_rollout(self) -> int:
-        window = self.args.gradient_accumulation_steps
-        return getattr(self.args, "steps_per_generation", window) * getattr(
-            self, "num_iterations", 1
-        )
 
 
 def _order_of_epoch(sampler: Any, epoch: int) -> None:

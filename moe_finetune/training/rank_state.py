@@ -1,97 +1,87 @@
-"""State that differs between ranks, one file per rank: random state and unlogged sums.
+"""What a checkpoint has of each rank: its random state, and the rows of one of the run's steps.
 
-A different number of ranks can resume from them: each takes the random state of one old rank, means
-are averaged, and rank 0 takes the sums. The run is then the same except for random draws while it
-trains (dropout, jitter, completions), rollouts in use, which are sampled again, and rounding in the
-order of sums.
+Any number of ranks can resume: each takes the random state of one old rank, and accumulates as many
+micro-batches as keep the rows of a step. The run is then the same except for random draws while it
+trains (dropout, jitter, completions) and rounding in the order of sums.
 """
 
-import json
 import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from moe_finetune.errors import CheckpointError
-from moe_finetune.training.state import pack, unpack
+from moe_finetune.training.state import pack, read_packed, to_bytes, unpack
 
-
-def pack_rank(state: dict[str, Any]) -> bytes:
-    """Serialize one rank's file."""
-    tensors: dict[str, Tensor] = {}
-    packed = pack(state, tensors, "")
-    cpu_tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    return save(cpu_tensors, metadata={"state": json.dumps(packed)})
+FOLDER = "trainer"
+"""Folder of a checkpoint for what only training reads."""
 
 
 def rank_file(rank: int) -> str:
-    """The name of a rank's file in a checkpoint."""
-    return f"rank-{rank:05d}.safetensors"
+    """The path of a rank's file in a checkpoint."""
+    return f"{FOLDER}/rank-{rank:05d}.safetensors"
 
 
-def read_rank(checkpoint: Path, rank: int, world: int, callbacks: list[Any]) -> dict[str, Any]:
-    """Return the state that ``rank`` of ``world`` resumes from.
+def pack_rank(args: Any, **state: Any) -> bytes:
+    """This rank's file."""
+    tensors: dict[str, Tensor] = {}
+    written_by = {"world_size": args.world_size, "rows": rows_of(args)}
+    return to_bytes(pack({**written_by, "random": random_state(), **state}, tensors, ""), tensors)
 
-    Args:
-        callbacks: those with a state per rank, in the file's order.
+
+def read_rank(checkpoint: Path, rank: int) -> dict[str, Any]:
+    """The state that ``rank`` resumes from: its own, or with more ranks that of another.
 
     Raises:
         CheckpointError: a file is missing or damaged.
     """
-    first = _read_state(checkpoint / rank_file(0))
-    if first["world_size"] == world:
-        return first if rank == 0 else _read_state(checkpoint / rank_file(rank))
-    states = [
-        first,
-        *(_read_state(checkpoint / rank_file(n)) for n in range(1, first["world_size"])),
-    ]
-    # Random numbers, metrics and the like are those of one old rank; what is summed or averaged
-    # over ranks is put together from all of them, so that no token counts twice or never.
-    rank_values = states[rank % len(states)]
-    return {
-        **rank_values,
-        "loss": torch.stack([state["loss"] for state in states]).mean(0),
-        "rollouts": None,
-        "statistics": [
-            callback.share_rank_states([state["statistics"][index] for state in states], rank)
-            for index, callback in enumerate(callbacks)
-        ],
-    }
+    first = unpack(*read_packed(checkpoint / rank_file(0)))
+    old = rank % first["world_size"]
+    return unpack(*read_packed(checkpoint / rank_file(old))) if old else first
 
 
-def written_by(checkpoint: Path) -> tuple[int, int]:
-    """Number of processes that wrote a checkpoint, and rows of one of their steps.
+def rows_of(args: Any) -> int:
+    """Rows of one optimizer step, over all ranks."""
+    return args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+
+
+def accumulation(checkpoint: Path, args: Any) -> int:
+    """The accumulation that gives steps as many rows as those of ``checkpoint``.
+
+    With as many processes as the checkpoint's run had, this is the accumulation in ``args``.
 
     Raises:
-        CheckpointError: the file is damaged, or of a version that did not write these.
+        CheckpointError: no accumulation gives that many rows.
     """
-    first = _read_state(checkpoint / rank_file(0))
-    return first["world_size"], first["rows"]
-
-
-def read_tensors(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Metadata and tensors of a safetensors file; CheckpointError if it cannot be read."""
-    try:
-        with safe_open(file, framework="pt") as opened:
-            return opened.metadata() or {}, {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as problem:
-        raise CheckpointError(f"{file}: cannot be read ({problem})") from None
-
-
-def _read_state(file: Path) -> dict[str, Any]:
-    metadata, tensors = read_tensors(file)
-    state = unpack(json.loads(metadata.get("state", "{}")), tensors)
-    if missing := sorted({"world_size", "rows"} - state.keys()):
+    first = read_rank(checkpoint, 0)
+    world, rows = first["world_size"], first["rows"]
+    if world == args.world_size:
+        return args.gradient_accumulation_steps
+    rows_per_batch = args.train_batch_size * args.world_size
+    if rows % rows_per_batch:
         raise CheckpointError(
-            f"{file}: has no {' and no '.join(missing)}; another version wrote this checkpoint, so "
-            "start a new run instead of resuming"
+            f"{checkpoint}: was written by {world} processes whose steps took {rows} rows, and "
+            f"{args.world_size} of {args.train_batch_size} rows cannot continue it; resume with "
+            f"{world} processes"
         )
-    return state
+    return rows // rows_per_batch
+
+
+def check_rows(checkpoint: Path, args: Any) -> None:
+    """Refuse a different number of processes if it changes the number of rows per step.
+
+    Raises:
+        CheckpointError: the size differs; the message names the accumulation that keeps it.
+    """
+    steps = accumulation(checkpoint, args)
+    if steps != args.gradient_accumulation_steps:
+        raise CheckpointError(
+            f"{checkpoint}: was not written by {args.world_size} processes; set "
+            f"gradient_accumulation_steps={steps} to keep the number of rows per step"
+        )
 
 
 def random_state() -> dict[str, Any]:

@@ -2,100 +2,198 @@
 
     class MyTrainer(ResumableTrainer, Trainer): ...
 
-It replaces how a checkpoint is written and read: weights (a PEFT adapter, or without one an
-ordinary checkpoint), optimizer, scheduler, random state of every rank, callbacks' tables, and
-counts since the last log. With FSDP2 each rank writes and reads its own parts, and a different
-number of ranks can read them. The stock ``optimizer.pt``, ``scheduler.pt``, ``rng_state.pth`` and
-``training_args.bin`` are neither written nor read. See :mod:`moe_finetune.training.checkpoint` for
-the folder.
+The Trainer's own saves and resumes run, with hooks for what it would pickle or not verify: weights
+(a PEFT adapter, or without one an ordinary checkpoint), optimizer and scheduler, and the random
+state of every rank. Every save logs first, so that no sum since the last log has to be kept. A
+manifest is written last; a folder without one does not count. With FSDP2 each rank writes and reads
+its own parts. See :mod:`moe_finetune.training.checkpoint` for the folder.
 """
 
-import json
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
+from transformers.trainer_utils import SaveStrategy
 
 from moe_finetune.checkpoint.adapter import WEIGHTS as ADAPTER_FILE
-from moe_finetune.errors import CheckpointError, DiskSpaceError
-from moe_finetune.io import clear_leftovers
+from moe_finetune.data.tokenize import as_published
+from moe_finetune.errors import CheckpointError
+from moe_finetune.io import clear_leftovers, write_small
+from moe_finetune.io.folder import remove_folder
 from moe_finetune.training import ranks
 from moe_finetune.training.checkpoint import (
+    Entry,
     newest_checkpoint,
     rotate,
     verify_checkpoint,
-    write_checkpoint,
+    write_manifest,
 )
-from moe_finetune.training.checkpoint_parts import (
-    OPTIMIZER,
-    OPTIMIZER_FILE,
-    WEIGHTS,
+from moe_finetune.training.full_weights import (
+    like,
+    live_weights,
+    model_weights,
+    set_weights,
+    trained_weights,
+    whole_model,
+)
+from moe_finetune.training.rank_state import (
+    FOLDER,
     check_rows,
-    checkpoint_parts,
+    pack_rank,
+    rank_file,
+    read_rank,
+    set_random_state,
 )
-from moe_finetune.training.full_weights import live_weights, set_weights
-from moe_finetune.training.model_files import StoredWeights
-from moe_finetune.training.optimizer_state import empty_moments, load_optimizer_state
-from moe_finetune.training.rank_state import read_rank, read_tensors, set_random_state
-from moe_finetune.training.shards import read_shards, stored
-from moe_finetune.training.state import load_state, unpack
+from moe_finetune.training.save import write_adapter
+from moe_finetune.training.shards import (
+    WEIGHTS,
+    is_sharded,
+    parameters_of,
+    read_moments,
+    read_shards,
+    sharded_moments,
+    stored,
+    write_shards,
+)
+from moe_finetune.training.state import load_state, pack, read_packed, unpack, write_packed
 
 # The other base, at run time any transformers Trainer; its attributes are used throughout.
 _Trainer: Any = object
-
+OPTIMIZER_FILE = f"{FOLDER}/optimizer.safetensors"
+_PICKLED = "training_args.bin"
 log = logging.getLogger(__name__)
 
 
 class ResumableTrainer(_Trainer):
     """Exact, verified, pickle-free checkpoints for any Trainer. Make it the first base class."""
 
+    _problem: Exception | None = None
+    _entries: dict[str, Entry]
+
     # -- writing ------------------------------------------------------------------------------
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        best = self.args.save_strategy == SaveStrategy.BEST and self.control.should_evaluate
+        if self.control.should_save or best:
+            self.control.should_log = True
+        return super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         root = Path(self._get_output_dir(trial=trial))
         target = root / f"checkpoint-{self.state.global_step}"
-        self.store_flos()
-        self._note_best(root, target)
-        # Gathering is collective, so all ranks gather before rank 0 writes.
-        problem: Exception | None = None
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        self._problem, self._entries = None, {}
+        with self._writing():
+            if self.args.should_save:
+                remove_folder(target)  # a damaged one
+                (target / FOLDER).mkdir(parents=True)
+        ranks.barrier()
         try:
-            parts, entries = checkpoint_parts(self, target, self._ours())
-        except OSError as error:  # of the shards, on all ranks
-            return self._report_failed_save(root, target, error)
-        if self.args.should_save:
-            try:
-                write_checkpoint(target, parts, entries)
+            with self._writing():
+                super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
+        if not ranks.any_rank(self._problem is not None) and self.args.should_save:
+            with self._writing():
+                write_manifest(target, self._entries)
                 best = self.state.best_model_checkpoint
-                rotate(root, self.args.save_total_limit, Path(best) if best else None)
-            except (OSError, DiskSpaceError, SafetensorError) as error:
-                problem = error
-        if ranks.any_rank(problem is not None):
-            self._report_failed_save(root, target, problem)
+                # Only now, so that older ones stay until the new one is whole.
+                rotate(root, limit, Path(best) if best else None)
+        if ranks.any_rank(self._problem is not None) and self.args.should_save:
+            self._report_failed_save(root, target)
 
-    def _ours(self) -> list[Any]:
-        return [c for c in self.callback_handler.callbacks if hasattr(c, "rank_state")]
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Note a failed write for the end of the save: the other ranks go on to collectives."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            self._problem = self._problem or error
 
-    def _note_best(self, root: Path, target: Path) -> None:
-        step = self.state.best_global_step
-        if step and (step == self.state.global_step or (root / f"checkpoint-{step}").is_dir()):
-            self.state.best_model_checkpoint = str(root / f"checkpoint-{step}")
-
-    def _report_failed_save(self, root: Path, target: Path, problem: Exception | None) -> None:
+    def _report_failed_save(self, root: Path, target: Path) -> None:
         """Warn about a failed save instead of ending the run: the next one may succeed."""
-        if not self.args.should_save:
-            return
-        clear_leftovers(root)
+        remove_folder(target)
         last, _ = newest_checkpoint(root)
         log.warning(
             "WARNING: %s could not be saved (%s). Training continues; the last good checkpoint "
             "is %s. Free some disk space, or raise trainer.save_steps.",
             target,
-            problem,
+            self._problem or "see the other ranks' messages",
             last or "none; if the run stops now, it has to start from the beginning",
         )
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if not _internal_call:
+            super().save_model(output_dir)
+        elif not self._weights_in_shards():
+            self._save_weights(Path(str(output_dir)))
+
+    def _weights_in_shards(self) -> bool:
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        gathers = plugin is not None and "FULL" in str(plugin.state_dict_type)
+        return is_sharded(self.model) and not self._adapted and not gathers
+
+    @property
+    def _adapted(self) -> bool:
+        return getattr(self.model, "peft_config", None) is not None
+
+    def _save_weights(self, folder: Path) -> None:
+        """Gather on all ranks, and write an adapter or an ordinary checkpoint on rank 0."""
+        model = self.model
+        weights = trained_weights(model) if self._adapted else whole_model(model)
+        if not self.args.should_save:
+            return
+        with self._writing():
+            if self._adapted:
+                write_adapter(model.peft_config[model.active_adapter], weights, folder)
+                for callback in self.callback_handler.callbacks:
+                    if hasattr(callback, "describe_adapter"):
+                        callback.describe_adapter(folder)
+                return
+            getattr(model, "module", model).save_pretrained(folder, state_dict=weights)
+            if hasattr(self.processing_class, "save_pretrained"):
+                as_published(self.processing_class).save_pretrained(folder)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        folder, tensors = Path(output_dir), dict[str, Tensor]()
+        state = {
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.lr_scheduler.state_dict(),
+        }
+        packed = pack(state, tensors, "")
+        if is_sharded(self.model):
+            tensors, shards = sharded_moments(tensors, self.optimizer)
+            if self._weights_in_shards():
+                shards |= {f"{WEIGHTS}{n}": t for n, t in live_weights(self.model).items()}
+            with self._writing():
+                self._entries = write_shards(folder, shards)
+        if self.args.should_save:
+            with self._writing():
+                write_packed(folder / OPTIMIZER_FILE, packed, tensors)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        tokens = getattr(self, "_total_train_tokens", None)
+        files = ranks.gather_bytes(
+            pack_rank(self.args, tokens=tokens, total_loss=self._total_loss_scalar)
+        )
+        if self.args.should_save:
+            with self._writing():
+                for rank, content in enumerate(files):
+                    write_small(Path(output_dir), rank_file(rank), content)
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """Nothing: fp16 is refused."""
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Write what ``save_model`` writes, without the pickled arguments."""
+        super()._save(output_dir, state_dict)
+        folder = Path(output_dir if output_dir is not None else self.args.output_dir)
+        (folder / _PICKLED).unlink(missing_ok=True)
 
     # -- reading ------------------------------------------------------------------------------
 
@@ -132,16 +230,15 @@ class ResumableTrainer(_Trainer):
         return super().train(path, *args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        folder = Path(resume_from_checkpoint)
-        model = model if model is not None else self.model
-        if getattr(self.model, "peft_config", None) is not None:
+        folder, model = Path(resume_from_checkpoint), self.model if model is None else model
+        if self._adapted:
             file = folder / ADAPTER_FILE
             set_weights(model, load_state(file), str(file))
-        elif any(name.startswith(f"{WEIGHTS}/") for name in stored(folder)):
+        elif any(name.startswith(WEIGHTS) for name in stored(folder)):
             live = live_weights(model)
-            read_shards(folder, {f"{WEIGHTS}/{name}": t.detach() for name, t in live.items()})
+            read_shards(folder, {f"{WEIGHTS}{name}": t.detach() for name, t in live.items()})
         else:
-            set_weights(model, StoredWeights(folder, model), str(folder))
+            set_weights(model, model_weights(folder, model), str(folder))
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
@@ -152,27 +249,16 @@ class ResumableTrainer(_Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        folder = Path(checkpoint)
-        metadata, tensors = read_tensors(folder / OPTIMIZER_FILE)
-        state = unpack(json.loads(metadata["state"]), tensors)
-        prefix = f"{OPTIMIZER}/"
-        shapes = {
-            n.removeprefix(prefix): s for n, s in stored(folder).items() if n.startswith(prefix)
-        }
-        moments = empty_moments(self.model, shapes)
-        read_shards(folder, {prefix + name: tensor for name, tensor in moments.items()})
-        for name, tensor in moments.items():
-            parameter, _, key = name.rpartition("/")
-            state["optimizer"]["state"].setdefault(parameter, {})[key] = tensor
-        where = str(folder / OPTIMIZER_FILE)
-        load_optimizer_state(self.optimizer, self.model, state["optimizer"], where)
+        packed, tensors = read_packed(Path(checkpoint) / OPTIMIZER_FILE)
+        state = unpack(packed, {**tensors, **read_moments(Path(checkpoint), self.optimizer)})
+        parameters = parameters_of(self.optimizer)
+        for index, moments in state["optimizer"]["state"].items():
+            for name, value in moments.items():
+                whole = isinstance(value, Tensor) and not hasattr(value, "device_mesh")
+                if whole and value.shape == parameters[index].shape:
+                    moments[name] = like(parameters[index], value)
+        self.optimizer.load_state_dict(state["optimizer"])
         self.lr_scheduler.load_state_dict(state["scheduler"])
-
-    def _save_scaler(self, output_dir: str) -> None:
-        """Nothing: fp16 is refused."""
-
-    def _load_scaler(self, checkpoint: str | None) -> None:
-        """Nothing: fp16 is refused."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore this rank's random state; the Trainer calls this right before the first batch."""
@@ -180,23 +266,17 @@ class ResumableTrainer(_Trainer):
             return
         state = self._rank_state(checkpoint)
         set_random_state(state["random"])
-        self._tr_loss += state["loss"].to(self._tr_loss.device)
-        self._total_loss_scalar = state["total_loss"]
-        if hasattr(self, "load_rollout_state"):
-            self.load_rollout_state(state["rollouts"])
-        self._globalstep_last_logged = state["last_logged"]
         # The checkpoint's state has the intervals of the run that wrote it.
         self.state.compute_steps(self.args, self.state.max_steps)
-        for mode, values in state["metrics"].items():
-            self._metrics[mode].update(values)
+        self._total_loss_scalar = state["total_loss"]
         if state["tokens"] is not None:
             self._total_train_tokens = state["tokens"]
-        for callback, saved in zip(self._ours(), state["statistics"], strict=True):
-            callback.load_rank_state(saved)
 
     def _rank_state(self, checkpoint: str) -> dict[str, Any]:
-        args = self.args
-        return read_rank(Path(checkpoint), args.process_index, args.world_size, self._ours())
+        return read_rank(Path(checkpoint), self.args.process_index)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Nothing: fp16 is refused."""
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         # The Trainer divides the sum over all steps by the number of those since the resume.
@@ -215,30 +295,30 @@ class ResumableTrainer(_Trainer):
             return
         super()._run_epoch(*args, **kwargs)
 
-    # -- elsewhere ----------------------------------------------------------------------------
-
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Write what ``save_model`` writes, without the pickled ``training_args.bin``."""
-        super()._save(output_dir, state_dict)
-        folder = Path(output_dir if output_dir is not None else self.args.output_dir)
-        (folder / "training_args.bin").unlink(missing_ok=True)
-
 
 def find_checkpoint(root: Path) -> Path | None:
     """The newest checkpoint under ``root`` that verifies; skipped ones are logged.
 
     Rank 0 decides, so all ranks resume from the same one.
+
+    Raises:
+        CheckpointError: another version wrote it.
     """
-    answer = b""
+    answer, problem = b"", None
     if ranks.rank() == 0:
-        newest, problems = newest_checkpoint(root)
-        for problem in problems:
-            log.warning("--resume: skipped: %s", problem)
-        if newest is None:
-            log.warning("--resume: no complete checkpoint in %s; starting from the beginning", root)
-        else:
+        try:
+            newest, skipped = newest_checkpoint(root)
+        except CheckpointError as error:
+            newest, skipped, problem = None, [], error
+        for reason in skipped:
+            log.warning("--resume: skipped: %s", reason)
+        if newest is not None:
             log.info("--resume: continuing from %s", newest)
             answer = os.fsencode(newest)
+        elif problem is None:
+            log.warning("--resume: no complete checkpoint in %s; starting from the beginning", root)
+    if ranks.any_rank(problem is not None):
+        raise problem or CheckpointError(f"--resume: {root}: see the message of rank 0")
     answer = ranks.gather_bytes(answer)[0]
     return Path(os.fsdecode(answer)) if answer else None
 

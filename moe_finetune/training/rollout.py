@@ -98,10 +98,6 @@ class FollowsRollouts(_Trainer):
             self._rollout = None
         return output
 
-    def load_rollout_state(self, state: dict[str, Any] | None) -> None:
-        super().load_rollout_state(state)
-        self._policy = TrainedAdapter(self.callback.recorder.model)
-
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
         self._batch = inputs if EXPERTS in inputs else None
         try:

@@ -7,7 +7,6 @@ single process without a group, can read them.
 
 import json
 import math
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,8 @@ from moe_finetune.training import ranks
 from moe_finetune.training.checkpoint import Entry, entry_of
 
 FOLDER = "shards"
+WEIGHTS, MOMENTS = "weights/", "optimizer/state/"
+"""Prefixes of the names of tensors in shards: by parameter, and by its index in the optimizer."""
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -68,26 +69,23 @@ def check_all_sharded(model: nn.Module) -> None:
         )
 
 
-def write_shards(target: Path, tensors: Mapping[str, Tensor]) -> tuple[Path, dict[str, Entry]]:
-    """Write this rank's part of ``tensors`` next to ``target``; every rank must call this.
+def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
+    """Write this rank's part of ``tensors`` into a checkpoint; every rank must call this.
 
-    Returns the folder, to be moved into the checkpoint by :func:`adopt_shards`, and size and hash
-    of every rank's files.
+    Returns the manifest entries of every rank's files.
 
     Raises:
         OSError: on all ranks, when one of them could not write.
     """
-    # All ranks know the name, and clear_leftovers removes what a killed run left under it.
-    staged = target.parent / f".{target.name}.{FOLDER}.partial-00000000"
+    target = folder / FOLDER
     if ranks.rank() == 0:
-        shutil.rmtree(staged, ignore_errors=True)
-        staged.mkdir(parents=True)
+        target.mkdir(parents=True, exist_ok=True)
     ranks.barrier()
-    writer = HuggingFaceStorageWriter(str(staged), save_distributed=True)
+    writer = HuggingFaceStorageWriter(str(target), save_distributed=True)
     problem, entries = "", {}
     try:
         dcp.save(dict(tensors), storage_writer=writer)
-        shard_files = staged.glob(f"shard-{ranks.rank() + 1:05d}-*.safetensors")
+        shard_files = target.glob(f"shard-{ranks.rank() + 1:05d}-*.safetensors")
         entries = {f"{FOLDER}/{file.name}": entry_of(file) for file in shard_files}
     except CheckpointException as failed:  # not an Exception; contains all ranks' errors
         problem = str(next(iter(failed.failures.values()))[0])
@@ -96,23 +94,46 @@ def write_shards(target: Path, tensors: Mapping[str, Tensor]) -> tuple[Path, dic
     if ranks.any_rank(bool(problem)):
         raise OSError(problem or "another rank could not write its shard")
     blobs = ranks.gather_bytes(json.dumps(entries).encode())
-    return staged, {name: entry for blob in blobs for name, entry in json.loads(blob).items()}
+    return {name: entry for blob in blobs for name, entry in json.loads(blob).items()}
 
 
-def adopt_shards(staged: Path, entries: Mapping[str, Entry], folder: Path) -> None:
-    """Move the files of :func:`write_shards` into an unfinished checkpoint; only on rank 0.
+def sharded_moments(
+    tensors: Mapping[str, Tensor], optimizer: Any
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Split an optimizer's tensors, by names of :func:`pack`: those equal on all ranks, and shards.
 
     Raises:
-        OSError: another node's files are missing.
+        CheckpointError: the optimizer's state is not sharded like its parameter.
     """
-    for name in entries:
-        if not (staged / Path(name).name).is_file():
-            raise OSError(
-                f"{name} was written on another node and is not visible here; put the run's "
-                "folder on a file system that all nodes share, or set fsdp_state_dict_type: "
-                "FULL_STATE_DICT"
-            )
-    staged.rename(folder / FOLDER)
+    shards = {name: tensor for name, tensor in tensors.items() if hasattr(tensor, "device_mesh")}
+    whole = {name: tensor for name, tensor in tensors.items() if name not in shards}
+    if different := [n for n, t in whole.items() if n.startswith(MOMENTS) and t.numel() > 1]:
+        raise CheckpointError(
+            f"{type(getattr(optimizer, 'optimizer', optimizer)).__name__} keeps a different "
+            f"'{different[0].rpartition('/')[2]}' of a tensor on every rank, which cannot be "
+            "saved; use trainer.optim: adamw_torch"
+        )
+    return whole, shards
+
+
+def read_moments(folder: Path, optimizer: Any) -> dict[str, Tensor]:
+    """The shards of :func:`sharded_moments`, each sharded as its parameter is now."""
+    parameters = parameters_of(optimizer)
+    moments = {}
+    for name, (shape, dtype) in stored(folder).items():
+        if name.startswith(MOMENTS):
+            like_it = parameters[int(name.split("/")[2])]
+            if like_it.shape == shape:
+                moments[name] = torch.empty_like(like_it, dtype=dtype, requires_grad=False)
+            else:
+                moments[name] = torch.empty(shape, dtype=dtype)
+    read_shards(folder, moments)
+    return moments
+
+
+def parameters_of(optimizer: Any) -> list[Tensor]:
+    """Parameters by their index in the optimizer's state."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def stored(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:

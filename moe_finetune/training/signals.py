@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,7 +18,7 @@ from transformers import TrainerCallback
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.io.terminal import terminal
 from moe_finetune.training import ranks
-from moe_finetune.training.checkpoint import newest_checkpoint
+from moe_finetune.training.checkpoint import newest_checkpoint, step_of
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -35,10 +36,15 @@ class StopOnSignal(TrainerCallback):
     Args:
         output: the run folder, for the message.
         go_on: how to continue, if not by ``train --resume``.
+        can_save: whether the step that has ended can be saved; otherwise the run stops with the
+            last checkpoint.
     """
 
-    def __init__(self, output: Path, go_on: str | None = None):
+    def __init__(
+        self, output: Path, go_on: str | None = None, can_save: Callable[[], bool] | None = None
+    ):
         self.output = output
+        self.can_save = can_save or (lambda: True)
         self.go_on = go_on or (
             "repeat the command with --resume "
             f"(moe-finetune train {RunFolder(output).recipe} --output {output} --resume)"
@@ -71,16 +77,22 @@ class StopOnSignal(TrainerCallback):
             "warning",
         )
 
-    def _interrupted(self) -> Interrupted:
-        message = self._message()
+    def _interrupted(self, unsaved: int | None = None) -> Interrupted:
+        message = self._message(unsaved)
         if ranks.rank() == 0:  # command-line frameworks swallow an interrupt's message
             terminal().say(message, "warning")
         return Interrupted(message)
 
-    def _message(self) -> str:
+    def _message(self, unsaved: int | None) -> str:
         name = self._asked.name if self._asked else "a signal on another rank"
         last, _ = newest_checkpoint(RunFolder(self.output).checkpoints)
         checkpoint = f"last checkpoint: {last}" if last else "no checkpoint was saved"
+        if unsaved is not None:
+            again = unsaved - (step_of(last) or 0 if last else 0)
+            checkpoint += (
+                f", because step {unsaved} is inside a generation batch; {again} "
+                f"{'step is' if again == 1 else 'steps are'} done again"
+            )
         return f"interrupted by {name}; {checkpoint}. To continue: {self.go_on}"
 
     # -- the trainer's events -----------------------------------------------------------------
@@ -91,6 +103,8 @@ class StopOnSignal(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         # Ranks get the signal at different times, and have to stop at the same step.
         if ranks.any_rank(self._asked is not None):
+            if not self.can_save():
+                raise self._interrupted(state.global_step)
             self._stopping = True
             control.should_save = True
             control.should_training_stop = True

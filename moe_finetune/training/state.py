@@ -6,10 +6,12 @@ back. Everything else must be a plain value.
 
 import base64
 import binascii
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, load_file, save, save_file
 from torch import Tensor
 
@@ -48,6 +50,39 @@ def from_text(text: str, where: str) -> dict[str, Tensor]:
         raise CheckpointError(f"{where}: cannot be read ({problem})") from None
 
 
+def to_bytes(packed: Any, tensors: Mapping[str, Tensor]) -> bytes:
+    """The content of a file with what :func:`pack` returned, and its tensors."""
+    return save(_storable(tensors), metadata={"state": json.dumps(packed)})
+
+
+def write_packed(path: Path, packed: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Write a file with what :func:`pack` returned, and its tensors."""
+    save_file(_storable(tensors), path, metadata={"state": json.dumps(packed)})
+
+
+def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``tensors`` on the CPU, without shared memory, as the format requires."""
+    seen: set[int] = set()
+    stored = {}
+    for name, tensor in tensors.items():
+        value = tensor.detach().cpu().contiguous()
+        address = value.untyped_storage().data_ptr()
+        # 8-bit optimizers share one table among all parameters.
+        stored[name] = value.clone() if address in seen else value
+        seen.add(address)
+    return stored
+
+
+def read_packed(path: Path) -> tuple[Any, dict[str, Tensor]]:
+    """Packed state and tensors of such a file; raise CheckpointError if it is damaged."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            return json.loads((file.metadata() or {}).get("state", "{}")), tensors
+    except (OSError, SafetensorError, ValueError) as problem:
+        raise CheckpointError(f"{path}: cannot be read ({problem})") from None
+
+
 def pack(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
     """Return ``value`` as JSON; its tensors go into ``tensors``, by names that start with ``path``.
 
@@ -60,7 +95,7 @@ def pack(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, dict):
-        items = {key: pack(item, tensors, f"{path}/{key}") for key, item in value.items()}
+        items = {k: pack(item, tensors, f"{path}/{k}".lstrip("/")) for k, item in value.items()}
         if all(isinstance(key, str) for key in items):
             return items
         return {_ITEMS: [[key, item] for key, item in items.items()]}

@@ -76,41 +76,6 @@ class TrainingStatistics:
         rows, columns = len(self.layers), 2 * self.num_experts + 3
         return torch.zeros(rows, columns, dtype=torch.float64, device=device)
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's sums since the last read, as tensors and numbers."""
-        return {
-            "sums": self._sums,
-            "routers": dict(self._routers),
-            "losses": dict(self._losses),
-            "forwards": self._forwards,
-            "strength": dict(self._strength),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._sums = state["sums"]
-        self._routers = dict(state.get("routers", {}))
-        self._losses = dict(state["losses"])
-        self._forwards = state["forwards"]
-        self._strength = dict(state["strength"])
-
-    @staticmethod
-    def share(states: Sequence[dict[str, Any]], rank: int) -> dict[str, Any]:
-        """What ``rank`` loads when the number of ranks has changed: rank 0 takes all sums."""
-        first = states[0]
-        if rank > 0:
-            return {**first, "sums": None, "losses": {}, "forwards": 0}
-        sums = [state["sums"] for state in states if state["sums"] is not None]
-        names = {name for state in states for name in state["losses"]}
-        return {
-            **first,
-            "sums": torch.stack(sums).sum(0) if sums else None,
-            "losses": {
-                name: sum(s["losses"][name] for s in states if name in s["losses"])
-                for name in names
-            },
-            "forwards": sum(state["forwards"] for state in states),
-        }
-
     def read(self) -> dict[str, float]:
         """Return the values since the last read, over all ranks, and reset the sums.
 

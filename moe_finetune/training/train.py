@@ -63,7 +63,7 @@ def train(recipe: Recipe, run: RunFolder, inputs: Inputs, resume: bool = False) 
     add_callbacks(trainer, KeepSteps(recipe, output, model, start.tokenizer, callback))
     if checkpoint:
         trainer.args.eval_on_start = False
-    with StopOnSignal(output) as stop:
+    with StopOnSignal(output, can_save=getattr(trainer, "can_save", None)) as stop:
         add_callbacks(trainer, stop)
         try:
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)

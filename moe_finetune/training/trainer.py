@@ -15,11 +15,10 @@ from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES, Stage
 from moe_finetune.training.callback import SpecializationCallback
 from moe_finetune.training.callback_order import add_callbacks
-from moe_finetune.training.checkpoint_parts import accumulation
-from moe_finetune.training.generation_batch import ResumesRollouts
+from moe_finetune.training.generation_batch import SavesBetweenGenerations
 from moe_finetune.training.live_table import LiveTable
 from moe_finetune.training.numerics import CollapseWatch, FiniteTrainer
-from moe_finetune.training.rank_state import random_state, set_random_state
+from moe_finetune.training.rank_state import accumulation, random_state, set_random_state
 from moe_finetune.training.resumable import ResumableTrainer
 from moe_finetune.training.rollout import FollowsRollouts
 from moe_finetune.training.run_log import RunLog
@@ -96,8 +95,8 @@ def trainer_of(stage: Stage) -> Any:
     """TRL's trainer class for ``stage`` with the run's mixins."""
     base = stage.trainer_class()
     mixins: tuple[type, ...] = (RunTrainer,)
-    if stage.name == "grpo":
-        mixins += (FollowsRollouts, ResumesRollouts)
+    if stage.name == "grpo":  # a save that waits is not logged as one
+        mixins = (SavesBetweenGenerations, RunTrainer, FollowsRollouts)
     return type(f"Run{base.__name__}", (*mixins, base), {"__doc__": RunTrainer.__doc__})
 
 

@@ -20,15 +20,14 @@ from tests.warm import Popen
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, SAVE_STEPS = 9, 2
-STAGED = r"/checkpoints/\.checkpoint-\d+\.partial-\w+"
+SAVED = r"/checkpoints/checkpoint-\d+"
 SAVE = (
-    f"os.mkdir .*{STAGED}$",
-    f"{STAGED}/adapter_config.json$",
-    f"{STAGED}/rank-00000.safetensors$",
-    f"{STAGED}/trainer_state.json$",
-    f"{STAGED}/manifest.json$",
-    r"os.rename .*/checkpoints/checkpoint-\d+$",
-    r"open .*/checkpoints$",  # synced after the rename
+    f"os.mkdir .*{SAVED}$",
+    f"{SAVED}/adapter_config.json$",
+    f"{SAVED}/trainer/rank-00000.safetensors$",
+    f"{SAVED}/trainer_state.json$",
+    f"{SAVED}/manifest.json$",
+    r"open .*/checkpoints$",  # synced after the manifest
 )
 """Places in a save, in order: audit event and path of what comes next."""
 METHODS = {

@@ -9,7 +9,7 @@ import signal
 
 import pytest
 
-from moe_finetune.training.checkpoint import checkpoints
+from moe_finetune.training.checkpoint import checkpoints, newest_checkpoint
 from tests.faults.harness import SAVE, SAVE_STEPS, adapter_hash, logged, train
 
 pytestmark = pytest.mark.faults
@@ -20,11 +20,11 @@ def test_a_save_killed_before_each_of_its_writes(straight, tmp_path):
     run = tmp_path / "run"
     # The kills follow each other in one run: each resume meets what the one before left.
     for place in SAVE:
-        before = [p.name for p in checkpoints(run / "checkpoints")]
+        before, _ = newest_checkpoint(run / "checkpoints")
         child = train(recipe, run, die_at=place)
         assert child.code == -signal.SIGKILL
-        after = [p.name for p in checkpoints(run / "checkpoints")]
-        assert (after != before) == (place == SAVE[-1]), "only the rename makes a checkpoint"
+        after, _ = newest_checkpoint(run / "checkpoints")
+        assert (after != before) == (place == SAVE[-1]), "only the manifest makes a checkpoint"
     child = train(recipe, run)
     assert child.code == 0, child.text[-2000:]
     assert adapter_hash(run) == wanted
@@ -64,7 +64,7 @@ def test_damaged_checkpoints_are_passed_over(straight, tmp_path):
     child = train(recipe, run, signal_at_step=2 * SAVE_STEPS + 1)
     assert child.code == -signal.SIGKILL
     newest, older = checkpoints(run / "checkpoints")
-    file = newest / "optimizer.safetensors"
+    file = newest / "trainer" / "optimizer.safetensors"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)

@@ -1,23 +1,26 @@
 """The checkpoint folder: appears whole, says when it is damaged, and is never the last to go."""
 
-import errno
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from moe_finetune.errors import CheckpointError, DiskSpaceError
+from moe_finetune.errors import CheckpointError
 from moe_finetune.io import write_small
 from moe_finetune.training.checkpoint import (
+    FORMAT,
     MANIFEST,
+    OtherFormatError,
     checkpoints,
     newest_checkpoint,
     rotate,
     verify_checkpoint,
-    write_checkpoint,
+    write_manifest,
 )
-from moe_finetune.training.rank_state import pack_rank, rank_file, written_by
+from moe_finetune.training.rank_state import accumulation, pack_rank, rank_file, read_rank
+from moe_finetune.training.resumable import find_checkpoint
 
 PARTS = [
     lambda folder: write_small(folder, "one.bin", b"first" * 11),
@@ -26,8 +29,12 @@ PARTS = [
 
 
 def made(root, step):
-    write_checkpoint(root / f"checkpoint-{step}", PARTS)
-    return root / f"checkpoint-{step}"
+    folder = root / f"checkpoint-{step}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for write in PARTS:
+        write(folder)
+    write_manifest(folder)
+    return folder
 
 
 def test_what_is_written_verifies(tmp_path):
@@ -39,9 +46,9 @@ def test_what_is_written_verifies(tmp_path):
 
 def test_files_of_safetensors_can_be_read_by_others(tmp_path):
     target = tmp_path / "checkpoint-3"
-    write_checkpoint(
-        target, [lambda folder: save_file({"w": torch.ones(3)}, folder / "w.safetensors")]
-    )
+    target.mkdir()
+    save_file({"w": torch.ones(3)}, target / "w.safetensors")
+    write_manifest(target)
     usual = tmp_path / "usual"
     usual.touch()
     assert (target / "w.safetensors").stat().st_mode == usual.stat().st_mode
@@ -83,21 +90,31 @@ def test_order_is_by_number_and_other_folders_do_not_count(tmp_path):
     for name in ("checkpoint-x", "checkpoint-", ".checkpoint-200.partial-0123abcd", "other"):
         (tmp_path / name).mkdir()
     assert [p.name for p in checkpoints(tmp_path)] == [f"checkpoint-{n}" for n in (100, 10, 9)]
-    made(tmp_path, 200)
-    assert not list(tmp_path.glob(".checkpoint-200.partial-*"))
 
 
-def test_a_full_disk_leaves_what_was_there(tmp_path):
-    good = made(tmp_path, 1)
+def test_without_a_manifest_a_folder_does_not_count(tmp_path):
+    good, unfinished = made(tmp_path, 1), made(tmp_path, 2)
+    (unfinished / MANIFEST).unlink()
+    found, problems = newest_checkpoint(tmp_path)
+    assert found == good and "its save did not finish" in problems[0]
 
-    def full(folder):
-        (folder / "half").write_bytes(b"...")
-        raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(DiskSpaceError, match="no space left"):
-        write_checkpoint(tmp_path / "checkpoint-2", [*PARTS, full])
-    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-1"]
-    verify_checkpoint(good)
+def test_a_file_that_another_node_wrote_must_be_visible(tmp_path):
+    folder = made(tmp_path, 1)
+    (folder / MANIFEST).unlink()
+    with pytest.raises(OSError, match=r"shards/x was written .*that all nodes share"):
+        write_manifest(folder, {"shards/x": {"bytes": 1, "sha256": ""}})
+    assert newest_checkpoint(tmp_path)[0] is None
+
+
+def test_a_checkpoint_of_another_version_is_refused_not_skipped(tmp_path):
+    made(tmp_path, 1)
+    manifest = made(tmp_path, 2) / MANIFEST
+    manifest.write_text(manifest.read_text().replace(f'"format": {FORMAT}', '"format": 1'))
+    with pytest.raises(OtherFormatError, match=r"checkpoint-2: another version .*new run"):
+        newest_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="another version"):
+        find_checkpoint(tmp_path)
 
 
 def test_rotation_keeps_the_newest_and_the_best(tmp_path):
@@ -137,13 +154,15 @@ def test_a_damaged_checkpoint_of_the_same_step_is_replaced(tmp_path):
     verify_checkpoint(folder)
 
 
-def test_ranks_of_another_version_are_refused(tmp_path):
-    file = tmp_path / rank_file(0)
-    file.write_bytes(pack_rank({"world_size": 2, "rows": 24}))
-    assert written_by(tmp_path) == (2, 24)
-    file.write_bytes(pack_rank({"world_size": 2}))
-    with pytest.raises(CheckpointError, match=rf"{file.name}: has no rows; another version"):
-        written_by(tmp_path)
-    save_file({"a": torch.ones(3)}, file)
-    with pytest.raises(CheckpointError, match=rf"{file.name}: has no rows and no world_size"):
-        written_by(tmp_path)
+def test_other_numbers_of_ranks_take_a_rank_each(tmp_path):
+    args = SimpleNamespace(
+        world_size=2, train_batch_size=3, gradient_accumulation_steps=4, process_index=0
+    )
+    for rank in range(2):
+        write_small(tmp_path, rank_file(rank), pack_rank(args, tokens=rank))
+    assert [read_rank(tmp_path, rank)["tokens"] for rank in range(4)] == [0, 1, 0, 1]
+    args.world_size = 4
+    assert accumulation(tmp_path, args) == 2
+    args.world_size = 5
+    with pytest.raises(CheckpointError, match=r"took 24 rows.*resume with 2 processes"):
+        accumulation(tmp_path, args)

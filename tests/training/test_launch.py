@@ -95,7 +95,7 @@ def rows(run):
 
 
 def moments(run):
-    return load_file(run / "checkpoints" / f"checkpoint-{STEPS}" / "optimizer.safetensors")
+    return load_file(run / f"checkpoints/checkpoint-{STEPS}/trainer/optimizer.safetensors")
 
 
 @pytest.mark.parametrize("way", [WHOLE, SPREAD], ids=["whole", "spread"])
@@ -117,7 +117,7 @@ def test_two_processes_make_the_run_of_one(straight, way):
     for part in ("merged/config.json", "report/index.html", "routing/before.json",
                  "routing/after.json", "summary.json", "environment.json"):  # fmt: skip
         assert (two / part).is_file(), part
-    ranks = sorted(file.name for file in (two / "checkpoints").glob("*/rank-*.safetensors"))
+    ranks = sorted(file.name for file in (two / "checkpoints").glob("*/trainer/rank-*.safetensors"))
     assert set(ranks) == {"rank-00000.safetensors", "rank-00001.safetensors"}
 
 

@@ -38,7 +38,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(runs, case, world):
     apart = {name: float((wanted[name] - got[name]).abs().max()) for name in wanted}
     assert max(apart.values()) <= (0.0 if world == WORLDS[0] else LIMIT), max(apart.items())
     rows, logs = logged(straight), logged(resumed)
-    assert [row["step"] for row in logs] == [2, 4]  # the second has sums of before and after
+    assert [row["step"] for row in logs] == [2, 3, 4, 5]  # also at each save
     for row, log in zip(rows, logs, strict=True):
         assert row.keys() == log.keys()
         for name, value in row.items():
@@ -72,3 +72,22 @@ def test_a_missing_or_damaged_shard_is_seen(runs, tmp_path):
         verify_checkpoint(folder)
     with pytest.raises(CheckpointError, match=r"parts of .* are missing"):
         stored(folder)
+
+
+PLACES = (r"checkpoint-\d/shards/", r"checkpoint-\d/trainer/rank", r"checkpoint-\d/manifest.json$")
+"""Where a rank dies: at its own shard, and on rank 0 later in the save."""
+
+
+def test_a_rank_that_dies_while_it_saves_leaves_the_run_as_it_would_be(warm, tmp_path):
+    worker = "tests.training.resume_worker"
+    run_ranks(worker, 2, tmp_path, "straight", "")
+    for place in PLACES:  # one run meets what each kill leaves
+        with pytest.raises(AssertionError):
+            run_ranks(worker, 2, tmp_path, "run", place)
+    run_ranks(worker, 2, tmp_path, "run", "")
+    for case in METHODS:
+        wanted, got = (
+            (tmp_path / f"{case}-{name}" / "weights.safetensors").read_bytes()
+            for name in ("straight", "run")
+        )
+        assert wanted == got, case

@@ -148,14 +148,14 @@ def test_nothing_is_pickled_and_no_pickle_is_read(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch, caplog):
-    write = resumable.write_checkpoint
+    write = resumable.write_adapter
 
-    def full(target, parts, entries):
-        if target.name == "checkpoint-4":
+    def full(config, weights, folder):
+        write(config, weights, folder)
+        if folder.name == "checkpoint-4":
             raise OSError(errno.ENOSPC, "No space left on device")
-        write(target, parts, entries)
 
-    monkeypatch.setattr(resumable, "write_checkpoint", full)
+    monkeypatch.setattr(resumable, "write_adapter", full)
     trainer(tmp_path, method="none").train()
     assert [p.name for p in checkpoints(tmp_path)] == [f"checkpoint-{n}" for n in (7, 6, 2)]
     warning = next(r.message for r in caplog.records if "could not be saved" in r.message)
@@ -168,7 +168,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     other = trainer(tmp_path, built=model(targets=("attention",)))
     with pytest.raises(CheckpointError, match=r"are missing.*resume with the recipe that wrote it"):
         other.train(resume_from_checkpoint=str(newest))
-    (newest / "rank-00000.safetensors").unlink()
+    (newest / "trainer" / "rank-00000.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"rank-00000.safetensors: is missing"):
         trainer(tmp_path).train(resume_from_checkpoint=str(newest))
 

@@ -10,6 +10,7 @@ from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.rollout import NOT_RUN
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.tree import Tree
+from moe_finetune.training.checkpoint import checkpoints
 from moe_finetune.training.rollout import EXPERTS, check_replay
 from tests.training.grpo import TEMPERATURE, student, trainer_for, weights_of
 
@@ -162,14 +163,14 @@ class Stop(TrainerCallback):
     def __init__(self, step):
         self.step = step
 
-    def on_save(self, args, state, control, **kwargs):
+    def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == self.step:
             raise RuntimeError("stopped here")
 
 
-@pytest.mark.parametrize(("stop", "replay"), [(5, True), (4, False)])
+@pytest.mark.parametrize(("stop", "replay"), [(6, True), (5, False)])
 def test_a_run_stopped_inside_a_generation_batch_ends_like_the_straight_one(tmp_path, stop, replay):
-    """A rollout serves two steps, an epoch has four: step 5 lies inside a rollout."""
+    """A rollout serves two steps, an epoch has four; saves wait for a rollout's end."""
     options = {"max_steps": 7, "save_strategy": "steps", "save_steps": 1, "logging_steps": 2}
     straight = trainer_for(tmp_path / "a", "qwen3_moe", replay, **options)
     straight.train()
@@ -177,13 +178,14 @@ def test_a_run_stopped_inside_a_generation_batch_ends_like_the_straight_one(tmp_
     stopped.add_callback(Stop(stop))
     with pytest.raises(RuntimeError, match="stopped here"):
         stopped.train()
+    assert [p.name for p in checkpoints(tmp_path / "b")] == ["checkpoint-4", "checkpoint-2"]
     resumed = trainer_for(tmp_path / "b", "qwen3_moe", replay, **options)
     torch.manual_seed(99)
     resumed.train(resume_from_checkpoint=True)
     wanted, got = weights_of(straight.model), weights_of(resumed.model)
     for name, value in wanted.items():
         assert torch.equal(value, got[name]), name
-    for one, two in zip(straight.seen[2 * stop :], resumed.seen, strict=True):
+    for one, two in zip(straight.seen[2 * 4 :], resumed.seen, strict=True):
         assert torch.equal(one[0]["completion_ids"], two[0]["completion_ids"])
         assert torch.equal(one[0]["advantages"], two[0]["advantages"])
     timed = ("runtime", "per_second", "step_time")

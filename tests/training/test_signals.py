@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from moe_finetune.io.run_folder import RunFolder
+from moe_finetune.training.checkpoint import write_manifest
 from moe_finetune.training.signals import Interrupted, StopOnSignal
 
 
@@ -24,6 +26,19 @@ def test_in_a_step_it_asks_for_a_save_and_leaves_after_it(tmp_path, capsys):
         assert control.should_save and control.should_training_stop
         with pytest.raises(Interrupted, match=r"SIGTERM; no checkpoint.*--resume"):
             send("on_save")
+
+
+def test_inside_a_generation_batch_it_ends_with_the_last_checkpoint(tmp_path):
+    folder = RunFolder(tmp_path).checkpoints / "checkpoint-4"
+    folder.mkdir(parents=True)
+    (folder / "adapter").touch()
+    write_manifest(folder)
+    with StopOnSignal(tmp_path, can_save=lambda: False) as stop:
+        stop.on_step_begin(None, None, None)
+        os.kill(os.getpid(), signal.SIGTERM)
+        message = r"checkpoint-4, because step 7 is inside .*; 3 steps are done again.*--resume"
+        with pytest.raises(Interrupted, match=message):
+            stop.on_step_end(None, SimpleNamespace(global_step=7), SimpleNamespace())
 
 
 def test_before_the_first_step_it_ends_at_once(tmp_path):

@@ -1,6 +1,5 @@
 """What is logged of the routers' weights while training."""
 
-import copy
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 from moe_finetune.metrics import noise_level, router_cosine
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
-from moe_finetune.training.state import pack, unpack
 from moe_finetune.training.statistics import TrainingStatistics
 from tests import tiny
 
@@ -43,13 +41,7 @@ def test_router_cosine_and_epsilon_are_those_of_the_weights_since_the_last_read(
                 2.5 * model.model.layers[layer].mlp.gate.weight[1]
             )
     forward()
-    tensors: dict[str, torch.Tensor] = {}
-    again = TrainingStatistics(facts.moe_layers, facts.num_experts)
-    again.load_state_dict(
-        unpack(copy.deepcopy(pack(statistics.state_dict(), tensors, "s")), tensors)
-    )
     assert read(statistics) == pytest.approx(before, rel=1e-4)
-    assert read(again) == pytest.approx(before, rel=1e-4)
     forward()
     after = expected()
     assert read(statistics) == pytest.approx(after, rel=1e-4)
