@@ -189,6 +189,9 @@ class ResumableTrainer(_Trainer):
     def _save_scaler(self, output_dir: str) -> None:
         """Nothing: fp16 is refused."""
 
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: TRL would write one beside the checkpoints at every save."""
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Write what ``save_model`` writes, without the pickled arguments."""
         super()._save(output_dir, state_dict)
