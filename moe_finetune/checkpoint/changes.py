@@ -19,7 +19,6 @@ from torch import Tensor
 from moe_finetune.checkpoint.adapter import Adapter, open_adapter
 from moe_finetune.checkpoint.adapter_layout import OLD_EXPERT
 from moe_finetune.checkpoint.contents import Checkpoint
-from moe_finetune.checkpoint.names import Names
 from moe_finetune.checkpoint.packings import as_peft
 from moe_finetune.checkpoint.peft_model import LoraModule, filled, modules_of
 from moe_finetune.checkpoint.tensors import read_tensor
@@ -56,7 +55,7 @@ class Changes:
     def __init__(self, adapter: Adapter, base: Checkpoint):
         self.names: set[str] = set()
         self._base, self._scratch = base, tempfile.TemporaryDirectory()
-        self.layout = Names(base.model_config, {n: i.shape for n, i in base.tensors.items()})
+        self.layout = base.names
         self._by_matrix = any(map(OLD_EXPERT.fullmatch, adapter.tensors))
         self._adapter = adapter
         self._modules: list[LoraModule] = []
@@ -83,7 +82,7 @@ class Changes:
                         else:
                             same.setdefault((change.name, change.expert), []).append(change)
             for (name, expert), parts in same.items():
-                yield Change(name, expert, lambda b, parts=parts: sum(c.apply(b) for c in parts))
+                yield Change(name, expert, _sum(parts))
         if self._by_matrix:
             yield from self._matrices()
         for key, info in self._adapter.tensors.items():
@@ -110,7 +109,7 @@ class Changes:
             spread = self.layout.pieces(loaded, norms_OI)
         for name, piece in pieces.items():
             self.names.add(name)
-            yield Change(name, None, _dora(piece, spread[name][:, 0] if norms else None))
+            yield Change(name, None, _change(piece, spread[name][:, 0] if norms else None))
 
     def _of_stack(
         self, loaded: str, delta_OI: Callable[[int], Tensor], experts: int
@@ -120,17 +119,17 @@ class Changes:
         for expert in _some(experts, loaded):
             for name, piece in self.layout.of_expert(loaded, expert, delta_OI(expert)).items():
                 index = expert if self.layout.stacked(name) else None
-                yield Change(name, index, _dora(piece, None))
+                yield Change(name, index, _change(piece, None))
 
     def _saved(self, key: str, value: Tensor) -> Iterator[Change]:
         """A tensor that trained in full, under its name in the model or in the files."""
         if key in self._base.tensors:
             self.names.add(key)
-            yield Change(key, None, lambda _: value, whole=True)
+            yield Change(key, None, _change(value, None), whole=True)
             return
         for name, piece in self.layout.pieces(key, value).items():
             self.names.add(name)
-            yield Change(name, None, lambda _, piece=piece: piece, whole=True)
+            yield Change(name, None, _change(piece, None), whole=True)
 
     def _matrices(self) -> Iterator[Change]:
         """Adapters of transformers 4, whose modules are the matrices of the files."""
@@ -150,18 +149,24 @@ class Changes:
             for name, piece in pieces.items():
                 self.names.add(name)
                 norms_O = read_tensor(norms).float() if norms else None
-                yield Change(name, None, _dora(piece, norms_O))
+                yield Change(name, None, _change(piece, norms_O))
 
 
-def _dora(delta_OI: Tensor, norms_O: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """The change of a matrix; with DoRA its rows get new norms. A norm of zero: another's row."""
+def _change(delta_OI: Tensor, norms_O: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """A fixed change; with DoRA one of a matrix whose rows get ``norms_O`` (0: not this one's)."""
 
-    def change(base_OI: Tensor) -> Tensor:
+    def of(base_OI: Tensor) -> Tensor:
+        if norms_O is None:
+            return delta_OI
         new_OI = base_OI + delta_OI
         scaled_OI = (norms_O / torch.linalg.norm(new_OI, dim=1))[:, None] * new_OI
-        return (scaled_OI - base_OI) * (norms_O != 0)[:, None]
+        return torch.where(norms_O[:, None] != 0, scaled_OI - base_OI, 0.0)
 
-    return change if norms_O is not None else lambda _: delta_OI
+    return of
+
+
+def _sum(changes: list[Change]) -> Callable[[Tensor], Tensor]:
+    return lambda base_OI: torch.stack([each.apply(base_OI) for each in changes]).sum(0)
 
 
 def _some(experts: int, loaded: str) -> list[int]:

@@ -15,6 +15,7 @@ from moe_finetune.models.structure import name_on_disk
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from moe_finetune.checkpoint.names import Names
     from moe_finetune.checkpoint.stored import QuantizedTensors
 
 
@@ -47,6 +48,14 @@ class Checkpoint:
         """Number of routed experts of each MoE layer."""
         layers = self.family.moe_layers(self.model_config)
         return dict.fromkeys(layers, self.family.num_experts(self.model_config))
+
+    @cached_property
+    def names(self) -> Names:
+        """Which tensors of the files make up each tensor of the loaded model."""
+        from moe_finetune.checkpoint.names import Names  # needs torch, this file does not
+
+        shapes = {name: info.shape for name, info in self.tensors.items()}
+        return Names(self.model_config, shapes)
 
     def name_in_files(self, name: str) -> str:
         """Name in the files for ``name``, which is a name in the files or in the loaded model."""

@@ -4,11 +4,8 @@
 adapter runs both before it builds or writes anything.
 """
 
-import copy
 import logging
 import re
-import warnings
-from dataclasses import fields
 from pathlib import Path
 
 from moe_finetune.checkpoint.adapter import (
@@ -28,10 +25,12 @@ from moe_finetune.checkpoint.adapter_layout import (
 from moe_finetune.checkpoint.adapter_metadata import METADATA
 from moe_finetune.checkpoint.bias import check_bias
 from moe_finetune.checkpoint.contents import Checkpoint
+from moe_finetune.checkpoint.names import on_meta
+from moe_finetune.checkpoint.peft_model import wrap
 from moe_finetune.checkpoint.resolve import resolve
 from moe_finetune.checkpoint.tensors import read_tensor
 from moe_finetune.checkpoint.values import check_values, fingerprint
-from moe_finetune.errors import AdapterError, CheckpointError, did_you_mean, reason_of
+from moe_finetune.errors import AdapterError, CheckpointError, did_you_mean
 from moe_finetune.io.checkpoint_files import tensors_of
 from moe_finetune.io.safetensors_header import TensorInfo
 from moe_finetune.models.structure import renamed_as_loaded
@@ -224,22 +223,9 @@ def _matches(targets: list[str] | str | None, module: str) -> bool:
 def _peft_keys(adapter: Adapter, base: Checkpoint) -> set[str]:
     """Keys that PEFT would save for the adapter's config and the base's model."""
     import torch
-    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+    from peft import get_peft_model_state_dict
 
-    from moe_finetune.models.structure import meta_model
-
-    names = {field.name for field in fields(LoraConfig)} - {"peft_type", "auto_mapping"}
-    options = {key: value for key, value in adapter.config.items() if key in names}
-    options["init_lora_weights"] = True  # the keys are the same for every value
-    model = meta_model(copy.deepcopy(base.model_config))
-    try:
-        with warnings.catch_warnings(), torch.device("meta"):
-            warnings.simplefilter("ignore")
-            wrapped = get_peft_model(model, LoraConfig(**options))
-            state = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
-    except Exception as error:  # PEFT's checks raise half a dozen types
-        raise AdapterError(
-            f"{adapter.folder / CONFIG}: PEFT cannot apply it to {base.folder}: "
-            f"{reason_of(error):.300}"
-        ) from error
+    with torch.device("meta"):
+        wrapped = wrap(on_meta(base.model_config), adapter)
+    state = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
     return {key.removeprefix(PREFIX) for key in state}

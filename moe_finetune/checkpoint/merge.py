@@ -71,7 +71,7 @@ def merge_adapter(
     Args:
         adapter: adapter folder.
         dtype: "float32", "float16", "bfloat16", or None to keep each tensor's stored dtype.
-        dry_run: only plan and check; ``report.plan.table()`` shows what would be done.
+        dry_run: only plan and check; ``report.plan.text()`` shows what would be done.
         bias: loss-free routing bias by decoder layer, a number per expert, written where the family
             stores it. Without it the output keeps the base's.
         progress: called with (bytes done, total bytes).

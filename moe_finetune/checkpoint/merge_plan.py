@@ -1,7 +1,7 @@
 """The merge as data: every output tensor with its source and its updates.
 
 Nothing is computed or written here; an impossible merge raises while it is planned.
-``MergePlan.table`` is what ``--dry-run`` prints.
+``MergePlan.text`` is what ``--dry-run`` prints.
 """
 
 import json
@@ -23,7 +23,6 @@ from moe_finetune.errors import CheckpointError
 from moe_finetune.io.checkpoint_files import COPY_AGAIN, INDEX, SINGLE, index_text
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.safetensors_header import FLOATS, ITEM_BYTES, Header, TensorInfo, build_header
-from moe_finetune.io.tables import aligned
 from moe_finetune.models.base import CORRECTION_BIASES
 
 # Names of the --dtype option as stored in safetensors.
@@ -111,24 +110,18 @@ class MergePlan:
             counts[name, how] += 1
         return [f"  {name}: {how}, {count}" for (name, how), count in sorted(counts.items())]
 
-    def table(self, limit: int | None = None) -> str:
-        changed = self.changed
-        rows: list[tuple[str, ...]] = [("tensor", "shape", "dtype", "from", "to", "change")]
-        rows += [_row(plan) for plan in changed[:limit]]
-        lines = [aligned(rows, "left")]
-        if limit is not None and len(changed) > limit:
-            lines.append(f"... and {len(changed) - limit} more")
+    def text(self) -> str:
+        """What ``--dry-run`` prints: kinds of changes, counts and notes."""
         copied = sum(plan.copied for plan in self.tensors.values())
         files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
-        counts = Counter(type(u).__name__ for plan in changed for u in plan.updates)
-        lines += [
-            "",
-            f"{len(changed)} tensors changed ({counts['LowRank']} low-rank updates, "
-            f"{counts['Replace']} replacements), {copied} copied byte for byte, "
-            f"{len(self.tensors)} tensors in {files}, {self.size / 1e9:.3f} GB",
-            *self.notes,
-        ]
-        return "\n".join(lines)
+        return "\n".join(
+            [
+                *self.kinds(),
+                f"{len(self.changed)} tensors changed, {copied} copied byte for byte, "
+                f"{len(self.tensors)} tensors in {files}, {self.size / 1e9:.3f} GB",
+                *self.notes,
+            ]
+        )
 
 
 def plan_merge(
@@ -240,35 +233,3 @@ def _target_header(
         }
         return Header(file, moved, header.metadata, header.raw)
     return build_header(file, layout, header.metadata or None)
-
-
-def _row(plan: TensorPlan) -> tuple[str, ...]:
-    target, source = plan.target, plan.source
-    # All experts of a stack have the same kind of update; one stands for all.
-    one_each = {u.a if isinstance(u, LowRank) else u.key: u for u in plan.updates}
-    change = [_describe(update) for update in one_each.values()]
-    if plan.value is not None:
-        change.append("routing bias")
-    dtype = target.dtype
-    if source and source.dtype != target.dtype:
-        dtype = f"{source.dtype} -> {target.dtype}"
-    return (
-        target.name,
-        "x".join(map(str, target.shape)),
-        dtype,
-        source.file.name if source else "-",
-        target.file.name,
-        " + ".join(change),
-    )
-
-
-def _describe(update: Update) -> str:
-    if isinstance(update, Replace):
-        return f"adapter: {update.key}"
-    if isinstance(update, Magnitude):
-        return "adapter: norms of rows (DoRA)"
-    experts = f" expert slot {update.slot}/{update.slots}" if update.slots > 1 else ""
-    if update.expert is not None:
-        experts = f" on each of {update.slots} experts"
-    rows = f" rows {update.rows[0]}-{update.rows[1]}" if update.rows else ""
-    return f"adapter: {update.scale:g} B A, rank {update.rank}{experts}{rows}"

@@ -8,16 +8,14 @@ Shape legend: E experts, O rows and I columns of a matrix.
 """
 
 import copy
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_finetune.errors import CheckpointError
 from moe_finetune.models.structure import class_of
-
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 class Names:
@@ -55,6 +53,7 @@ class Names:
                 loaded = unchanged if unchanged in state else loaded
             self.files.setdefault(loaded, []).append(name)
         self.model._weight_conversions = [change for change in mapping if change.was_used()]
+        self._groups: dict[str, list[str]] = {}
         self._groups = self._split_tensors()
         self._by_expert: dict[str, list[list[str]]] = {}
 
@@ -104,8 +103,9 @@ class Names:
         orphans: dict[str, str] = {}
         for loaded, shape in self.shapes.items():
             if loaded not in self.files and self.files:
-                (name,) = self._reverted(self.model, loaded, torch.empty(shape, device="meta"))
-                orphans[loaded] = name
+                names = list(self._reverted(self.model, loaded, torch.empty(shape, device="meta")))
+                if len(names) == 1:  # else a stack that the files lack
+                    orphans[loaded] = names[0]
         if not orphans:
             return {}
         groups: dict[str, list[str]] = {}
@@ -123,7 +123,7 @@ class Names:
         from transformers.core_model_loading import revert_weight_conversion
 
         values = {loaded: value}
-        for sibling in getattr(self, "_groups", {}).get(loaded, ()):
+        for sibling in self._groups.get(loaded, ()):
             if sibling != loaded:
                 sizes = self.shapes[sibling]
                 given = value.shape if value.shape != self.shapes[loaded] else sizes
@@ -144,7 +144,11 @@ class Names:
                 (known_as,) = known
             if known_as is not None:
                 pieces[known_as] = self._turned(known_as, value) if turned else value
-        assert pieces.keys() == known, (loaded, sorted(values)[:3], sorted(known)[:3])
+        if pieces.keys() != known:
+            raise CheckpointError(
+                f"'{loaded}' is stored as {sorted(known)[:2]}, but transformers would write "
+                f"{sorted(values)[:2]}; save the checkpoint again with transformers"
+            )
         return pieces
 
     def _turned(self, name: str, value: Tensor) -> Tensor:

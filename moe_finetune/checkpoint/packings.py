@@ -253,7 +253,7 @@ def as_per_expert(adapter: Adapter, base: Checkpoint, output: Path) -> Path:
     """
     with TemporaryDirectory() as scratch:
         written = open_adapter(as_peft(adapter, base, Path(scratch) / "adapter"))
-        names = Names(base.model_config, {name: i.shape for name, i in base.tensors.items()})
+        names = base.names
         tensors: dict[str, Tensor] = {}
         scales: dict[str, tuple[int, float]] = {}
         for adapted in modules_of(base, written):

@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -32,16 +32,19 @@ def wrap(model: Any, adapter: Adapter) -> Any:
 
     from moe_finetune.moe.lora_factors import quiet_patterns
 
-    config = LoraConfig.from_pretrained(str(adapter.folder))
-    config.inference_mode = True
-    kind = PeftModelForCausalLM if config.task_type == "CAUSAL_LM" else PeftModel
+    names = {field.name for field in fields(LoraConfig)} - {"peft_type", "auto_mapping"}
+    options = {key: value for key, value in adapter.config.items() if key in names}
+    # Every initial value is replaced; some of them need weights.
+    options |= {"init_lora_weights": True, "inference_mode": True}
     try:
+        config = LoraConfig(**options)
+        kind = PeftModelForCausalLM if config.task_type == "CAUSAL_LM" else PeftModel
         with warnings.catch_warnings(), quiet_patterns():
             warnings.simplefilter("ignore")
             return kind(model, config)
     except Exception as error:  # PEFT's checks raise half a dozen types
         raise AdapterError(
-            f"{adapter.folder / CONFIG}: PEFT cannot apply it: {reason_of(error):.300}"
+            f"{adapter.folder / CONFIG}: PEFT cannot apply it to the base: {reason_of(error):.300}"
         ) from error
 
 

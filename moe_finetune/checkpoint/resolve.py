@@ -18,7 +18,7 @@ from moe_finetune.checkpoint.adapter_layout import grouped_by_expert, outputs_fi
 from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.updates import LowRank, Magnitude, Replace, Update
 from moe_finetune.errors import AdapterError
-from moe_finetune.models.structure import pieces_on_disk
+from moe_finetune.models.structure import pieces_on_disk, renamed_as_loaded
 
 _LORA = re.compile(r"(?P<path>.+?)(?P<depth>(?:\.base_layer)*)\.lora_(?P<factor>[AB])\.weight")
 _MAGNITUDE = ".lora_magnitude_vector"
@@ -137,10 +137,21 @@ class _Resolver:
         rank = self._rank(rule, a, 1)
         sizes = [self._matrix(name)[0] for name in names]
         self._shape(a, (rank, self._matrix(names[0])[1]), names[0])
+        if sum(sizes) != self.adapter.tensors[b].shape[0] and self._is_split(parameter):
+            raise self._error(
+                b,
+                f"the files have this matrix and others in one tensor, '{names[0]}', into which "
+                "it cannot be merged; train without it",
+            )
         self._shape(b, (sum(sizes), rank), names[0])
         update = LowRank(a, b, rank, self.adapter.scaling(rule))
         for name, rows in _shares(names, sizes):
             yield name, replace(update, rows=rows)
+
+    def _is_split(self, parameter: str) -> bool:
+        """Return whether loading splits the stored tensor of ``parameter`` into several."""
+        loaded = renamed_as_loaded(self.base.model_config, parameter)
+        return len(self.base.names.siblings(loaded)) > 1
 
     def _stack_of_files(self, name: str, a: str, b: str) -> Iterator[tuple[str, Update]]:
         """Factors of a whole stack under its name in the files, as GraniteMoE's before 5."""

@@ -209,7 +209,7 @@ def merge(
             format=format.value,
         )
         if dry_run:
-            print("\n".join([report.plan.table(), *report.plan.kinds()]))
+            print(report.plan.text())
             return
         print(f"merged: {output} ({report.changed} tensors changed, {report.copied} copied)")
         print("\n".join([*report.plan.kinds(), *report.plan.notes]))

@@ -97,7 +97,7 @@ def load_tiktoken(folder: Path) -> PreTrainedTokenizerFast:
 
     ranks = read_ranks(folder / RANKS_FILE)
     names = special_tokens(folder, len(ranks))
-    converter = TikTokenConverter(pattern=PATTERN, extra_special_tokens=list(names.values()))
+    converter: Any = TikTokenConverter(pattern=PATTERN, extra_special_tokens=list(names.values()))
     # The tiktoken package, which would read the file, is not needed for its two columns.
     converter.load_tiktoken_bpe = lambda _: ranks
     core = converter.converted()

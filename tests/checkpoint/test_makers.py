@@ -359,3 +359,15 @@ def test_biases_that_peft_forgot_are_refused_with_the_reason(bases, tmp_path):
     adapter = write(tmp_path / "adapter", config, tensors)
     with pytest.raises(AdapterError, match="PEFT did not save the biases"):
         merge_adapter(base, adapter, tmp_path / "refused")
+
+
+def test_a_matrix_that_the_files_have_inside_another_is_named(tmp_path):
+    """Inkling's dense layers are stored as w13, which loading splits."""
+    base = tmp_path / "base"
+    tiny_families.model("inkling_mm_model").save_pretrained(base)
+    path = "model.language_model.layers.0.mlp.gate_proj"
+    a, b = torch.randn(RANK, tiny_families.HIDDEN), torch.randn(72, RANK)
+    tensors = {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b}
+    adapter = write(tmp_path / "adapter", {"target_modules": ["mlp.gate_proj"]}, tensors)
+    with pytest.raises(AdapterError, match="have this matrix and others in one tensor"):
+        merge_adapter(base, adapter, tmp_path / "refused")

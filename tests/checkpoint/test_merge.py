@@ -352,13 +352,12 @@ def test_a_merged_bias_is_verified(bases, adapters, family, tmp_path):
 def test_dry_run_changes_nothing(bases, adapters, tmp_path):
     report = merge_adapter(bases("qwen3_moe"), adapters("qwen3_moe"), tmp_path / "m", dry_run=True)
     assert list(tmp_path.iterdir()) == []
-    table = report.plan.table()
-    assert "model.layers.0.mlp.experts.11.up_proj.weight" in table
-    assert "rows 48-96" in table and "expert slot 11/12" in table
+    shown = report.plan.text()
+    assert "model.layers.*.mlp.experts.*.up_proj.weight: low-rank update, 36" in shown
+    assert f"{report.changed} tensors changed, {report.copied} copied byte for byte" in shown
     real = merge_adapter(bases("qwen3_moe"), adapters("qwen3_moe"), tmp_path / "m")
     written = sum(p.stat().st_size for p in (tmp_path / "m").iterdir())
     assert report.plan.size == real.bytes_written == written
-    assert len(report.plan.table(limit=3).splitlines()) < 10
 
 
 def test_no_code_is_exported(bases, adapters, tmp_path):
