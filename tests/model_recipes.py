@@ -14,9 +14,8 @@ from typing import Any
 
 from moe_finetune.models.loading import load_config
 from moe_finetune.recipe.schema import Recipe, load_recipe
-from moe_finetune.training.memory.plan import GIB, MemoryPlan, Profiles
-from moe_finetune.training.memory.remedies import Remedy, remedies
-from moe_finetune.training.memory.verdict import RESERVED, plan_recipe
+from moe_finetune.training.memory.plan import plan_recipe
+from moe_finetune.training.memory.stored import GIB
 from tests.conftest import ROOT
 from tests.published import fixture
 
@@ -47,40 +46,18 @@ def config_of(name: str) -> Any:
 def head(name: str, gpus: Sequence[tuple[int, int]] = GPUS) -> str:
     """The lines on memory in the head of a recipe, for each number and GiB of GPUs."""
     recipe, config = recipe_of(name), config_of(name)
-    profiles: Profiles = {}
     rows = recipe.data.max_length
     assert recipe.lora is not None
     lines = [
         f"{START}predicted, with {' and '.join(LAYERS)} (one row of {rows:,} tokens a GPU, rank "
         f"{recipe.lora.rank}):"
     ]
+    plans = {count: plan_recipe(config, recipe, gpus=count) for count in {c for c, _ in gpus}}
     for count, gib in gpus:
-
-        def plan(tried: Recipe, gpus: int = count) -> MemoryPlan:
-            return plan_recipe(config, tried, "cuda", False, gpus, profiles)
-
-        room = round(gib * GIB * (1 - RESERVED))
-        total = plan(recipe).total
-        changes: list[Remedy] = []
-        if total > room:
-            changes = remedies(
-                recipe, "cuda", room, lambda tried: plan(tried).total, sharded=count > 1
-            )
-        lines.append(f"#   {count} x {gib} GB: {_answer(total, changes, count > 1)}")
+        need = f"{plans[count].total / GIB:.1f} GiB" + (" each, FSDP2" if count > 1 else "")
+        answer = "fits" if plans[count].fits(gib) else "does not fit"
+        lines.append(f"#   {count} x {gib} GB: {answer} ({need})")
     return "\n".join(lines) + "\n"
-
-
-def _answer(total: int, changes: list[Remedy], each: bool) -> str:
-    need = f"{total / GIB:.1f} GiB" + (" each, FSDP2" if each else "")
-    if not changes:
-        return f"fits ({need})"
-    keys = {change.change.partition(":")[0]: change.change for change in changes}
-    if "model.offload" in keys:  # which sets the other back
-        keys.pop("model.quantization", None)
-    least = f"{changes[-1].total / GIB:.1f} GiB"
-    settings = "; ".join(keys.values())
-    fits = "fits" if changes[-1].fits else "does not fit either"
-    return f"does not fit ({need}); {fits} ({least}) with {settings}"
 
 
 def written(name: str) -> str:

@@ -35,8 +35,7 @@ def counted_peak(config: Any, recipe: Any) -> int:
     """
     from trl.kernels import ChunkedLogProbFunction
 
-    from moe_finetune.training.memory.borders import LiveBytes
-    from moe_finetune.training.memory.profile import replaced
+    from moe_finetune.training.memory.step import LiveBytes, replaced
 
     apply = ChunkedLogProbFunction.apply
 

@@ -82,7 +82,7 @@ def inspect(
         read = load_recipe(recipe) if recipe else None
         inspection = inspect_checkpoint(checkpoint, read, gpu, gpus)
     print(dumps(inspection.to_mapping(), indent=2) if json else inspection.text())
-    if inspection.verdict is not None and not inspection.verdict.fits:
+    if inspection.fits is False:
         raise typer.Exit(1)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from moe_finetune.io.folder import check_space
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.recipe.schema import Recipe
-from moe_finetune.training.memory.optimizers import DEFAULT_OPTIMIZER, optimizer_of, state_bytes
+from moe_finetune.training.memory.stored import DEFAULT_OPTIMIZER, optimizer_of, state_bytes
 
 if TYPE_CHECKING:
     from moe_finetune.training.preflight import Inputs

@@ -7,7 +7,7 @@ device. No weights are read.
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from moe_finetune.checkpoint.contents import Checkpoint
     from moe_finetune.recipe.schema import Recipe
     from moe_finetune.training.memory.plan import MemoryPlan
-    from moe_finetune.training.memory.verdict import Verdict
 
 
 @dataclass
 class Inspection:
-    """Facts about one checkpoint; ``coverage`` and ``memory`` are for the recipe, if given.
+    """Facts about one checkpoint; ``coverage`` and ``memory`` are for the recipe, if given;
+    ``gpu``: GiB of the one that it has to fit.
 
     ``untrained``: tensors and bytes of each part of the files that is not loaded.
     """
@@ -53,16 +53,18 @@ class Inspection:
     untrained: dict[str, tuple[int, int]] = field(default_factory=dict)
     coverage: Coverage = field(default_factory=Coverage)
     memory: MemoryPlan | None = None
-    verdict: Verdict | None = None
+    gpu: float | None = None
     memory_unknown: str | None = None
 
+    @property
+    def fits(self) -> bool | None:
+        """Whether the recipe fits the GPU; None without one."""
+        return None if self.memory is None or self.gpu is None else self.memory.fits(self.gpu)
+
     def to_mapping(self) -> dict[str, Any]:
-        plain = asdict(replace(self, verdict=None))
-        plain |= {"coverage": self.coverage.to_mapping(), "verdict": None}
+        plain = asdict(self) | {"coverage": self.coverage.to_mapping(), "fits": self.fits}
         if self.memory is not None:
             plain["memory"] = self.memory.to_mapping()
-        if self.verdict is not None:
-            plain["verdict"] = self.verdict.to_mapping()
         return plain
 
     def text(self) -> str:
@@ -89,12 +91,10 @@ class Inspection:
         lines += ["", self.coverage.table()]
         if not self.coverage.total.reached_parameters:
             lines.append("to see what a recipe trains and its memory, add --recipe my.yaml")
-        if self.verdict is not None:
-            lines += ["", self.verdict.text()]
-        elif self.memory is not None:
-            from moe_finetune.training.memory.verdict import memory_lines
-
-            lines += ["", *memory_lines(self.memory)]
+        if self.memory is not None:
+            lines += ["", *self.memory.lines()]
+            if self.gpu is not None:
+                lines += ["", self.memory.verdict(self.gpu)]
         elif self.memory_unknown is not None:
             lines += ["", self.memory_unknown]
         return "\n".join(lines)
@@ -116,7 +116,7 @@ def inspect_checkpoint(
     """
     from moe_finetune.models.loading import open_config
 
-    memory, verdict, unknown = None, None, None
+    memory, unknown = None, None
     checkpoint = _opened(source)
     if checkpoint is None:
         config, family = open_config(str(source))
@@ -131,19 +131,16 @@ def inspect_checkpoint(
         # PEFT takes longer to import than headers take to read.
         from moe_finetune.lora.targets import add_lora
         from moe_finetune.training.memory.plan import plan_memory
-        from moe_finetune.training.memory.verdict import judge
 
         with torch.device("meta"):
             adapted = add_lora(model, recipe.lora, recipe.router.train)
         coverage = lora_coverage(adapted)
-        if gpu is not None:
-            verdict = judge(config, recipe, gpu, gpus=gpus)
-            memory = verdict.plan
-        else:
-            try:
-                memory = plan_memory(adapted, recipe, gpus=gpus)
-            except UnsupportedModelError as error:
-                unknown = str(error)
+        try:
+            memory = plan_memory(adapted, recipe, gpus=gpus)
+        except UnsupportedModelError as error:
+            if gpu is not None:
+                raise
+            unknown = str(error)
     text = config.get_text_config()
     experts, top_k = family.num_experts(config), family.top_k(config)
     routed = coverage_of_all.groups["routed experts"].parameters
@@ -167,7 +164,7 @@ def inspect_checkpoint(
         active_parameters=coverage_of_all.total.parameters - routed + routed * top_k // experts,
         coverage=coverage,
         memory=memory,
-        verdict=verdict,
+        gpu=gpu,
         memory_unknown=unknown,
         **_in_files(checkpoint),
     )

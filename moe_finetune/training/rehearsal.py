@@ -21,9 +21,8 @@ from moe_finetune.models.structure import class_of
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.training import ranks
-from moe_finetune.training.memory.plan import GIB, fixed_bytes, plan_memory
-from moe_finetune.training.memory.short_model import Device
-from moe_finetune.training.memory.verdict import judge, plainly_fits
+from moe_finetune.training.memory.plan import Device, fixed_bytes, plainly_fits, plan_memory
+from moe_finetune.training.memory.stored import GIB
 from moe_finetune.training.run_plan import Plan, machine_room, make_plan
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ def rehearse(
     plan = make_plan(recipe, coverage, fixed, memory, train, validation)
     plan.remarks.extend(unknown)
     if not ignore_memory:
-        _check_memory(plan, config, as_long, device)
+        _check_memory(plan)
     reward_functions(recipe.rewards, train.column_names)
     # Trainers that hold a second model cannot be built without weights; several processes build
     # theirs together, with the launcher's plugins, once.
@@ -131,7 +130,7 @@ def as_long_as(recipe: Recipe, train: Dataset) -> Recipe:
     return recipe.model_copy(update={"data": data})
 
 
-def _check_memory(plan: Plan, config: Any, recipe: Recipe, device: Device) -> None:
+def _check_memory(plan: Plan) -> None:
     if plan.fixed > plan.machine:
         raise RecipeError(
             f"the run needs {plan.fixed / GIB:.1f} GiB for weights, adapter and optimizer, but "
@@ -140,8 +139,8 @@ def _check_memory(plan: Plan, config: Any, recipe: Recipe, device: Device) -> No
             "starts it anyway"
         )
     if plan.memory is not None and ranks.world_size() == 1 and plan.memory.total > machine_room():
-        verdict = judge(config, recipe, plan.machine / GIB, device)
-        raise RecipeError(f"{verdict.text()}\n--ignore-memory starts the run anyway")
+        lines = [*plan.memory.lines(), plan.memory.verdict(plan.machine / GIB)]
+        raise RecipeError("\n".join([*lines, "--ignore-memory starts the run anyway"]))
 
 
 def _with_culprit(recipe: Recipe, build: Callable[[Recipe], Built]) -> Built:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training import ranks
-from moe_finetune.training.memory.plan import GIB, MemoryPlan
-from moe_finetune.training.memory.verdict import RESERVED, memory_lines
+from moe_finetune.training.memory.plan import RESERVED, MemoryPlan
+from moe_finetune.training.memory.stored import GIB
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -73,7 +73,7 @@ class Plan:
             [
                 self.coverage.table(),
                 "",
-                *(memory_lines(self.memory) if self.memory is not None else []),
+                *(self.memory.lines() if self.memory is not None else []),
                 f"  {'machine':<12} {self.machine / GIB:8.2f} GiB",
                 "",
                 f"stage          {self.stage}",

@@ -21,8 +21,14 @@ from moe_finetune.recipe.method import WEIGHTED
 from moe_finetune.recipe.schema import Recipe, recipe_from_tree
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.recipe.tree import Tree
-from moe_finetune.training.memory.plan import GIB, fixed_bytes
-from moe_finetune.training.memory.short_model import Device
+from moe_finetune.training.memory.plan import (
+    Device,
+    adapted_meta,
+    fixed_bytes,
+    plainly_fits,
+    plan_recipe,
+)
+from moe_finetune.training.memory.stored import GIB
 from moe_finetune.training.run_plan import machine_bytes, machine_room
 
 SMALL = 1 << 20
@@ -56,6 +62,15 @@ class Answers:
     @property
     def preset(self) -> str:
         return self.method or METHODS[self.stage]
+
+
+_SMALLER: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("trainer", {"gradient_checkpointing": True}),
+    ("trainer", {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 32}),
+    ("model", {"quantization": "nf4"}),
+    ("data", {"max_length": 512}),
+)
+"""Changes of a starter's values that need less memory, in the order of docs/memory.md."""
 
 
 def describe(checkpoint: str) -> tuple[str, Any, Any]:
@@ -138,19 +153,25 @@ def _why(changes: Sequence[str]) -> list[str]:
 
 def memory_changes(recipe: Recipe) -> list[str]:
     """Changes, the least costly first, with which a step of ``recipe`` fits this machine."""
-    from moe_finetune.training.memory.verdict import adapted_meta, judge, plainly_fits
-
     config, _ = open_config(recipe.model.path)
     fixed = fixed_bytes(adapted_meta(config, recipe), recipe)
     if plainly_fits(config, recipe, fixed, machine_room()):
         return []
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
+    changes: list[str] = []
     try:
-        return [
-            each.change for each in judge(config, recipe, machine_bytes() / GIB, device).changes
-        ]
+        for section, values in (("", {}), *_SMALLER):
+            if section:
+                sections = recipe.to_mapping()
+                sections[section] |= values
+                recipe = Recipe.model_validate(sections)
+                words = ", ".join(f"{k}: {yaml.safe_dump(v).split()[0]}" for k, v in values.items())
+                changes.append(f"{section}.{words}")
+            if plan_recipe(config, recipe, device).fits(machine_bytes() / GIB):
+                return changes
     except UnsupportedModelError:  # its step cannot be planned
         return []
+    return changes
 
 
 def check_method(name: str) -> None:

@@ -14,7 +14,7 @@ from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.routing.trace import RoutingTrace
 from moe_finetune.routing.tracing import trace_model
-from moe_finetune.training.memory.verdict import plan_recipe
+from moe_finetune.training.memory.plan import plan_recipe
 from moe_finetune.training.proof_model import watch
 from tests import tiny_families as tiny
 

@@ -15,7 +15,6 @@ from moe_finetune.run import plan_run
 from moe_finetune.training import rehearsal
 from moe_finetune.training import trainer as stage_trainer
 from moe_finetune.training.keep_steps import KeepSteps
-from moe_finetune.training.memory.verdict import memory_lines
 from moe_finetune.training.preflight import check_inputs
 from tests import tiny, tiny_families
 
@@ -180,8 +179,10 @@ def test_the_plan_counts_the_longest_row(recipe, tmp_path):
     long = plan_run(load_recipe(recipe, ["data.max_length=4096"]), tmp_path / "run").memory
     packed = ["data.max_length=4096", "data.packing=true"]
     assert short.total == long.total
-    assert plan_run(load_recipe(recipe, packed), tmp_path / "run").memory.total > 10 * long.kept
-    assert "memory on this CPU, micro-batch of" in "\n".join(memory_lines(short))
+    assert (
+        plan_run(load_recipe(recipe, packed), tmp_path / "run").memory.total > 10 * long.activations
+    )
+    assert "memory on this CPU, micro-batch of" in "\n".join(short.lines())
 
 
 def test_a_small_step_needs_no_plan(recipe, monkeypatch):

@@ -10,26 +10,26 @@ import pytest
 
 from eval.bench.measured import counted_peak
 from moe_finetune.recipe.schema import Recipe
-from moe_finetune.training.memory.verdict import plan_recipe
+from moe_finetune.training.memory.plan import plan_recipe
 from tests import tiny
 
 EVERYTHING = ["attention", "shared_experts", "experts"]
 SETTINGS = {
     # family, preset, LoRA targets, keys of the trainer (and the stage), the worst moment
-    "whole": ("deepseek_v2", "dpp", EVERYTHING, {}, "head and loss"),
+    "whole": ("deepseek_v2", "dpp", EVERYTHING, {}, "backward"),
     "checkpointing": (
         "qwen3_moe", "orthogonal_variance", EVERYTHING,
         {"gradient_checkpointing": True, "per_device_train_batch_size": 5},
-        "measuring the losses' strength, backward of one",
+        "measuring the losses' strength",
     ),
-    "attention": ("qwen3_moe", "none", ["attention"], {"optim": "sgd"}, "head and loss"),
+    "attention": ("qwen3_moe", "none", ["attention"], {"optim": "sgd"}, "backward"),
     "window": (
         "deepseek_v3", "erc", EVERYTHING,
-        {"gradient_checkpointing": True, "gradient_accumulation_steps": 2}, "backward of layer",
+        {"gradient_checkpointing": True, "gradient_accumulation_steps": 2}, "backward",
     ),
     "experts": ("deepseek_v3", "specialization_coupling", ["experts"], {}, "measuring"),
     "pairs": ("qwen3_moe", "aux_loss", EVERYTHING, {"stage": "dpo"}, "forward of the ref"),
-    "plain": ("mixtral", "none", EVERYTHING, {"per_device_train_batch_size": 6}, "head and loss"),
+    "plain": ("mixtral", "none", EVERYTHING, {"per_device_train_batch_size": 6}, "backward"),
 }  # fmt: skip
 
 
