@@ -224,7 +224,7 @@ def test_the_command_says_whether_it_fits(tiny_checkpoint, tmp_path):
         json.loads(CliRunner().invoke(app, [*call, "--json", *gpus]).stdout)["memory"]
         for gpus in ([], ["--gpus", "8"])
     )
-    assert 4 * eight["optimizer"] < one["optimizer"]
+    assert 4 * eight["all_states"] < one["all_states"]
     for wrong in (
         ["inspect", folder, "--gpu", "24"],
         ["inspect", folder, "--gpus", "8"],

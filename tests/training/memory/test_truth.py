@@ -16,7 +16,7 @@ from tests import tiny
 EVERYTHING = ["attention", "shared_experts", "experts"]
 SETTINGS = {
     # family, preset, LoRA targets, keys of the trainer (and the stage), the worst moment
-    "whole": ("deepseek_v2", "dpp", EVERYTHING, {}, "backward"),
+    "whole": ("deepseek_v2", "dpp", EVERYTHING, {}, "measuring"),
     "checkpointing": (
         "qwen3_moe", "orthogonal_variance", EVERYTHING,
         {"gradient_checkpointing": True, "per_device_train_batch_size": 5},
@@ -37,7 +37,7 @@ SETTINGS = {
 def test_told_is_what_is_alive(setting):
     family, preset, targets, trainer, moment = copy.deepcopy(SETTINGS[setting])
     config = tiny.config(family)
-    config.num_hidden_layers = 6  # more than are tried to tell
+    config.num_hidden_layers = 6
     recipe = Recipe.model_validate(
         {
             "stage": trainer.pop("stage", "sft"),
@@ -55,5 +55,5 @@ def test_told_is_what_is_alive(setting):
     plan = plan_recipe(config, recipe, "cpu")
     counted = counted_peak(config, recipe)
     assert 0.95 < plan.total / counted < 1.1
-    assert plan.moment.startswith(moment)
+    assert moment in plan.moment
     assert plan.activations > 0.2 * plan.total  # what is compared is not the weights
