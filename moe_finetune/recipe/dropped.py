@@ -16,6 +16,10 @@ OWN_MODEL = (
     "give your PEFT model and SpecializationCallback to TRL's trainer, see "
     "docs/other-trainers.md; merge takes its adapter"
 )
+ON_THE_MEAN = (
+    "was dropped; a weight multiplies the mean over tokens: give the weight times the tokens of "
+    "the sum"
+)
 KEYS: dict[str, tuple[Any, str]] = {
     "data.ignore": (
         [],
@@ -94,17 +98,25 @@ def _with_number(key: Key, options: dict[str, Any], problems: list[str]) -> dict
     """A loss's options, with its weight on a sum over ``tokens`` as a weight on the mean."""
     options = dict(options)
     reduction, tokens = options.pop("reduction", None), options.pop("tokens", None)
-    weight, finds = options.get("weight"), options.get("share") or options.get("target")
-    if reduction is None and tokens is None:
+    if tokens is None and reduction in (None, "mean"):
+        if reduction and options.get("weight") is None and not _found(options):
+            problems.append(f"{dotted(key)}.reduction: {ON_THE_MEAN}")
         return options
-    if weight is None and not finds:
-        problems.append(
-            f"{dotted(key)}.reduction: was dropped; a weight multiplies the mean over tokens: give "
-            "the weight times the tokens of the sum"
-        )
-    elif reduction == "sum" and isinstance(weight, int | float) and isinstance(tokens, int):
+    weight = options.get("weight")
+    if _is_number(weight) and _is_number(tokens) and reduction == "sum":
         options["weight"] = weight * tokens
+    elif weight != 0 and not (weight is None and _found(options)):
+        problems.append(f"{dotted(key)}.{'reduction' if reduction else 'tokens'}: {ON_THE_MEAN}")
     return options
+
+
+def _found(options: dict[str, Any]) -> bool:
+    """Return whether the first step finds the loss's weight."""
+    return bool(options.get("share") or options.get("target"))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _problem(key: Key, value: Any) -> str | None:

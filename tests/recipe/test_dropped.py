@@ -18,6 +18,8 @@ DEFAULTS = [
 ]
 REFUSED = [
     ("method.terms.variance.reduction=sum", "variance.reduction: was dropped; a weight multiplies"),
+    ("method.terms.variance={weight: 0.01, reduction: sum}", "variance.reduction: was dropped"),
+    ("method.terms.variance={weight: 0.01, tokens: 9}", "variance.tokens: was dropped; a weight"),
     ("method.terms.orthogonality={weight: 1, one_sided: true}", "one_sided: was dropped; both ve"),
     ("stages=[{stage: sft}]", "stages: give each stage its own run: train next.yaml model.path="),
     ("data.ignore=[images]", "data.ignore: remove the columns or fields from the rows"),
