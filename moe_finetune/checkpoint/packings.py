@@ -15,6 +15,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -137,6 +138,7 @@ def as_peft(adapter: Adapter, base: Checkpoint, output: Path, rewrite: bool = Fa
         "lora_dropout": 0.0 if parameters else adapter.config.get("lora_dropout") or 0.0,
         "rank_pattern": {re.escape(name): rank for name, rank in ranks.items()},
         "alpha_pattern": {re.escape(n): scales[n] * float(r) ** root for n, r in ranks.items()},
+        "peft_version": version("peft"),  # the packing, which a square matrix does not show
     }
     return _write(output, changed, tensors)
 

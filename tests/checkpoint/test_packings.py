@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from moe_finetune.checkpoint import merge_adapter, write_metadata
 from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.cli import main
-from tests import tiny_families
+from tests import tiny, tiny_families
 from tests.checkpoint import helpers
 from tests.checkpoint.helpers import EXPERTS, select
 from tests.tiny_adapter import adapted
@@ -97,6 +97,18 @@ def test_ranks_and_scalings_by_part(bases, tmp_path):
     )
     split = convert(adapter, base, "per-expert", tmp_path / "split")
     same(changes(base, adapter, tmp_path / "one"), changes(base, split, tmp_path / "two"))
+
+
+def test_a_converted_adapter_of_square_experts_merges(tmp_path):
+    model = tiny.model("qwen3_moe", moe_intermediate_size=96)  # gate_up_proj is 192 x 192
+    model.save_pretrained(tmp_path / "base")
+    base = tmp_path / "base"
+    adapted(model, "lora").save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    split = convert(tmp_path / "adapter", base, "per-expert", tmp_path / "split")
+    stacked = convert(split, base, "peft", tmp_path / "stacked")
+    same(
+        changes(base, tmp_path / "adapter", tmp_path / "1"), changes(base, stacked, tmp_path / "2")
+    )
 
 
 def test_dora_and_whole_tensors(bases, tmp_path):
