@@ -77,8 +77,8 @@ def use_installed(name: str) -> None:
     if point is None:
         raise PluginError(
             f"no installed package declares '{name}' under the entry points "
-            f"'{GROUP}'{did_you_mean(name, points)}; install its package, or give a file of your "
-            "own with --plugin FILE"
+            f"'{GROUP}'{did_you_mean(name, points)}; install its package, or give your file "
+            "with --plugin FILE"
         )
     try:
         with _without_working_folder():
@@ -107,7 +107,7 @@ def missing_files(noted: object) -> list[str]:
 
 
 def _is_installed(point: EntryPoint) -> bool:
-    """Return whether the entry point's package is installed, not only beside the recipe."""
+    """Return whether the entry point's package is installed, not only next to the recipe."""
     if point.dist is None:
         return False
     folder = Path(str(point.dist.locate_file(""))).resolve()

@@ -19,7 +19,7 @@ from typing import Literal
 Split = Literal["pretrain", "finetune", "heldout"]
 Domain = Literal["code", "prose"]
 
-# Packages read beside the top-level modules.
+# Packages read in addition to the top-level modules.
 PACKAGES = (
     "asyncio", "collections", "concurrent", "email", "http", "json", "logging", "unittest",
     "urllib",

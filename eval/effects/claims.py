@@ -44,7 +44,7 @@ class Row(_Part):
         at_most: the claim is met only if the arm's mean is at most this share of the baseline's.
         read: ``end``: the last value; ``quarter``: the mean of the last quarter of the log;
             ``change``: that minus the first quarter's; ``rmse``: the distance of the arm's logged
-            curve from that of ``beside``.
+            curve from that of ``other_arm``.
     """
 
     metric: str
@@ -54,7 +54,7 @@ class Row(_Part):
     margin: float = 0.1
     at_most: float | None = None
     read: Literal["end", "quarter", "change", "rmse"] = "end"
-    beside: str | None = None
+    other_arm: str | None = None
 
 
 class Effect(_Part):
@@ -165,7 +165,7 @@ def _read(row: Row, run: Result, results: Results, seed: int) -> float | None:
         return run.value(row.metric)
     curve = run.curve(row.metric)
     if row.read == "rmse":
-        other = results.get(row.beside or "", {}).get(seed)
+        other = results.get(row.other_arm or "", {}).get(seed)
         both = sorted(curve.keys() & other.curve(row.metric).keys()) if other else []
         if other is None or not both:
             return None

@@ -60,7 +60,7 @@ def test_a_curve_is_read_at_its_end_by_its_change_and_by_its_distance():
         "b": {1: Made({"x": [4.0, 3.0, 2.0, 3.0]})},
     }
     expected = {"quarter": 1.0, "change": -3.0, "rmse": 1.0}
-    rows = [Row(metric="x", arm="a", against=0, claim="down", read=read, beside="b")
+    rows = [Row(metric="x", arm="a", against=0, claim="down", read=read, other_arm="b")
             for read in expected]  # fmt: skip
     effect = Effect(number=7, name="n", paper="p", rows=rows)
     claims = load_claims(FILES[0]).model_copy(update={"effects": [effect]})
@@ -79,7 +79,7 @@ def test_every_arm_of_a_claim_is_run_and_every_method_exists(file, monkeypatch):
     for effect in claims.effects:
         for row in effect.rows:
             named = [row.arm] if isinstance(row.arm, str) else row.arm
-            named += [arm for arm in (row.against, row.beside) if isinstance(arm, str)]
+            named += [arm for arm in (row.against, row.other_arm) if isinstance(arm, str)]
             assert set(named) <= arms, effect.name
     for part in claims.programs.values():
         if part.module == "eval.effects.scratch":

@@ -36,7 +36,7 @@ def test_on_a_cpu(tmp_path):
     assert "| step | ok |" in text and "tests" in rows["tests marked gpu"]["figures"]["result"]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="what is said where there is no GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what is reported without a GPU")
 def test_without_a_gpu(tmp_path):
     page = tmp_path / "check.md"
     done = check("--device", "cuda", "--output", str(page))

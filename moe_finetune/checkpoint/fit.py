@@ -149,7 +149,7 @@ def check_tensors(
         if name.startswith("v_head."):
             raise CheckpointError(
                 f"{folder}: '{name}' is the value head of TRL's AutoModelForCausalLMWithValueHead; "
-                "the checkpoint beside it is another file: save the model alone, with "
+                "the checkpoint next to it is another file: save the model alone, with "
                 "model.pretrained_model.save_pretrained(FOLDER)"
             )
         raise CheckpointError(

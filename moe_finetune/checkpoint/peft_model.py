@@ -70,7 +70,7 @@ def fill(wrapped: Any, adapter: Adapter, layers: int | None = None) -> None:
         )
     for key, info in stored.items():
         target = targets.get(key)
-        if target is None:  # a whole embedding that was saved beside its factors
+        if target is None:  # a whole embedding that was saved with its factors
             target = others.get(PREFIX + key)
         if target is None or tuple(target.shape) != info.shape:
             raise AdapterError(

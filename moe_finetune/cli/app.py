@@ -42,7 +42,7 @@ app = typer.Typer(
     help="Fine-tune Mixture-of-Experts language models with losses that encourage expert "
     "specialization.",
     epilog="With any verb: --quiet shows only warnings and results, --debug shows the "
-    "traceback of an error, --plugin FILE runs a Python file of yours that registers model "
+    "traceback of an error, --plugin FILE runs your Python file, which registers model "
     "families, losses or rewards.",
     no_args_is_help=True,
     rich_markup_mode=None,

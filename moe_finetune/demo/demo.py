@@ -1,6 +1,6 @@
 """``moe-finetune demo``: two ordinary runs on the shipped checkpoint, three evaluations, one page.
 
-Checkpoint and rows are files beside the recipes; ``recipes/demo/README.md`` says what made them.
+Checkpoint and rows are files next to the recipes; ``recipes/demo/README.md`` says what made them.
 """
 
 import os

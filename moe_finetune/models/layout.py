@@ -83,7 +83,7 @@ class Site:
             and 1 not in module.weight.shape
         ]
 
-    def beside(self, attention: Collection[str]) -> list[str]:
+    def next_to(self, attention: Collection[str]) -> list[str]:
         """Paths of the decoder layer's linear layers outside of the block and of the modules
         ``attention``: shared experts of some classes."""
         routers = () if self.block_path else tuple(name for name, _ in self.routers)

@@ -68,7 +68,7 @@ def code(config: Any, class_sites: Sequence[Site]) -> str:
         "router_weight": weight,
         "experts_name": site.experts_name,
         "gated": site.gated,
-        "shared_targets": (*site.other_linears, *site.beside(())),
+        "shared_targets": (*site.other_linears, *site.next_to(())),
         "bias_export": "tensor" if "router_bias" in disk else "none",
     }
     lines = [

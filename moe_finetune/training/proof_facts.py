@@ -197,7 +197,7 @@ def _shared(family: Family, all_sites: Sequence[Site]) -> Iterator[Check]:
     """Check linear layers of the block, and those of the layer outside block and attention."""
     attention = {target.partition(".")[0] for target in family.attention_targets}
     real = {name for site in all_sites for name in site.other_linears}
-    real |= {name for site in all_sites for name in site.beside(attention)}
+    real |= {name for site in all_sites for name in site.next_to(attention)}
     if undeclared := sorted(real - set(family.shared_targets)):
         yield _wrong("shared_targets", family.shared_targets, f"the layers also have {undeclared}")
     else:

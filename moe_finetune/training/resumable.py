@@ -190,7 +190,7 @@ class ResumableTrainer(_Trainer):
         """Nothing: fp16 is refused."""
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: TRL would write one beside the checkpoints at every save."""
+        """Nothing: TRL would write one next to the checkpoints at every save."""
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Write what ``save_model`` writes, without the pickled arguments."""

@@ -157,7 +157,7 @@ def describe_adapter(
 ) -> None:
     """Write what PEFT's files cannot contain: chosen experts, their dropout, a routing bias.
 
-    ``packed``: the adapter beside it has factors of the chosen experts only.
+    ``packed``: the adapter next to it has factors of the chosen experts only.
     """
     from moe_finetune.checkpoint import write_metadata
 
