@@ -428,7 +428,7 @@ def _changes(turn: Turn, field: str) -> Iterator[Turn]:
             renamed = {**call, "function": {**function, "name": other}}
             renamed |= {"id": id_} if "id" in call else {}
             for changed in (renamed, {**call, "function": {**function, **more}}):
-                yield {**turn, field: [*value[:i], changed, *value[i + 1 :]]}
+                yield {**turn, field: [*value[:i], changed, *value[i + 1 :]]}  # type: ignore[index]
     elif isinstance(value, str) and value:
         yield {**turn, field: f"{value} {_MARK}"}
         if turn["role"] == "assistant" and "</think>" in value:

@@ -157,7 +157,7 @@ class ResumableTrainer(_Trainer):
                 return
             getattr(model, "module", model).save_pretrained(folder, state_dict=weights)
             if hasattr(self.processing_class, "save_pretrained"):
-                as_published(self.processing_class).save_pretrained(folder)
+                as_published(self.processing_class).save_pretrained(folder)  # type: ignore[union-attr]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         folder, tensors = Path(output_dir), dict[str, Tensor]()

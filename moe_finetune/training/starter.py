@@ -209,7 +209,8 @@ def layout(source: str, stage: str = "sft") -> str:
         DataError: the row cannot be read, or its fields are unknown.
     """
     if stage != "sft":
-        next(iter(SourceReader(DataSource(path=source), StageFormer(STAGES[stage]), "train", 0)))
+        former: Any = StageFormer(STAGES[stage])
+        next(iter(SourceReader(DataSource(path=source), former, "train", 0)))
         return ", ".join(FIELDS[STAGES[stage].form])
     reader = SourceReader.of(DataSource(path=source), DataSection(train=source))
     next(iter(reader))

@@ -13,7 +13,7 @@ STRONGER = 3
 def goal_text(run: Run) -> str | None:
     """The preset's own metric before and after training; None if it has none or has no values."""
     method = run.recipe.get("method") or {}
-    preset = PRESETS.get(method.get("preset")) if isinstance(method, dict) else None
+    preset = PRESETS.get(str(method.get("preset"))) if isinstance(method, dict) else None
     if preset is None or preset.goal is None:
         return None
     name, direction = preset.goal

@@ -163,7 +163,9 @@ def plan_memory(
     moments = [(peak, on_device, name) for name, peak in steps.items() if "strength" not in name]
     moments += [(stored.gradients + updating, on_device, "optimizer step")]
     # The first step has no states yet.
-    again = any(options.every is not None for options in recipe.method.terms.values())
+    again = any(
+        getattr(options, "every", None) is not None for options in recipe.method.terms.values()
+    )
     later = on_device if again else 0
     moments += [(peak, later, name) for name, peak in steps.items() if "strength" in name]
     step, then, moment = max(moments, key=lambda row: row[0] + row[1])

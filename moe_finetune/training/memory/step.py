@@ -186,7 +186,9 @@ def _run(
         note("forward of the reference")
     loss.backward()
     note("backward")
-    shares = any(options.share is not None for options in recipe.method.terms.values())
+    shares = any(
+        getattr(options, "share", None) is not None for options in recipe.method.terms.values()
+    )
     if terms and (shares or recipe.method.strength.first):
         # One backward for each loss over a retained graph; its gradients of routers and experts
         # stay until the step ends, in the host's memory if they would take more than the weights.
