@@ -21,7 +21,7 @@ from transformers import Qwen3MoeForCausalLM
 
 from eval.placement import __main__ as placement
 from moe_finetune import cli
-from moe_finetune.cli.app import split_items
+from moe_finetune.cli.app import split_common, split_items
 from moe_finetune.experiments.recipe import find_study, load_study
 from moe_finetune.recipe.schema import load_recipe
 from moe_finetune.upcycle.recipe import load_upcycle_recipe
@@ -69,6 +69,7 @@ def place(tmp_path_factory, tiny_checkpoint):
         (folder / name).touch()
     shown = next(b for b in BLOCKS if b.page == "docs/first-run.md" and b.language == "yaml")
     (folder / "other.yaml").write_text(shown.text)
+    (folder / "my_family.py").touch()  # my-moe's family is known
     before = os.getcwd()
     os.chdir(folder)
     yield folder
@@ -82,7 +83,8 @@ def write_rows(file: Path, rows: list[dict]) -> None:
 
 def parsed(words: list[str]) -> None:
     """Let the verb's own parser read the words: unknown options and missing ones are errors."""
-    PROGRAMS[words[1]].make_context(words[1], list(words[2:]))
+    others, _ = split_common(words[2:])
+    PROGRAMS[words[1]].make_context(words[1], others)
 
 
 def checked(words: list[str]) -> None:
