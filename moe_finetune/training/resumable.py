@@ -155,9 +155,10 @@ class ResumableTrainer(_Trainer):
                     if hasattr(callback, "describe_adapter"):
                         callback.describe_adapter(folder)
                 return
-            getattr(model, "module", model).save_pretrained(folder, state_dict=weights)
+            whole: Any = getattr(model, "module", model)
+            whole.save_pretrained(folder, state_dict=weights)
             if hasattr(self.processing_class, "save_pretrained"):
-                as_published(self.processing_class).save_pretrained(folder)  # type: ignore[union-attr]
+                as_published(self.processing_class).save_pretrained(folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         folder, tensors = Path(output_dir), dict[str, Tensor]()
