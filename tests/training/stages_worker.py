@@ -166,7 +166,7 @@ def step(case: str, folder: Path, mode: str) -> tuple[dict[str, torch.Tensor], d
     data = load_for_stage(asked, tokenizer).train
     output = folder / f"{case}-{mode}"
     output.mkdir(exist_ok=True)
-    trainer, callback = build_trainer(asked, output, student(mode), tokenizer, data)
+    trainer, callback = build_trainer(asked, output, student(mode), tokenizer, data, None)
     Fixed.ragged = case == RAGGED
     held = Gradients()
     trainer.add_callback(held)
