@@ -103,7 +103,7 @@ def train(
     except KeyboardInterrupt as interrupt:
         # During the steps of training, a signal has said how to continue.
         if type(interrupt) is KeyboardInterrupt and not dry_run:
-            how = f"interrupted. {_how_to_continue(output)}"
+            how = f"interrupted; {_how_to_continue(output)}"
             terminal().say(how, "warning")
             raise KeyboardInterrupt(how) from None
         raise

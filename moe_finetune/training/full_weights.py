@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from moe_finetune.errors import CheckpointError
+from moe_finetune.models import find_family
+from moe_finetune.models.composite import part_of
 from moe_finetune.training import ranks
 
 
@@ -96,9 +98,15 @@ def live_weights(model: nn.Module) -> dict[str, Tensor]:
 
 def model_weights(folder: Path, model: nn.Module) -> dict[str, Tensor]:
     """``model``'s trained tensors from an ordinary checkpoint, whole, on the CPU."""
+    from transformers import AutoModelForCausalLM
+
     from moe_finetune.checkpoint.loading import load_model
 
-    state = load_model(folder, dtype="float32", device_map="cpu").state_dict()
+    inner: Any = getattr(model, "module", model)
+    # Dense models, which become experts of a mixture, have no family.
+    of_family = find_family(inner.config.model_type, part_of(inner.config)) is not None
+    read: Any = load_model if of_family else AutoModelForCausalLM.from_pretrained
+    state = read(folder, dtype="float32", device_map="cpu").state_dict()
     return {name: state[name] for name in live_weights(model) if name in state}
 
 

@@ -267,14 +267,14 @@ def test_inspect_with_a_recipe_shows_coverage_and_memory(capsys, tiny_checkpoint
     assert code == 0 and total["trained_tensors"] == 2 * (12 + 6)
     assert memory["weights"] == 4 * facts["parameters"]
     assert memory["adapter"] == 4 * total["trained_parameters"]
-    assert memory["optimizer"] == 2 * memory["all_gradients"] == 8 * total["trained_parameters"]
+    assert memory["all_states"] == 2 * memory["all_gradients"] == 8 * total["trained_parameters"]
     assert memory["tokens"] == 300
     # Each of three layers keeps at least gate, up and output rows of 3 experts a token.
-    assert memory["kept"] > 3 * 300 * 3 * (2 * 48 + 192) * 4
-    parts = ("weights", "adapter", "optimizer", "gradients", "kept", "needed")
+    assert memory["activations"] > 3 * 300 * 3 * (2 * 48 + 192) * 4
+    parts = ("weights", "second", "adapter", "optimizer", "step")
     assert memory["total"] == sum(memory[part] for part in parts)
     code, out, _ = run(capsys, "inspect", folder, "--recipe", recipe)
-    assert "routed experts" in out and "memory on one device" in out and "300 tokens" in out
+    assert "routed experts" in out and "memory on one GPU" in out and "300 tokens" in out
 
 
 # -- select -----------------------------------------------------------------------------------

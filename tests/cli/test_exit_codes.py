@@ -54,7 +54,7 @@ def test_a_path_that_cannot_be_used_is_a_wrong_input(tmp_path, capsys):
         ("checkpoint.convert.convert_checkpoint", "convert BASE -o OUT", "nothing was written"),
         ("demo.demo.run_demo", "demo --output OUT", "the same command continues"),
         ("experiments.commands.carry_out_study", "study paper4 -o OUT", "with --resume"),
-        ("run.run_recipe", "train RECIPE -o OUT", "Nothing was written; repeat"),
+        ("run.run_recipe", "train RECIPE -o OUT", "nothing was written; repeat"),
     ],
 )  # fmt: skip
 def test_sigterm_ends_every_verb_as_ctrl_c_does(
