@@ -7,7 +7,6 @@ splits the change into the tensors of the files.
 Shape legend: E experts, O rows and I columns of a matrix.
 """
 
-import random
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,9 +22,6 @@ from moe_finetune.checkpoint.packings import as_peft
 from moe_finetune.checkpoint.peft_model import LoraModule, filled, modules_of
 from moe_finetune.checkpoint.tensors import read_tensor
 from moe_finetune.models.structure import renamed_as_loaded
-
-EXPERTS = 3
-"""Number of matrices of each stack that are compared."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +45,7 @@ class Changes:
     """All changes that an adapter makes to a base, by PEFT.
 
     Attributes:
-        names: names of all tensors that change, also of those experts that are not compared.
+        names: names of all tensors that change.
     """
 
     def __init__(self, adapter: Adapter, base: Checkpoint):
@@ -116,7 +112,7 @@ class Changes:
     ) -> Iterator[Change]:
         for names in self.layout.names_of_experts(loaded):
             self.names.update(names)
-        for expert in _some(experts, loaded):
+        for expert in range(experts):
             for name, piece in self.layout.of_expert(loaded, expert, delta_OI(expert)).items():
                 index = expert if self.layout.stacked(name) else None
                 yield Change(name, index, _change(piece, None))
@@ -167,9 +163,3 @@ def _change(delta_OI: Tensor, norms_O: Tensor | None) -> Callable[[Tensor], Tens
 
 def _sum(changes: list[Change]) -> Callable[[Tensor], Tensor]:
     return lambda base_OI: torch.stack([each.apply(base_OI) for each in changes]).sum(0)
-
-
-def _some(experts: int, loaded: str) -> list[int]:
-    """Three matrices of a stack, the same for all of a layer's stacks; others in each layer."""
-    layer = loaded.partition(".experts")[0]
-    return random.Random(layer).sample(range(experts), min(experts, EXPERTS))

@@ -1,7 +1,7 @@
 """Check a merged checkpoint against base + adapter in stock transformers and PEFT.
 
 Three checks: tensors that no adapter touches have the base's bytes; every changed tensor is the
-base plus PEFT's own delta, rounded once (of a stack three experts in every layer); and the logits
+base plus PEFT's own delta, rounded once, one matrix of a stack at a time; and the logits
 of the model, or of its first layers where it is too large, are those of base + adapter.
 """
 

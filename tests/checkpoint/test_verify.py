@@ -46,14 +46,39 @@ def test_accepts_a_merge(bases, adapters, family, layers, tmp_path):
     assert report.error < 1e-5 < 1e-2 < report.moved and not report.note
     assert (report.layers == report.total_layers) == (layers == "whole") or family == "mixtral"
     opened = open_checkpoint(base)
-    assert report.tensors >= 2 * verify_experts() * len(opened.experts)
+    count = opened.family.num_experts(opened.model_config)
+    assert report.tensors >= 2 * count * len(opened.experts)
     assert "logits" in report.text() and f"{report.tensors} changed tensors" in report.text()
 
 
-def verify_experts():
-    from moe_finetune.checkpoint.changes import EXPERTS
-
-    return EXPERTS
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("wrong", ["dropped", "the next one's"])
+def test_sees_one_wrong_expert_of_many(dtype, wrong, tmp_path):
+    """Any one of ten, in any layer, at its own place in the files."""
+    model = tiny_families.model("qwen3_moe").to(dtype)
+    base = tmp_path / "qwen3_moe"
+    model.save_pretrained(base)
+    adapter = helpers.adapter(base, tmp_path / "adapter", seed=4)
+    right = merge_adapter(base, adapter, tmp_path / "right").output
+    verify_merge(base, adapter, right)
+    before, after = (load_file(at / WEIGHTS) for at in (base, right))
+    experts = [name for name in after if ".experts." in name and name.endswith("weight")]
+    layers = {name.partition(".mlp.")[0] for name in experts}
+    assert len(layers) == 4 and len(experts) == 4 * 10 * 3
+    for layer in sorted(layers):
+        for expert in (0, 6, 9):
+            tensors = dict(after)
+            for name in (n for n in experts if n.startswith(f"{layer}.")):
+                if f".experts.{expert}." in name:
+                    other = name.replace(f".experts.{expert}.", f".experts.{(expert + 1) % 10}.")
+                    change = after[other].float() - before[other].float()
+                    new = before[name].float() + change if wrong != "dropped" else before[name]
+                    tensors[name] = new.to(dtype)
+            folder = tmp_path / f"{layer}-{expert}"
+            shutil.copytree(right, folder)
+            save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+            with pytest.raises(NumericsError, match=rf"experts\.{expert}\."):
+                verify_merge(base, adapter, folder)
 
 
 def test_sees_a_wrong_merge(bases, adapters, tmp_path):

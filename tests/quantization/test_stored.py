@@ -79,5 +79,5 @@ def test_training_on_one_leaves_an_adapter_for_the_unquantised_base(tmp_path, ca
     assert main([*command[:2], "--base", str(other), "--format", "base", "--output", "no"]) == 2
     assert "was trained on another base" in capsys.readouterr().err
     assert main([*command, "--base", str(base), "--verify"]) == 0
-    assert "int8 base + adapter" in capsys.readouterr().out
+    assert "changed tensors are base + adapter, rounded once" in capsys.readouterr().out
     assert open_checkpoint(tmp_path / "merged").quantized is None
