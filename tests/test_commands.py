@@ -25,7 +25,7 @@ from moe_finetune.cli.app import split_common, split_items
 from moe_finetune.experiments.recipe import find_study, load_study
 from moe_finetune.recipe.schema import load_recipe
 from moe_finetune.upcycle.recipe import load_upcycle_recipe
-from tests import documents, tiny
+from tests import documents, registries, tiny
 from tests.conftest import ROOT
 from tests.upcycle import dense
 
@@ -72,7 +72,8 @@ def place(tmp_path_factory, tiny_checkpoint):
     (folder / "my_family.py").touch()  # my-moe's family is known
     before = os.getcwd()
     os.chdir(folder)
-    yield folder
+    with registries.as_before():
+        yield folder
     os.chdir(before)
 
 

@@ -132,14 +132,14 @@ def test_the_wheel_works_outside_the_checkout(installed, tmp_path, checkpoint):
     assert (tmp_path / "demo" / "report" / "index.html").is_file()
     version = outside([installed.with_name("moe-finetune"), "--version"], tmp_path)
     assert version == f"moe-finetune {PROJECT['project']['version']}\n"
-    typed = {"COMP_WORDS": "moe-finetune pl", "COMP_CWORD": "1"}
+    typed = {"COMP_WORDS": "moe-finetune pre", "COMP_CWORD": "1"}
     completed = outside(
         [installed.with_name("moe-finetune")],
         tmp_path,
         _MOE_FINETUNE_COMPLETE="complete_bash",
         **typed,
     )
-    assert completed.split() == ["place"]
+    assert completed.split() == ["preview"]
 
 
 def test_the_citation_names_this_version():

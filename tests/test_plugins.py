@@ -14,12 +14,12 @@ from moe_finetune.errors import PluginError, RecipeError
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.io.worker import Worker
 from moe_finetune.losses.base import TERMS
-from moe_finetune.models import FAMILIES, find_family
+from moe_finetune.models import find_family
 from moe_finetune.models.structure import class_of
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.training.output import begin_run, check_run_folder
-from tests import unheard
+from tests import registries, unheard
 
 FAMILY = """
 from moe_finetune.models import DiskLayout, Family, register_family
@@ -57,12 +57,8 @@ def _as_before(monkeypatch):
     monkeypatch.setattr(plugins, "_files", {})
     monkeypatch.setattr(plugins, "_installed", set())
     monkeypatch.delenv(plugins.VARIABLE, raising=False)
-    families, terms = dict(FAMILIES._values), dict(TERMS._values)
-    yield
-    os.environ.pop(plugins.VARIABLE, None)
-    for registry, values in ((FAMILIES, families), (TERMS, terms)):
-        registry._values.clear()
-        registry._values.update(values)
+    with registries.as_before():
+        yield
 
 
 def write(folder, text, name="mine.py"):
