@@ -30,6 +30,8 @@ Span = tuple[int, int]
 REASONING = ("reasoning_content", "reasoning", "thinking")
 SECONDS = 10.0
 """Processor time for one conversation; usual templates take a few milliseconds."""
+AGAIN = 5.0
+"""Seconds until the time limit is raised again, where its first error was lost."""
 BYTES = 2 << 30
 """Memory for one conversation."""
 _REMEDY = "choose another with data.chat_template"
@@ -66,12 +68,13 @@ def limited() -> Iterator[None]:
     if soft == resource.RLIM_INFINITY or soft > used + BYTES:
         resource.setrlimit(resource.RLIMIT_AS, (used + BYTES, hard))
     handler = signal.signal(signal.SIGPROF, stop)
-    # Again each second: an error raised inside a callback of the interpreter is lost.
-    signal.setitimer(signal.ITIMER_PROF, SECONDS, 1.0)
+    # Again later: an error raised inside a callback of the interpreter is lost. Not sooner: freeing
+    # what a template made takes a second, and another error would escape from its handling.
+    signal.setitimer(signal.ITIMER_PROF, SECONDS, AGAIN)
     try:
         try:
             yield
-        finally:  # the next second may end in here, so the error is caught outside
+        finally:  # the next time may come in here, so the error is caught outside
             signal.setitimer(signal.ITIMER_PROF, 0)
     except (OutOfTime, MemoryError) as error:
         more = f"{SECONDS:.0f} seconds" if isinstance(error, OutOfTime) else f"{BYTES >> 30} GiB"
