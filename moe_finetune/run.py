@@ -70,12 +70,9 @@ def carry_out(recipe: Recipe, output: Path, resume: bool, ignore_memory: bool) -
         begin_run,
         check_run_folder,
         discard,
-        on_day_of,
-        with_date,
     )
 
     run, first_rank = RunFolder(output), ranks.rank() == 0
-    recipe = on_day_of(recipe, run)
     check_run_folder(recipe, run, resume)
     if not first_rank:
         terminal().quiet = True  # rank 0 speaks for all; warnings come from each
@@ -87,7 +84,6 @@ def carry_out(recipe: Recipe, output: Path, resume: bool, ignore_memory: bool) -
             inputs = check_inputs(recipe, ignore_memory)
             if first_rank and not resume:
                 check_disk(recipe, run, inputs)
-        recipe = with_date(recipe, inputs.date)
     ranks.barrier()  # rank 0 writes into the folder that the others look at above
     new_folder = not output.exists()
     if first_rank:
@@ -158,10 +154,9 @@ def plan_run(
     Raises:
         MoeFinetuneError: the run cannot start; names the key and the remedy.
     """
-    from moe_finetune.training.output import check_run_folder, on_day_of
+    from moe_finetune.training.output import check_run_folder
 
     check_versions("a recipe")
-    recipe = on_day_of(recipe, RunFolder(output))
     check_run_folder(recipe, RunFolder(output), resume)
     inputs = check_inputs(recipe, ignore_memory, activations=True)
     if not resume:

@@ -6,7 +6,6 @@ import re
 
 from transformers import AddedToken
 
-from moe_finetune.data.tokenize import on_day
 from tests import tiny
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -80,4 +79,4 @@ def tokenizer_of(name: str):
     tokenizer.chat_template = (folder / f"{name}.jinja").read_text(encoding="utf-8")
     tokens = sorted(set(re.findall(r"<[|｜][^\s<>]+?[|｜]>", tokenizer.chat_template)))
     tokenizer.add_tokens([AddedToken(token, special=True) for token in tokens])
-    return on_day(tokenizer, "2026-02-03")
+    return tokenizer

@@ -12,11 +12,8 @@ from moe_finetune.checkpoint import merge_adapter
 from moe_finetune.checkpoint.convert import convert_checkpoint
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io import output_lock
-from moe_finetune.io.run_folder import RunFolder, checkpoint_in, checkpoint_name, results_in
-from moe_finetune.recipe.schema import recipe_from_tree
-from moe_finetune.recipe.tree import Tree
+from moe_finetune.io.run_folder import checkpoint_in, checkpoint_name, results_in
 from moe_finetune.routing.trace_writer import TraceWriter
-from moe_finetune.training.output import begin_run, check_run_folder, on_day_of, with_date
 from tests.checkpoint.helpers import adapter as random_adapter
 
 
@@ -151,20 +148,3 @@ def test_names_of_a_suite_cannot_lead_out_of_the_output(tmp_path, key, name, cap
     command = ["eval", str(tmp_path), "-s", str(tmp_path / "suite.yaml"), "-o", str(tmp_path / "o")]
     assert cli.main([*command, "--backend", "hf"]) == 2
     assert f"{key} '" in capsys.readouterr().err and not (tmp_path / "o").exists()
-
-
-def test_a_run_keeps_the_date_that_its_chat_template_wrote(tmp_path):
-    def recipe(**data):
-        tree = {"model": {"path": "m"}, "data": {"train": "d.jsonl", **data}}
-        return recipe_from_tree(Tree(tree))
-
-    output = RunFolder(tmp_path / "run")
-    begin_run(with_date(recipe(), "2026-03-04"), output)
-    resumed = on_day_of(recipe(), output)
-    assert resumed.data.date == "2026-03-04"
-    check_run_folder(resumed, output, resume=True)
-    assert on_day_of(recipe(date="2024-02-03"), output).data.date == "2024-02-03"
-    assert on_day_of(recipe(), RunFolder(tmp_path / "other")).data.date is None
-    undated = RunFolder(tmp_path / "undated")
-    begin_run(with_date(recipe(), None), undated)
-    assert on_day_of(recipe(), undated) == recipe()

@@ -95,12 +95,12 @@ class Template:
     Attributes:
         text: the template.
         marked: a copy that marks the assistant's text; None if there is none.
-        variables: the special tokens that the tokenizer passes to a template, by name.
+        variables: the special tokens that the tokenizer passes to a template, and the clock.
     """
 
     text: str
     marked: str | None
-    variables: Mapping[str, str]
+    variables: Mapping[str, Any]
 
     def render(
         self,
@@ -227,7 +227,7 @@ class Conversation:
             RenderingError: the template omits a part that matters, or writes another turn's text
                 into an answer.
         """
-        if self.extra.get("tools"):
+        if self.extra.get("tools") and not self._shows_tools():
             untold = self.template.render(self.turns, {**self.extra, "tools": None}, self.prompt)
             if untold[0] == self.text:
                 raise RenderingError(
@@ -259,6 +259,15 @@ class Conversation:
             others = {k: v for k, v in turn.items() if k not in known and v not in (None, "", [])}
             unread |= {name for name, value in others.items() if str(value) not in self.text}
         return sorted(unread - {"tool_call_id"})
+
+    def _shows_tools(self) -> bool:
+        """Whether the text has a tool's description, which neither turns nor templates have."""
+        turns = json.dumps(self.turns, ensure_ascii=False)
+        for tool in self.extra["tools"]:
+            text = str((tool.get("function") or tool).get("description") or "").strip()
+            if len(text) >= 16 and text in self.text:
+                return not any(form in turns for form in _written(text))
+        return False
 
     def _check_read(self, index: int, field: str) -> None:
         """Refuse a field that can change without changing the text; the exact, slower check."""

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_finetune.data.prepared import data_key, date_of, prepared_once
+from moe_finetune.data.prepared import data_key, prepared_once
 from moe_finetune.data.readers import SourceReader, draw, listed
 from moe_finetune.data.rows import Form
 from moe_finetune.data.sources import files_line, source_identity
-from moe_finetune.data.tokenize import depends_on_date, on_day, set_chat_template, today
+from moe_finetune.data.tokenize import set_chat_template
 from moe_finetune.data.tokenized import Counts, write_tokenized
 from moe_finetune.errors import DataError
 from moe_finetune.io.rows import Placed
@@ -44,15 +44,13 @@ class Examples:
         validation: in the files' order; None without ``data.validation``.
         sources: by path, the rows of each validation source, or of each training source if there is
             no validation data, in the source's order.
-        date: the ISO date that the chat templates write; None if they write none.
-        tokenizer: for a trainer that renders turns itself; its chat template writes ``date`` and
-            reads the tools and variables in the rows' turns.
+        tokenizer: for a trainer that renders turns itself; its chat template reads the tools and
+            variables in the rows' turns.
     """
 
     train: Dataset
     validation: Dataset | None
     sources: list[tuple[str, Dataset]]
-    date: str | None = None
     tokenizer: Any = None
 
 
@@ -72,15 +70,13 @@ def load_examples(data: DataSection, tokenizer: Any, seed: int) -> Examples:
     rows, counts = prepare(data.train, data, tokenizer, "train", order)
     # The order takes 8 bytes per row in memory; on disk it would be one file per seed.
     train, validation, measured = rows.shuffle(order, keep_in_memory=True), None, data.train
-    date = counts.date
     if data.validation is not None:
-        same_day = data.model_copy(update={"date": date or data.date})
-        rows, counts = prepare(data.validation, same_day, tokenizer, "validation", 0)
+        rows, counts = prepare(data.validation, data, tokenizer, "validation", 0)
         validation, measured = rows, data.validation
     ends = list(itertools.accumulate(counts.sources))
     parts = [rows.select(range(end - n, end)) for n, end in zip(counts.sources, ends, strict=True)]
     paths = [source.path for source in listed(measured, "train")]
-    return Examples(train, validation, list(zip(paths, parts, strict=True)), date)
+    return Examples(train, validation, list(zip(paths, parts, strict=True)))
 
 
 def prepare(
@@ -98,22 +94,17 @@ def prepare(
     chosen = listed(sources, name)
     drawn = data.limit is not None or any(source.limit is not None for source in chosen)
     identities = [_identity(source, data) for source in chosen]
-    excluded = {"train", "validation", "seed", "num_proc", "split", "date"}
+    excluded = {"train", "validation", "seed", "num_proc", "split"}
     decides = [
         data.model_dump(mode="json", exclude=excluded),
         identities,
         [name, seed] if drawn else [],
     ]
-    key, dated = data_key(tokenizer, *decides), depends_on_date(tokenizer)
-    if dated and data.date is not None and date_of(key) != data.date:
-        key = data_key(tokenizer, *decides, data.date)
 
     def make(folder: Path) -> dict[str, Any]:
         readers: list[SourceReader] = []
         rows = _rows(chosen, data, name, seed, readers)
-        date = (data.date or today()) if dated else None
-        writer = on_day(tokenizer, date) if date is not None else tokenizer
-        written = write_tokenized(rows, len(chosen), data, writer, name, folder)
+        written = write_tokenized(rows, len(chosen), data, tokenizer, name, folder)
         fields = set(written.unread).union(*(reader.unread for reader in readers))
         malformed = [(reader.malformed, reader.first_malformed) for reader in readers]
         malformed.append((written.malformed, written.first_malformed))
@@ -122,7 +113,6 @@ def prepare(
             "unread": sorted(fields),
             "malformed": sum(count for count, _ in malformed),
             "first_malformed": next((first for _, first in malformed if first), ""),
-            "date": date,
         }
         for source, identity in zip(chosen, identities, strict=True):
             if _identity(source, data) != identity:
@@ -137,10 +127,8 @@ def prepare(
             log.info("%s data: %s", name, files)
     for line in detected(chosen, data):
         log.info("%s data: %s", name, line)
-    dataset, counted, was_prepared = prepared_once(key, make)
+    dataset, counted, was_prepared = prepared_once(data_key(tokenizer, *decides), make)
     counts = Counts(**counted)
-    if counts.date is not None:
-        log.info("%s data: the chat template writes the date %s (data.date)", name, counts.date)
     summary, *losses = counts.lines(data.max_length)
     log.info("%s data: %s%s", name, summary, " (prepared before)" if was_prepared else "")
     for loss in losses:

@@ -22,7 +22,7 @@ from moe_finetune.io.json_file import read_object
 if TYPE_CHECKING:
     from datasets import Dataset
 
-FORMAT = 6
+FORMAT = 7
 """Increase this when the code gives different tokens, labels or counts for the same input."""
 
 _COUNTS = "counts.json"
@@ -72,14 +72,6 @@ def prepared_once(
     counts = read_object(folder / _COUNTS, DataError, "remove the folder")
     dataset: Any = load_from_disk(str(folder / "rows"))
     return dataset, counts, was_prepared
-
-
-def date_of(key: str) -> str | None:
-    """The date that chat templates wrote into the dataset for ``key``; None if they wrote none."""
-    counts = cache_folder() / "data" / key / _COUNTS
-    if not counts.is_file():
-        return None
-    return read_object(counts, DataError, "remove the folder").get("date")
 
 
 def _fill(folder: Path, make: Callable[[Path], dict[str, Any]]) -> None:

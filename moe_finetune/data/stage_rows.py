@@ -14,11 +14,8 @@ from moe_finetune.data.sources import files_line
 from moe_finetune.data.stage_form import FIELDS, StageFormer
 from moe_finetune.data.tokenize import (
     Tokens,
-    depends_on_date,
-    on_day,
     rendered,
     set_chat_template,
-    today,
     tokenize_row,
     with_carried,
 )
@@ -84,10 +81,6 @@ def load_stage_rows(
         DataError: a file, line or row cannot be used, or no training rows remain.
     """
     set_chat_template(tokenizer, data.chat_template)
-    date = (data.date or today()) if depends_on_date(tokenizer) else None
-    if date is not None:
-        log.info("the chat template writes the date %s (data.date)", date)
-        tokenizer = on_day(tokenizer, date)
     tokenizer = with_carried(tokenizer)
     order = data.seed if data.seed is not None else seed
     train, parts = _read(stage, data.train, data, tokenizer, "train", order, room, rewards)
@@ -97,7 +90,7 @@ def load_stage_rows(
             stage, data.validation, data, tokenizer, "validation", 0, room, rewards
         )
     measured = [(path, _tokens(rows, tokenizer, data.max_length)) for path, rows in parts]
-    return Examples(train.shuffle(order), validation, measured, date, tokenizer)
+    return Examples(train.shuffle(order), validation, measured, tokenizer)
 
 
 def _read(

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from moe_finetune.data.chat import Answer, Conversation, RenderingError, Span, Template, limited
 from moe_finetune.errors import DataError, did_you_mean
 from moe_finetune.io.rows import Row
 from moe_finetune.models.chat_template import (
     original,
-    reads_clock,
     with_carried_variables,
-    with_date,
 )
 
 IGNORED = -100
@@ -95,17 +95,6 @@ def set_chat_template(tokenizer: Any, name: str | None) -> None:
         )
 
 
-def today() -> str:
-    """Today's ISO date on this machine."""
-    return datetime.date.today().isoformat()
-
-
-def on_day(tokenizer: Any, day: str) -> Any:
-    """A copy of ``tokenizer`` whose chat templates write ``day`` (ISO) as the date."""
-    date = datetime.date.fromisoformat(day)
-    return _with_templates(tokenizer, lambda text: with_date(text, date))
-
-
 def with_carried(tokenizer: Any) -> Any:
     """A copy of ``tokenizer`` whose chat templates read tools and variables from the first turn.
 
@@ -115,27 +104,22 @@ def with_carried(tokenizer: Any) -> Any:
 
 
 def as_published(tokenizer: Any) -> Any:
-    """A copy of ``tokenizer`` without the additions of the two functions above."""
+    """A copy of ``tokenizer`` without the addition of :func:`with_carried`."""
     return _with_templates(tokenizer, original)
 
 
 def _with_templates(tokenizer: Any, change: Callable[[str], str]) -> Any:
-    copied, templates = copy.copy(tokenizer), _templates(tokenizer)
-    changed = {name: change(text) for name, text in templates.items()}
-    if changed:
-        single = not isinstance(tokenizer.chat_template, dict)
-        copied.chat_template = changed["default"] if single else changed
+    copied, templates = copy.copy(tokenizer), tokenizer.chat_template
+    if isinstance(templates, dict):
+        copied.chat_template = {name: change(text) for name, text in templates.items()}
+    elif templates:
+        copied.chat_template = change(templates)
     return copied
 
 
-def depends_on_date(tokenizer: Any) -> bool:
-    """Whether a chat template of ``tokenizer`` reads the clock."""
-    return any(reads_clock(original(text)) for text in _templates(tokenizer).values())
-
-
-def _templates(tokenizer: Any) -> dict[str, str]:
-    templates = tokenizer.chat_template or {}
-    return templates if isinstance(templates, dict) else {"default": templates}
+def midnight() -> datetime.datetime:
+    """The time that chat templates write: two renderings of a conversation must agree."""
+    return datetime.datetime.combine(datetime.date.today(), datetime.time())
 
 
 def tokenize_row(row: Mapping[str, Any], tokenizer: Any, completion_only: bool) -> Tokens:
@@ -198,8 +182,8 @@ def _conversation(
         text = tokenizer.get_chat_template(None, row.get("tools") or None)
     except ValueError as error:
         raise DataError(f"the tokenizer's chat templates cannot be read: {error}") from error
-    variables = {key: str(value) for key, value in tokenizer.special_tokens_map.items()}
-    template = Template(text, _marked(text), variables)
+    tokens = {key: str(value) for key, value in tokenizer.special_tokens_map.items()}
+    template = Template(text, _marked(text), {**tokens, "strftime_now": midnight().strftime})
     extra = {**(row.get("variables") or {}), "tools": row.get("tools") or None}
     with limited():
         try:
@@ -279,12 +263,10 @@ def _spans(answers: Iterable[Answer]) -> list[Span]:
     return [span for answer in answers if not answer.rewritten for span in answer.pieces]
 
 
-def _labels(
-    ids: list[int], offsets: list[tuple[int, int]], spans: list[tuple[int, int]]
-) -> list[int]:
+def _labels(ids: list[int], offsets: Sequence[Span], spans: Iterable[Span]) -> list[int]:
     """``ids`` where a token's characters overlap a span, else -100."""
-    labels = []
-    for token, (start, end) in zip(ids, offsets, strict=True):
-        inside = any(start < last and first < end for first, last in spans)
-        labels.append(token if inside else IGNORED)
-    return labels
+    starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+    inside = np.zeros(len(ids), dtype=bool)
+    for first, last in spans:
+        inside |= (starts < last) & (ends > first)
+    return np.where(inside, ids, IGNORED).tolist()

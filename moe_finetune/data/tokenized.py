@@ -26,9 +26,8 @@ _BATCH = 64
 class Counts:
     """Counts of one dataset's rows. ``tokens`` and ``learned`` are of kept rows, ``sources`` the
     number of kept rows of each source, in order. ``unread`` are columns and fields of turns that
-    nothing reads; ``date`` is the day that chat templates write, None where they write none;
-    ``unanswered`` are rows whose turns after the last answer were dropped; ``malformed`` rows were
-    dropped because they cannot be used, and ``rows`` does not count them.
+    nothing reads; ``unanswered`` are rows whose turns after the last answer were dropped;
+    ``malformed`` rows were dropped because they cannot be used, and ``rows`` does not count them.
     """
 
     rows: int
@@ -42,7 +41,6 @@ class Counts:
     straddled: int
     sources: list[int]
     unread: list[str] = dataclasses.field(default_factory=list)
-    date: str | None = None
     endless: int = 0
     lost_calls: int = 0
     unanswered: int = 0

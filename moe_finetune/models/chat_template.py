@@ -1,10 +1,9 @@
-"""A checkpoint's chat template: validation, use of the clock, and rendering with a fixed date.
+"""A checkpoint's chat template: validation, and variables from a conversation's first turn.
 
 A template is untrusted code. It is parsed here and rendered with a time limit, see
 :mod:`moe_finetune.data.chat`.
 """
 
-import datetime
 from typing import Any
 
 from moe_finetune.errors import CheckpointError
@@ -29,38 +28,6 @@ def check_template(template: str, path: object) -> None:
         ) from None
 
 
-def reads_clock(template: str) -> bool:
-    """Whether ``template`` writes the current date."""
-    from jinja2 import nodes
-
-    names = _parse(template).find_all(nodes.Name)
-    return any(node.name == "strftime_now" and node.ctx == "load" for node in names)
-
-
-def with_date(template: str, day: datetime.date) -> str:
-    """``template`` with a fixed clock: midnight of ``day``.
-
-    Its ``strftime_now`` becomes a macro for the formats that the template contains.
-    """
-    from jinja2 import nodes
-
-    if not reads_clock(template):
-        return template
-    midnight = datetime.datetime.combine(day, datetime.time())
-    texts = {
-        node.value
-        for node in _parse(template).find_all(nodes.Const)
-        if isinstance(node.value, str) and "%" in node.value
-    }
-    dates = {text: midnight.strftime(text) for text in sorted(texts)}
-    return _before(
-        "{%- macro strftime_now(format) -%}{%- set dates = " + repr(dates) + " -%}"
-        "{{- dates[format] if format in dates else raise_exception('unknown date format') -}}"
-        "{%- endmacro %}",
-        template,
-    )
-
-
 def with_carried_variables(template: str) -> str:
     """``template`` that reads variables, such as ``tools``, from ``carried`` in the first turn.
 
@@ -78,7 +45,7 @@ def with_carried_variables(template: str) -> str:
 
 
 def original(template: str) -> str:
-    """The template before the functions above changed it; other templates are unchanged."""
+    """The template without those statements; other templates are unchanged."""
     return template.rpartition(_END)[2] if template.startswith(_BEGIN) else template
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from moe_finetune.io.split_files import has_validation
 from moe_finetune.recipe.section import Section
@@ -83,10 +82,6 @@ class DataSection(Section):
         default="all",
         description="one example per conversation, or one per answer",
     )
-    date: str | None = Field(
-        default=None,
-        description="date that chat templates write; default: the day of the first preparation",
-    )
     max_length: int = Field(default=2048, ge=2, le=2**24, description="longest row in tokens")
     overlong: Literal["truncate", "drop", "error"] = Field(
         default="truncate", description="what happens to rows longer than `max_length`"
@@ -130,16 +125,6 @@ class DataSection(Section):
             ]
             self.validation = read if any(folders) else self.validation
         return self
-
-    @field_validator("date", mode="before")
-    @classmethod
-    def _day(cls, value: Any) -> Any:
-        if value is None:
-            return None
-        try:
-            return datetime.date.fromisoformat(str(value)).isoformat()
-        except ValueError:
-            raise ValueError(f"must be a date such as 2026-11-23, not {value!r}") from None
 
     def for_pretraining(self) -> DataSection:
         """The section with pretraining's defaults for unset keys: texts, cut to rows, packed."""

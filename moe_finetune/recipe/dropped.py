@@ -4,6 +4,7 @@ A run folder's ``recipe.yaml`` has every key of the version that wrote it. So a 
 old default, or null, is read and ignored; any other value is refused with its replacement.
 """
 
+from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import RecipeError
@@ -20,11 +21,10 @@ ON_THE_MEAN = (
     "was dropped; a weight multiplies the mean over tokens: give the weight times the tokens of "
     "the sum"
 )
+DATE = "chat templates write the date of the day on which the data are prepared"
 KEYS: dict[str, tuple[Any, str]] = {
-    "data.ignore": (
-        [],
-        "remove the columns or fields from the rows",
-    ),
+    "data.date": (None, DATE),
+    "data.ignore": ([], "remove the columns or fields from the rows"),
     "plan": (None, "`train --dry-run` of an arm plans its memory; `study --plan` lists the runs"),
     "launch.options": ({}, SLURM),
     "launch.hours": (24.0, SLURM),
@@ -73,6 +73,9 @@ def without_dropped(tree: Tree) -> Tree:
     """
     problems: list[str] = []
     values = _kept(tree.values, (), problems)
+    if Path(tree.origin(("data", "date")).partition(":")[0]).name == "recipe.yaml":
+        # Runs of earlier versions wrote the date there themselves.
+        problems = [line for line in problems if not line.startswith("data.date:")]
     if problems:
         raise RecipeError("\n".join(placed(tree, line) for line in problems))
     return Tree(values, tree.origins)

@@ -1,4 +1,4 @@
-"""A run folder before training: check, create or remove it; and the run's date."""
+"""A run folder before training: check, create or remove it."""
 
 import json
 import logging
@@ -41,19 +41,6 @@ def check_run_folder(recipe: Recipe, run: RunFolder, resume: bool) -> None:
         log.warning("--resume: %s is empty, so the run starts from the beginning", output)
     elif resume:
         raise RecipeError(f"--resume: {output} contains no run; start it without --resume")
-
-
-def on_day_of(recipe: Recipe, run: RunFolder) -> Recipe:
-    """``recipe`` with the date that the chat template wrote in the folder's run."""
-    if recipe.data.date is not None or not run.recipe.is_file():
-        return recipe
-    return with_date(recipe, load_recipe(run.recipe).data.date)
-
-
-def with_date(recipe: Recipe, date: str | None) -> Recipe:
-    """``recipe`` with the ISO date that its chat template writes, if any."""
-    data = recipe.data.model_copy(update={"date": date or recipe.data.date})
-    return recipe.model_copy(update={"data": data})
 
 
 def begin_run(recipe: Recipe, run: RunFolder) -> None:

@@ -24,13 +24,11 @@ class Inputs:
 
     Attributes:
         rendering: the trainer's tokenizer, for stages whose trainer renders the turns.
-        date: the date that the chat templates write, if any.
         sources: rows by source, for measuring routing.
     """
 
     start: Start
     rendering: Any
-    date: str | None
     train: Any
     validation: Any
     sources: list[tuple[str, Any]]
@@ -74,7 +72,7 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False, activations: bool 
     for remark in plan.remarks:
         log.warning("%s", remark)
     rendering = start.tokenizer if rows.tokenizer is None else rows.tokenizer
-    return Inputs(start, rendering, rows.date, rows.train, rows.validation, rows.sources, plan)
+    return Inputs(start, rendering, rows.train, rows.validation, rows.sources, plan)
 
 
 # -- checks of the recipe and this machine, before anything is opened ----------------------------

@@ -4,10 +4,12 @@
 because the template cannot render it or would lose a part of it.
 """
 
+import datetime
 import hashlib
 import importlib.resources
 import json
 from pathlib import Path
+from unittest import mock
 
 from moe_finetune.data.rows import Former
 from moe_finetune.data.tokenize import tokenize_row
@@ -60,9 +62,11 @@ ROWS = {
 def hashes(template: str) -> dict[str, str | None]:
     """The hash of each row's ids and labels with this template."""
     tokenizer, result = tokenizer_of(template), {}
+    day = datetime.datetime(2026, 2, 3)
     for name, row in ROWS.items():
         try:
-            tokens = tokenize_row(Former()("f:1", row), tokenizer, True)
+            with mock.patch("moe_finetune.data.tokenize.midnight", lambda: day):
+                tokens = tokenize_row(Former()("f:1", row), tokenizer, True)
         except DataError:
             result[name] = None
         else:

@@ -3,12 +3,12 @@
 The expectations are written by hand. Templates are those that TRL carries of published models.
 """
 
+import datetime
 import json
 import logging
 
 import pytest
 
-from moe_finetune.data.examples import load_examples
 from moe_finetune.data.rows import Former
 from moe_finetune.data.tokenize import IGNORED, set_chat_template, tokenize_row
 from moe_finetune.data.turns import each_answer
@@ -497,31 +497,27 @@ def test_nulls_that_a_table_fills_in_are_no_arguments(tmp_path):
     assert ['{"city": "Bonn"}' in texts[0], '{"day": 3}' in texts[1]] == [True, True]
 
 
-def test_the_date_is_that_of_the_first_preparation(tmp_path, monkeypatch, caplog):
+def test_the_date_is_that_of_the_first_preparation(tmp_path, monkeypatch):
     tokenizer = tokenizer_of("gptoss")
-    tokenizer.chat_template = tokenizer.chat_template.partition("before_template = none %}\n")[2]
     file = write(tmp_path, {"messages": [ASK, YES]})
-    section = DataSection(train=file, max_length=4096)
 
-    def shown(section):
-        examples = load_examples(section, tokenizer, 0)
-        text = tokenizer.decode(examples.train[0]["input_ids"])
-        return examples.date, text.partition("Current date: ")[2][:10]
+    def shown(day):
+        monkeypatch.setattr("moe_finetune.data.tokenize.midnight", lambda: day)
+        train, _ = load_dataset_for(DataSection(train=file, max_length=4096), tokenizer, 0)
+        return tokenizer.decode(train[0]["input_ids"]).partition("Current date: ")[2][:10]
 
-    monkeypatch.setattr("moe_finetune.data.examples.today", lambda: "2026-03-04")
-    assert shown(section) == ("2026-03-04",) * 2
-    monkeypatch.setattr("moe_finetune.data.examples.today", lambda: "2026-03-05")
-    assert shown(section) == ("2026-03-04",) * 2, "what was prepared keeps its date"
+    day = datetime.datetime(2026, 3, 4)
+    assert shown(day) == "2026-03-04"
+    assert shown(day + datetime.timedelta(1)) == "2026-03-04", "what was prepared keeps its date"
     monkeypatch.setenv("MOE_FINETUNE_CACHE", str(tmp_path / "other machine"))
-    assert shown(section) == ("2026-03-05",) * 2
-    assert shown(section.model_copy(update={"date": "2026-03-04"})) == ("2026-03-04",) * 2
-    assert tokenizer.chat_template.count("strftime_now"), "the tokenizer is as it was"
+    assert shown(day + datetime.timedelta(1)) == "2026-03-05"
 
 
-def test_a_date_is_a_day():
-    assert DataSection(train="a", date="2026-03-04").date == "2026-03-04"
-    with pytest.raises(ValueError, match="must be a date such as"):
-        DataSection(train="a", date="yesterday")
+def test_the_prompt_of_a_template_that_writes_the_time_begins_the_whole():
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = "{{ strftime_now('%H:%M:%S.%f') }}" + tiny.CHAT_TEMPLATE
+    ids = tokenize_row({"messages": [ASK, YES]}, tokenizer, True).input_ids
+    assert tokenizer.decode(ids).startswith("00:00:00.000000")
 
 
 def test_processes_render_for_themselves(tmp_path):

@@ -97,17 +97,14 @@ def test_dpo_and_grpo_give_the_template_what_the_first_turn_carries(tokenizer, t
     assert as_published(rows.tokenizer).chat_template == tokenizer.chat_template
 
 
-def test_variables_and_the_date_reach_trl(tmp_path):
+def test_variables_reach_trl(tmp_path):
     row = {"prompt": [ASK], "chosen": [YES], "rejected": [NO],
            "chat_template_kwargs": {"reasoning_effort": "low"}}  # fmt: skip
-    tokenizer = as_published(tokenizer_of("gptoss"))
-    examples = load("dpo", row, tokenizer, tmp_path, date="2024-02-03")
+    examples = load("dpo", row, tokenizer_of("gptoss"), tmp_path)
     prompt = examples.tokenizer.apply_chat_template(
         examples.train[0]["prompt"], tokenize=False, add_generation_prompt=True
     )
-    assert (
-        "Current date: 2024-02-03\n\nReasoning: low\n" in prompt and examples.date == "2024-02-03"
-    )
+    assert "Reasoning: low\n" in prompt
 
 
 def test_what_is_measured_is_what_is_judged(tokenizer, tmp_path):

@@ -1,7 +1,5 @@
 """Chat templates are parsed where they are read; nothing of them runs there."""
 
-import datetime
-
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -9,9 +7,7 @@ from moe_finetune.errors import CheckpointError
 from moe_finetune.models.chat_template import (
     check_template,
     original,
-    reads_clock,
     with_carried_variables,
-    with_date,
 )
 from moe_finetune.models.loading import load_tokenizer
 from tests import tiny
@@ -45,16 +41,6 @@ def test_what_is_no_template_is_refused_by_its_folder(tmp_path):
             load_tokenizer(tmp_path)
 
 
-def test_a_template_writes_the_day_that_it_is_given():
-    assert reads_clock(DATED) and not reads_clock(tiny.CHAT_TEMPLATE)
-    dated = with_date(DATED, datetime.date(2024, 2, 3))
-    assert render(dated) == "\nToday 03 Feb 20242024-02-03 a!"
-    today = datetime.date.today()
-    assert render(with_date(DATED, today)) == render(DATED)
-    assert original(dated) == DATED
-    assert with_date(tiny.CHAT_TEMPLATE, today) == tiny.CHAT_TEMPLATE
-
-
 def test_the_first_turn_carries_what_a_template_reads_beside_the_turns():
     template = (
         "{% macro shown() %}{{ tools | tojson }}{% endmacro %}"
@@ -68,5 +54,5 @@ def test_the_first_turn_carries_what_a_template_reads_beside_the_turns():
     )
     assert render(carrying, **beside) == render(template, **beside)
     assert render(carrying) == render(template) == "a"
-    both = with_carried_variables(with_date(DATED, datetime.date(2024, 2, 3)))
-    assert render(both) == "\nToday 03 Feb 20242024-02-03 a!" and original(both) == DATED
+    assert render(with_carried_variables(DATED)) == render(DATED)
+    assert original(carrying) == template and original(DATED) == DATED

@@ -22,6 +22,7 @@ REFUSED = [
     ("method.terms.variance={weight: 0.01, tokens: 9}", "variance.tokens: was dropped; a weight"),
     ("method.terms.orthogonality={weight: 1, one_sided: true}", "one_sided: was dropped; both ve"),
     ("stages=[{stage: sft}]", "stages: give each stage its own run: train next.yaml model.path="),
+    ("data.date=2026-02-03", "data.date: chat templates write the date of the day on which"),
     ("data.ignore=[images]", "data.ignore: remove the columns or fields from the rows"),
     ("method.strength.every=9", "method.strength.every: give a term its own every, or call moe_"),
     ("numerics.on_nan=skip", "numerics.on_nan: steps are no longer skipped; lower trainer.lea"),
