@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,6 +13,14 @@ if TYPE_CHECKING:
     from moe_finetune.training.callback import SpecializationCallback
     from moe_finetune.training.measure_strength import measure_strength
     from moe_finetune.training.specialization import Specialization
+
+# ``python -m moe_finetune...`` has the working folder first on its path: a folder that somebody
+# sent could bring its own ``yaml.py``. The folder stays only where it holds this package itself.
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+if sys.argv[:1] == ["-m"] and sys.path[:1] == [os.getcwd()] != [_HERE]:
+    _words = sys.orig_argv
+    if _words[_words.index("-m") + 1].partition(".")[0] == __name__:
+        del sys.path[0]
 
 __all__ = [
     "Recipe",

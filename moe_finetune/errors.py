@@ -122,6 +122,8 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 def did_you_mean(name: str, options: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the nearest option, or a list of all options."""
     names = sorted(options)
+    if not names:
+        return "; there is none"
     near = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean '{near[0]}'?" if near else f"; known: {', '.join(names)}"
 

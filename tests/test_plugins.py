@@ -167,14 +167,18 @@ def test_a_package_that_is_only_beside_the_recipe_is_not_run(tmp_path, monkeypat
     for name in ("sent_along", "spread", "antigravity"):
         with pytest.raises(RecipeError, match=f"no installed package declares '{name}'"):
             recipe(plugins=[name])
-    with pytest.raises(PluginError, match="declares 'json'"):
+    with pytest.raises(PluginError, match="declares 'json'.*there is none"):
         plugins.use_installed("json")
 
 
-@pytest.mark.parametrize("launcher", [[], ["-m", "accelerate.commands.launch", "--cpu", "-m"]])
+@pytest.mark.parametrize(
+    "launcher", [[], ["-P", "-m", "accelerate.commands.launch", "--cpu", "-m"]]
+)
 def test_a_module_beside_a_recipe_is_not_run_by_any_launcher(tmp_path, launcher):
-    """``python -m`` has the working folder on its path, where a sent module lies."""
-    (tmp_path / "sent_along.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    """Nor one named as a library: ``python -m`` has the working folder first on its path."""
+    leave_a_mark = f"open({str(tmp_path / 'ran')!r}, 'w')"
+    for name in ("sent_along", "yaml", "json", "typer", "torch", "transformers"):
+        (tmp_path / f"{name}.py").write_text(leave_a_mark)
     (tmp_path / "recipe.yaml").write_text(
         "plugins: [sent_along]\nmodel: {path: a/b}\ndata: {train: x.jsonl}\n"
     )

@@ -116,7 +116,7 @@ def _imports() -> list[Check]:
     checks = []
     for name in IMPORTED:
         result = subprocess.run(
-            [sys.executable, "-c", _TRY, name], capture_output=True, text=True, timeout=600
+            [sys.executable, "-P", "-c", _TRY, name], capture_output=True, text=True, timeout=600
         )
         if result.returncode:
             lines = result.stderr.strip().splitlines() or [f"exit code {result.returncode}"]

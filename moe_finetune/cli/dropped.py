@@ -53,4 +53,5 @@ def refuse_dropped(arguments: Sequence[str]) -> None:
             return
         option = word.partition("=")[0]
         if option in options:
-            raise ValueError(f"{verb} {option}: this option was dropped; {options[option]}")
+            name = option if option in OPTIONS[""] else f"{verb} {option}"
+            raise ValueError(f"{name}: this option was dropped; {options[option]}")

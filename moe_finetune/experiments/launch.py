@@ -41,7 +41,7 @@ def starter(launch: LaunchSection, folder: Path = Path()) -> Start:
         if not config.is_file():
             raise StudyError(f"launch.config: no file {config}")
         command = [
-            *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)),
+            *(sys.executable, "-P", "-m", "accelerate.commands.launch", "--config_file", str(config)),
             *("-m", "moe_finetune.cli"),
         ]
     return lambda run, output, attempt: child(command, run, output, attempt)

@@ -75,7 +75,7 @@ class Worker:
             self._begun = stream.tell()
             # In its own session: Ctrl-C reaches it through us, when we leave the context.
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _START.format(child_end.fileno())],
+                [sys.executable, "-P", "-c", _START.format(child_end.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,

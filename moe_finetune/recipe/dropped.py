@@ -40,6 +40,7 @@ KEYS: dict[str, tuple[Any, str]] = {
         None,
         "a plugin registers the family: --plugin my_family.py, see docs/extending.md",
     ),
+    "numerics": (None, "was dropped; a loss that is not finite stops the run, a collapse is said"),
     "numerics.on_nan": ("stop", "steps are no longer skipped; lower trainer.learning_rate"),
     "numerics.max_violation": (None, "the limit is 0.75 x (experts / selected - 1)"),
     "numerics.dead_experts": (0.5, "the limit is 0.5"),
@@ -134,7 +135,7 @@ def _problem(key: Key, value: Any) -> str | None:
     name = dotted(("method", "terms", "*", *key[3:]) if of_term else key)
     if isinstance(value, str) and value in VALUES.get(name, {}):
         return f"{value!r} {VALUES[name][value]}"
-    if name not in KEYS:
-        return None
+    if name not in KEYS or (isinstance(value, dict) and f"{name}." in " ".join(KEYS)):
+        return None  # a section's keys are looked at one by one
     default, instead = KEYS[name]
     return "" if value is None or value == default else instead

@@ -142,8 +142,8 @@ def _with_share(preset: str, method: dict[str, Any]) -> dict[str, Any]:
     ]
     if not aims:
         raise RecipeError(
-            f"method.share: preset '{preset}' has no loss; leave share out (share: null over "
-            "another file's)"
+            f"method.share: preset '{preset}' has no loss that a share could set; leave share "
+            "out, or set method.share=null where another file has one"
         )
     changes = method.get("terms") or {}
     if not isinstance(changes, dict):

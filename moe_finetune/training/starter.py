@@ -17,6 +17,7 @@ from moe_finetune.io.terminal import terminal
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.models.loading import open_config
 from moe_finetune.recipe.data import DataSection, DataSource
+from moe_finetune.recipe.dropped import VALUES
 from moe_finetune.recipe.method import WEIGHTED
 from moe_finetune.recipe.schema import Recipe, recipe_from_tree
 from moe_finetune.recipe.stages import STAGES
@@ -103,8 +104,11 @@ def starter(answers: Answers, changes: Sequence[str] = ()) -> str:
     """
     if answers.stage not in METHODS:
         raise RecipeError(
-            f"--stage {answers.stage}: init writes recipes for {' and '.join(METHODS)}; "
-            "recipes/stages has one for each other stage"
+            f"--stage {answers.stage}: "
+            + VALUES["stage"].get(
+                answers.stage,
+                f"init writes recipes for {' and '.join(METHODS)}; recipes/stages has others",
+            )
         )
     check_method(answers.preset)
     summary, family, config = describe(answers.checkpoint)

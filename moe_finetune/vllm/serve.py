@@ -77,7 +77,7 @@ def serve_command(
         defaults |= {"--dtype": ["float32"], "--enforce-eager": []}
         if "--dtype" not in user_options:  # see engine_arguments: the AMX kernel has no float32
             defaults["--attention-backend"] = ["CPU_MLA"]
-    command = [sys.executable, "-m", VLLM, "serve", str(folder)]
+    command = [sys.executable, "-P", "-m", VLLM, "serve", str(folder)]
     for option, values in defaults.items():
         if option not in user_options:
             command += [option, *values]

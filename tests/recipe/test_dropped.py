@@ -25,6 +25,7 @@ REFUSED = [
     ("data.date=2026-02-03", "data.date: chat templates write the date of the day on which"),
     ("data.ignore=[images]", "data.ignore: remove the columns or fields from the rows"),
     ("method.strength.every=9", "method.strength.every: give a term its own every, or call moe_"),
+    ("numerics=5", "numerics: was dropped; a loss that is not finite stops the run"),
     ("numerics.on_nan=skip", "numerics.on_nan: steps are no longer skipped; lower trainer.lea"),
     ("numerics.deterministic=true", "numerics.deterministic: set trainer.full_determinism: true"),
     ("numerics.patience=3", "numerics.patience: a collapse is reported after 5 logs"),
