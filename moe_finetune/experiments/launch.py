@@ -41,8 +41,8 @@ def starter(launch: LaunchSection, folder: Path = Path()) -> Start:
         if not config.is_file():
             raise StudyError(f"launch.config: no file {config}")
         command = [
-            *(sys.executable, "-P", "-m", "accelerate.commands.launch", "--config_file", str(config)),
-            *("-m", "moe_finetune.cli"),
+            *(sys.executable, "-P", "-m", "accelerate.commands.launch"),
+            *("--config_file", str(config), "-m", "moe_finetune.cli"),
         ]
     return lambda run, output, attempt: child(command, run, output, attempt)
 
