@@ -21,13 +21,13 @@ from moe_finetune.io.run_folder import RunFolder, read_log
 from moe_finetune.io.terminal import duration, terminal
 from moe_finetune.io.versions import check_versions
 from moe_finetune.recipe.schema import Recipe
-from moe_finetune.training.disk import check_disk
-from moe_finetune.training.preflight import Inputs, check_inputs
+from moe_finetune.training.prepare import Inputs
+from moe_finetune.training.prepare import prepare as prepare_run
 from moe_finetune.training.start import base_folder
 
 if TYPE_CHECKING:
     from moe_finetune.checkpoint.contents import Checkpoint
-    from moe_finetune.training.run_plan import Plan
+    from moe_finetune.training.plan import Plan
 
 log = logging.getLogger(__name__)
 
@@ -81,9 +81,9 @@ def carry_out(recipe: Recipe, output: Path, resume: bool, ignore_memory: bool) -
     inputs = None
     if not run.trained:
         with terminal().phase("prepare"):
-            inputs = check_inputs(recipe, ignore_memory)
+            inputs = prepare_run(recipe, ignore_memory)
             if first_rank and not resume:
-                check_disk(recipe, run, inputs)
+                inputs.check_disk(run)
     ranks.barrier()  # rank 0 writes into the folder that the others look at above
     new_folder = not output.exists()
     if first_rank:
@@ -158,9 +158,9 @@ def plan_run(
 
     check_versions("a recipe")
     check_run_folder(recipe, RunFolder(output), resume)
-    inputs = check_inputs(recipe, ignore_memory, activations=True)
+    inputs = prepare_run(recipe, ignore_memory, activations=True)
     if not resume:
-        check_disk(recipe, RunFolder(output), inputs)
+        inputs.check_disk(RunFolder(output))
     return inputs.plan
 
 

@@ -1,14 +1,11 @@
 """Refuse trainer settings that are incompatible with injected losses, before the first step."""
 
-import importlib.util
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from moe_finetune.errors import DependencyError, ObjectiveError, RecipeError
-from moe_finetune.quantization.codec import check_kind
+from moe_finetune.errors import ObjectiveError
 from moe_finetune.recipe.method import Method
 
 OWN_BALANCE_LOSS = (
@@ -21,40 +18,6 @@ _FP16 = "fp16 scales the trainer's loss but not the added terms; train in bf16"
 def launched_by(name: str) -> bool:
     """Whether accelerate's launcher set ``ACCELERATE_USE_<name>``."""
     return os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("1", "true", "yes")
-
-
-def check_quantization(kind: str) -> None:
-    """Refuse a ``model.quantization`` that this launch cannot shard.
-
-    Raises:
-        DependencyError: bitsandbytes cannot be used here.
-        RecipeError: see :func:`load_on_each_rank`.
-    """
-    if check_kind(kind, "model.quantization") is not None:
-        load_on_each_rank(f"model.quantization: '{kind}'", "set model.quantization: none")
-
-
-def load_on_each_rank(setting: str, otherwise: str) -> None:
-    """Prepare FSDP2 for ``setting``: each process reads its own weights; refuse other sharding.
-
-    Accelerate's loading on rank 0 would broadcast float values, and rank 0's experts to all.
-
-    Raises:
-        RecipeError: FSDP1 or CPU offload is on.
-    """
-    if not launched_by("FSDP"):
-        return
-    problem = None
-    if os.environ.get("FSDP_VERSION", "1") != "2":
-        problem = "FSDP1, which flattens weights into one float tensor; set fsdp_version: 2"
-    elif os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
-        problem = "fsdp_offload_params, which pins float shards; set it to false"
-    if problem is not None:
-        raise RecipeError(
-            f"{setting} cannot be combined with {problem} in the accelerate "
-            f"config (recipes/hardware/fsdp2_8gpu.yaml is one), or {otherwise}"
-        )
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
 
 
 def check_whole_rows(args: Any = None) -> None:
@@ -75,24 +38,6 @@ def check_whole_rows(args: Any = None) -> None:
                 "on each process; set it to 1 in the accelerate config, and shard with FSDP2 "
                 "(recipes/hardware/fsdp2_8gpu.yaml)"
             )
-
-
-def check_accelerator(trainer: Mapping[str, Any]) -> None:
-    """Refuse ``trainer:`` keys that need a missing accelerator or package.
-
-    Raises:
-        RecipeError, DependencyError: the message names the key.
-    """
-    if trainer.get("activation_offloading") and not torch.accelerator.is_available():
-        raise RecipeError(
-            "trainer.activation_offloading: moves activations from GPU to CPU memory, but there "
-            "is no GPU; leave it out"
-        )
-    if trainer.get("use_liger_kernel") and importlib.util.find_spec("liger_kernel") is None:
-        raise DependencyError(
-            "trainer.use_liger_kernel: Liger is not installed; pip install liger-kernel, or leave "
-            "the key out"
-        )
 
 
 def check_arguments(args: Any, method: Method, config: Any) -> None:

@@ -30,7 +30,7 @@ from moe_finetune.training.memory.plan import (
     plan_recipe,
 )
 from moe_finetune.training.memory.stored import GIB
-from moe_finetune.training.run_plan import machine_bytes, machine_room
+from moe_finetune.training.plan import machine_bytes, machine_room
 
 SMALL = 1 << 20
 """Hidden size x experts x MoE layers below which float32 is cheap enough to be the default."""

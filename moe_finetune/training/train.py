@@ -16,7 +16,7 @@ from moe_finetune.training import ranks
 from moe_finetune.training.callback_order import add_callbacks
 from moe_finetune.training.continued_adapter import continue_adapter
 from moe_finetune.training.keep_steps import KeepSteps
-from moe_finetune.training.preflight import Inputs
+from moe_finetune.training.prepare import Inputs
 from moe_finetune.training.resumable import find_checkpoint
 from moe_finetune.training.save import name_base, run_metadata, save_trained
 from moe_finetune.training.signals import StopOnSignal

@@ -74,7 +74,7 @@ def training_arguments(recipe: Recipe, output: Path) -> Any:
 class RunTrainer(FiniteTrainer, ResumableTrainer):
     """Mixin with checkpoints that resume exactly, and an end at numbers that are not finite.
 
-    A model on the meta device, as in a rehearsal, stays there.
+    A model on the meta device, as in its checks, stays there.
     """
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:

@@ -146,7 +146,6 @@ data: {format: text, completion_only_loss: true}
 data: {format: json}
 data: {limit: 99}
 data: {limit: 0}
-data: {date: yesterday}
 data: {num_proc: 0}
 data: {ignore: [x]}
 stage: stf

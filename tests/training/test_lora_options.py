@@ -5,15 +5,14 @@ import json
 import pytest
 
 from moe_finetune.checkpoint import merge_adapter, open_checkpoint
-from moe_finetune.errors import AdapterError, DependencyError
+from moe_finetune.errors import AdapterError
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.run import run_recipe
 from moe_finetune.training.continued_adapter import continue_adapter
-from moe_finetune.training.preconditions import check_accelerator
-from moe_finetune.training.preflight import check_inputs
+from moe_finetune.training.prepare import prepare
 from moe_finetune.training.trainer import build_trainer
 from tests import tiny
 from tests.checkpoint import helpers
@@ -63,19 +62,11 @@ def test_neftune_reaches_the_trainer(recipe, base, tmp_path):
     assert trainer.neftune_noise_alpha == 7.0
 
 
-def test_liger_that_is_not_installed_is_named():
-    try:
-        import liger_kernel  # noqa: F401
-    except ImportError:
-        with pytest.raises(DependencyError, match="pip install liger-kernel"):
-            check_accelerator({"use_liger_kernel": True})
-
-
 @pytest.mark.parametrize(("router", "told"), [("full", True), ("lora", False)])
 def test_a_full_router_is_named_before_training(recipe, router, told, caplog):
     made = recipe(router=router)
     with caplog.at_level("INFO", logger="moe_finetune"):
-        check_inputs(made)
+        prepare(made)
     assert ("set router.train to lora or frozen" in caplog.text) == told
 
 
@@ -114,7 +105,7 @@ def test_an_adapter_that_the_recipe_cannot_go_on_from(base, recipe, tmp_path):
         with pytest.raises(AdapterError, match=part):
             continue_adapter(add_lora(load(base), lora, "lora"), adapter, open_checkpoint(base))
     with pytest.raises(AdapterError, match="no such adapter folder"):
-        check_inputs(recipe({"start": str(tmp_path / "nowhere")}))
+        prepare(recipe({"start": str(tmp_path / "nowhere")}))
 
 
 def test_a_run_goes_on_from_an_adapter(base, recipe, tmp_path):

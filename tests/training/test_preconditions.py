@@ -24,7 +24,7 @@ from moe_finetune.recipe.method import resolve_method
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.training.preconditions import check_arguments
-from moe_finetune.training.preflight import check_launch
+from moe_finetune.training.prepare import check_launch
 from moe_finetune.training.specialization import Specialization
 from tests import tiny
 from tests.training.cases import JUDGED, PAIRS, adapted, arguments, collate, rows

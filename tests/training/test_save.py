@@ -11,7 +11,7 @@ from moe_finetune.moe.bias import BiasBalancer
 from moe_finetune.moe.layers import model_facts
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.tree import Tree
-from moe_finetune.training.preflight import check_inputs
+from moe_finetune.training.prepare import prepare
 from moe_finetune.training.save import save_trained
 from tests import tiny
 
@@ -64,7 +64,7 @@ def test_deepseek_v2_without_an_adapter(tmp_path, tiny_checkpoint):
     assert (config["topk_method"], config["scoring_func"]) == ("noaux_tc", "softmax")
     assert config["dtype"] == "bfloat16"
     with pytest.raises(UnsupportedModelError, match="topk_method 'noaux_tc' is not supported"):
-        check_inputs(recipe(tmp_path / "merged"))
+        prepare(recipe(tmp_path / "merged"))
 
 
 def test_a_family_without_a_place_is_refused_before_the_run(tiny_checkpoint):
@@ -75,4 +75,4 @@ def test_a_family_without_a_place_is_refused_before_the_run(tiny_checkpoint):
         {"lora": {"rank": 4, "alpha": 8.0}},
     ):
         with pytest.raises(RecipeError, match=r"method.bias_update: OLMoE.*export_bias: drop"):
-            check_inputs(recipe(path, **sections))
+            prepare(recipe(path, **sections))

@@ -226,7 +226,9 @@ def test_rows_longer_than_the_limit_are_left_out_and_counted(made, tmp_path, cap
     rows = [*PAIRS, {"prompt": "long " * 40, "chosen": "a", "rejected": "b"}]
     with caplog.at_level("INFO", "moe_finetune"):
         plan = plan_run(made("dpo", rows=rows), tmp_path / "run")
-    assert plan.rows == len(PAIRS) and "1 rows are longer than data.max_length 96" in caplog.text
+    assert (
+        len(plan.train) == len(PAIRS) and "1 rows are longer than data.max_length 96" in caplog.text
+    )
     with pytest.raises(DataError, match=r"dpo.jsonl:10: 201 tokens"):
         data = {"train": str(tmp_path / "dpo.jsonl"), "max_length": 96, "overlong": "error"}
         plan_run(made("dpo", rows=rows, data=data), tmp_path / "run")
