@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from eval.demo.pretrain import pretrain
+from eval.demo.pretrain import FAMILIES, Pretraining, pretrain
 from eval.demo.rows import write_rows
 from eval.demo.text import read_documents
 
@@ -21,13 +21,16 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--family", choices=sorted(FAMILIES), default="qwen3_moe")
+    parser.add_argument("--steps", type=int, default=Pretraining.steps)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.use_deterministic_algorithms(True)
     start = time.perf_counter()
     checkpoint = arguments.folder / "checkpoint"
     write_rows(arguments.folder, arguments.seed)
-    pretrain(checkpoint, read_documents(), arguments.seed, show=_show)
+    config = Pretraining(family=arguments.family, steps=arguments.steps)
+    pretrain(checkpoint, read_documents(), arguments.seed, config, show=_show)
     digest = hashlib.sha256((checkpoint / "model.safetensors").read_bytes()).hexdigest()
     print(f"{checkpoint}/model.safetensors: sha256 {digest}, {time.perf_counter() - start:.0f} s")
 

@@ -1,8 +1,8 @@
-"""The demo's checkpoint: a small Qwen3-MoE from random weights, by Muon and AdamW."""
+"""The demo's checkpoint: a small Qwen3-MoE (or a twin) from random weights, by Muon and AdamW."""
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, set_seed
 
 from eval.demo.arithmetic import base_problem, task_problem
 from eval.demo.batches import IGNORED, Mixture, batches
@@ -34,6 +34,7 @@ class Pretraining:
     grew so large that an orthogonality loss of the usual weight was many times the main loss.
     """
 
+    family: str = "qwen3_moe"
     vocab_size: int = 1024
     hidden_size: int = 128
     layers: int = 4
@@ -98,29 +99,38 @@ def make_tokenizer(documents: Sequence[Document], vocab_size: int, seed: int) ->
     return train_tokenizer(texts, vocab_size)
 
 
-def make_model(config: Pretraining, tokenizer: Any, seed: int) -> Qwen3MoeForCausalLM:
-    """A Qwen3-MoE with random weights; heads of 32, which vLLM's CPU kernels have."""
-    sizes = Qwen3MoeConfig(
+FAMILIES: Mapping[str, Callable[[Pretraining], dict[str, Any]]] = {
+    "qwen3_moe": lambda config: {
+        "head_dim": 32,
+        "intermediate_size": 2 * config.hidden_size,
+        "moe_intermediate_size": config.expert_width,
+        "norm_topk_prob": True,
+    },
+    "olmoe": lambda config: {"intermediate_size": config.expert_width},
+}
+
+
+def make_model(config: Pretraining, tokenizer: Any, seed: int) -> Any:
+    """A model with random weights; heads of 32, which vLLM's CPU kernels have."""
+    sizes = AutoConfig.for_model(
+        config.family,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         num_hidden_layers=config.layers,
         num_attention_heads=config.hidden_size // 32,
         num_key_value_heads=config.hidden_size // 64,
-        head_dim=32,
-        intermediate_size=2 * config.hidden_size,
-        moe_intermediate_size=config.expert_width,
         num_experts=config.experts,
         num_experts_per_tok=config.top_k,
-        norm_topk_prob=True,
         max_position_embeddings=2048,
         initializer_range=0.05,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **FAMILIES[config.family](config),
     )
     set_seed(seed)
-    model = Qwen3MoeForCausalLM(sizes)
+    model = AutoModelForCausalLM.from_config(sizes)
     turn_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     model.generation_config = GenerationConfig(
         eos_token_id=[tokenizer.eos_token_id, turn_end],
