@@ -125,7 +125,7 @@ bench: $(STAMP)  ## Speed and memory on a CPU (an hour or two, 30 GB of disk); w
 	  --variants ours ours+metrics ours+erc --save step_small_cpu_8192
 	for part in step load demo; do \
 	  $(BIN)/python eval/bench/quantization.py --parts $$part --save quantization_$$part || exit 1; done
-	for name in memory losses merge streams start; do \
+	for name in memory losses merge start; do \
 	  $(BIN)/python eval/bench/$$name.py --save || exit 1; done
 
 wheels: $(STAMP)  ## Packages for a GPU's machine without a network (70 MB, WHEELS_PYTHON=3.12); writes dist/wheels

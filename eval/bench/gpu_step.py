@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from geometries import GEOMETRIES, config_of
 from saved import add_save, finish
-from step import batch_of, synchronize
-from variants import Variant, adapts_experts, build
+from timing import add_step, batch_of, cuda_peak_gb, time_steps
+from variants import variants_of
 
 from moe_finetune.models import family_of
 from moe_finetune.quantization.weight import resident_bytes
@@ -38,7 +38,7 @@ PRESETS = (
     "ncl",
 )
 """The losses of the five papers."""
-STOCK = {"stock-peft, grouped_mm": "grouped_mm", "stock-peft, eager": "eager"}
+STOCK = ("stock-peft, grouped_mm", "stock-peft, eager")
 NF4 = "ours, nf4"
 VARIANTS = ("attention-only", *STOCK, "ours", *(f"ours+{name}" for name in PRESETS), NF4)
 COPIES_OF_WEIGHTS = 8
@@ -46,80 +46,26 @@ COPIES_OF_WEIGHTS = 8
 what stock PEFT makes of the stack."""
 
 
-class Timed:
-    """A variant of this script: a model, possibly shared, and how its experts run."""
-
-    def __init__(self, name: str, model: Any):
-        self.name, self.model = name, model
-        inner = "stock-peft" if name in STOCK else name.partition(",")[0]
-        self.experts = STOCK.get(name)
-        self.variant = Variant(inner, model)
-
-    def step(self, batch: Any) -> None:
-        config = self.model.config
-        before = config._experts_implementation
-        config._experts_implementation = self.experts or before
-        try:
-            self.variant.step(batch)
-        finally:
-            config._experts_implementation = before
-
-
-def models_of(arguments: argparse.Namespace, names: list[str]) -> dict[str, Timed]:
-    """The variants of ``names``; variants with the same weights share a model."""
-    models: dict[Any, Any] = {}
-    made = {}
-    for name in names:
-        kind = "nf4" if name == NF4 else None
-        key = adapts_experts(name), kind
-        if key not in models:
-            models[key] = build(arguments, adapts_experts(name), kind)
-        made[name] = Timed(name, models[key])
-    return made
-
-
-def peak_gb(timed: Timed, batch: Any, device: str) -> float | None:
-    """GB that a step's tensors need above the weights; None on a CPU, where it is not measured."""
-    if device != "cuda":
-        timed.step(batch)
-        return None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    timed.step(batch)
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 1e9
-
-
 def measure(arguments: argparse.Namespace, names: list[str], until: float) -> dict[str, Any]:
     """Seconds and memory of each variant at ``arguments.layers``."""
-    variants = models_of(arguments, names)
+    variants = variants_of(arguments, names)
     batch = batch_of(arguments, config_of(arguments).vocab_size)
     rows: dict[str, Any] = {}
-    for name, timed in list(variants.items()):
+    for name, variant in list(variants.items()):
+        transient = None  # not measured on a CPU
         try:
-            transient = peak_gb(timed, batch, arguments.device)
+            if arguments.device == "cuda":
+                transient = cuda_peak_gb(lambda variant=variant: variant.step(batch))
+            else:
+                variant.step(batch)
         except torch.OutOfMemoryError:
             rows[name] = {"outcome": "out of memory"}
             del variants[name]
             torch.cuda.empty_cache()
             continue
-        weights = resident_bytes(timed.model) / 1e9
+        weights = resident_bytes(variant.model) / 1e9
         rows[name] = {"outcome": "ok", "weights_gb": weights, "step_gb": transient}
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    rounds = 0
-    for round_ in range(arguments.warmup + arguments.rounds):
-        if rounds > 2 and time.monotonic() > until:
-            break
-        order = list(variants.values())
-        for timed in order if round_ % 2 == 0 else order[::-1]:
-            synchronize(arguments.device)
-            start = time.perf_counter()
-            timed.step(batch)
-            synchronize(arguments.device)
-            if round_ >= arguments.warmup:
-                seconds[timed.name].append(time.perf_counter() - start)
-        rounds += round_ >= arguments.warmup
+    seconds, _ = time_steps(variants, batch, arguments, until=until)
     tokens = batch["input_ids"].numel()
     for name, values in seconds.items():
         middle = statistics.median(values)
@@ -263,18 +209,10 @@ def table(result: dict[str, Any]) -> str:
 def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--geometry", nargs="*", choices=sorted(GEOMETRIES), default=list(WIDTHS))
-    parser.add_argument("--layers", type=int, help="default: as many as fit")
+    add_step(parser, tokens=4096, length=4096, rank=16, dtype="bfloat16", rounds=10, warmup=2)
     parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=540.0, help="of the whole command")
     parser.add_argument("--least-seconds", type=float, default=30.0, help=argparse.SUPPRESS)
-    parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU and seconds")
     add_save(parser, "gpu_step")
     arguments = parser.parse_args(given)

@@ -83,7 +83,10 @@ def measured_peak(config: Any, recipe: Any) -> int:
 
 
 def resident(kind: str) -> int:
-    """``VmHWM`` or ``VmRSS`` of this process, in bytes."""
+    """``VmHWM`` (the peak) or ``VmRSS`` of this process, in bytes.
+
+    Not ru_maxrss, which starts at the parent's peak at the fork.
+    """
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return int(status.split(f"{kind}:")[1].split()[0]) * 1024
 

@@ -21,7 +21,8 @@ import time
 from pathlib import Path
 
 import torch
-from geometries import GEOMETRIES
+from checkpoints import write_checkpoint
+from measured import resident
 from saved import add_save, finish
 from variants import Variant, build
 
@@ -31,37 +32,6 @@ PARTS = ("load", "step", "demo")
 VOCABULARY = 4096
 
 
-def write_checkpoint(folder: Path, layers: int) -> None:
-    """A bfloat16 checkpoint, written tensor by tensor; experts repeat (values do not matter).
-
-    Its vocabulary is small: embeddings stay in bfloat16 and would be a fifth of four layers.
-    """
-    from moe_finetune.io.safetensors_header import build_header
-    from moe_finetune.models.structure import shapes_on_disk
-
-    config = GEOMETRIES["qwen3_30b_a3b"][0]()
-    config.num_hidden_layers, config.vocab_size, config.dtype = layers, VOCABULARY, "bfloat16"
-    config.architectures = ["Qwen3MoeForCausalLM"]
-    config.save_pretrained(folder)
-    shapes = shapes_on_disk(config)
-    file = folder / "model.safetensors"
-    header = build_header(file, ((name, "BF16", shape) for name, shape in shapes.items()))
-    made: dict[tuple[int, ...], bytes] = {}
-    torch.manual_seed(0)
-    with file.open("wb") as stream:
-        stream.write(header.raw)
-        for shape in shapes.values():
-            if shape not in made:
-                values = torch.randn(shape).mul_(0.02).to(torch.bfloat16)
-                made[shape] = values.view(torch.uint8).numpy().tobytes()
-            stream.write(made[shape])
-
-
-def resident_kb(field: str) -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(status.split(f"{field}:")[1].split()[0])
-
-
 def load_child(folder: str, kind: str) -> None:
     """Load once and print time and memory; runs in a separate process."""
     from moe_finetune import load_model
@@ -69,14 +39,14 @@ def load_child(folder: str, kind: str) -> None:
 
     bitsandbytes()
     torch.ones(64, 64) @ torch.ones(64, 64)
-    before, start = resident_kb("VmRSS"), time.perf_counter()
+    before, start = resident("VmRSS"), time.perf_counter()
     model = load_model(folder, "bfloat16", quantization=None if kind == "none" else kind)
     seconds = time.perf_counter() - start
-    after, peak = resident_kb("VmRSS") - before, resident_kb("VmHWM") - before
+    after, peak = resident("VmRSS") - before, resident("VmHWM") - before
     figures = {
         "weights_gb": resident_bytes(model) / 1e9,
-        "resident_gb": after / 1e6,
-        "peak_gb": peak / 1e6,
+        "resident_gb": after / 1e9,
+        "peak_gb": peak / 1e9,
         "seconds": seconds,
     }
     print(json.dumps(figures))
@@ -85,7 +55,7 @@ def load_child(folder: str, kind: str) -> None:
 def bench_load(arguments) -> dict:
     found = {}
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as folder:
-        write_checkpoint(Path(folder), arguments.layers)
+        write_checkpoint(Path(folder), arguments.layers, VOCABULARY)
         for kind in ("none", "int8", "nf4"):
             command = [sys.executable, __file__, "--child", folder, kind]
             done = subprocess.run(command, check=True, capture_output=True, text=True)

@@ -10,109 +10,48 @@ a CPU, and by the allocator on a GPU.
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import torch
 from geometries import GEOMETRIES, config_of
+from measured import resident
 from saved import add_save, finish
-from variants import BASELINES, COMPILED, Variant, adapts_experts, build
+from timing import add_step, batch_of, cuda_peak_gb, time_steps
+from variants import BASELINES, COMPILED, Variant, adapts_experts, build, variants_of
 
 from moe_finetune.models import family_of
-
-
-def batch_of(arguments, vocab):
-    generator = torch.Generator().manual_seed(1)
-    rows = max(arguments.tokens // arguments.length, 1)
-    ids = torch.randint(
-        0, vocab, (rows, min(arguments.length, arguments.tokens)), generator=generator
-    )
-    ids = ids.to(arguments.device)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-
-
-def synchronize(device):
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def time_variants(arguments, names) -> tuple[dict[str, list[float]], dict[str, list[int]]]:
-    """Seconds and page faults of each timed step."""
-    models = {}
-    variants = []
-    for name in names:
-        key = name if name.endswith(COMPILED) else adapts_experts(name)
-        if key not in models:
-            models[key] = build(arguments, adapts_experts(name))
-        variants.append(Variant(name, models[key]))
-    batch = batch_of(arguments, config_of(arguments).vocab_size)
-    seconds, faults = {name: [] for name in names}, {name: [] for name in names}
-    for round_ in range(arguments.rounds + arguments.warmup):
-        order = variants if round_ % 2 == 0 else variants[::-1]
-        for variant in order:
-            for _ in range(arguments.settle):
-                variant.step(batch)
-            synchronize(arguments.device)
-            faulted, start = page_faults(), time.perf_counter()
-            variant.step(batch)
-            synchronize(arguments.device)
-            if round_ >= arguments.warmup:
-                seconds[variant.name].append(time.perf_counter() - start)
-                faults[variant.name].append(page_faults() - faulted)
-    return seconds, faults
-
-
-def page_faults() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def peak_memory(arguments, name) -> float:
     """Peak GB of a variant's steps, minus the process's memory before the model was built."""
     if arguments.device == "cuda":
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        variant = Variant(name, build(arguments, adapts_experts(name)))
-        batch = batch_of(arguments, config_of(arguments).vocab_size)
-        for _ in range(2):
-            variant.step(batch)
-        torch.cuda.synchronize()
-        return (torch.cuda.max_memory_allocated() - before) / 1e9
+        return cuda_peak_gb(lambda: few_steps(arguments, name))
     command = [sys.executable, __file__, "--memory-of", name, *sys.argv[1:]]
     result = subprocess.run(command, check=True, capture_output=True, text=True)
     return json.loads(result.stdout.strip().splitlines()[-1])["peak_gb"]
 
 
-def memory_child(arguments) -> None:
-    def rss() -> float:
-        # Not ru_maxrss, which starts at the parent's peak at the fork.
-        status = Path("/proc/self/status").read_text()
-        return int(status.split("VmHWM:")[1].split()[0]) / 1e6
-
-    torch.ones(64, 64) @ torch.ones(64, 64)
-    before = rss()
-    variant = Variant(arguments.memory_of, build(arguments, adapts_experts(arguments.memory_of)))
+def few_steps(arguments, name) -> None:
+    variant = Variant(name, build(arguments, adapts_experts(name)))
     batch = batch_of(arguments, config_of(arguments).vocab_size)
     for _ in range(3):
         variant.step(batch)
-    print(json.dumps({"peak_gb": rss() - before}))
+
+
+def memory_child(arguments) -> None:
+    torch.ones(64, 64) @ torch.ones(64, 64)
+    before = resident("VmHWM")
+    few_steps(arguments, arguments.memory_of)
+    print(json.dumps({"peak_gb": (resident("VmHWM") - before) / 1e9}))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--geometry", choices=sorted(GEOMETRIES), default="small-cpu")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--warmup", type=int, default=2)
+    add_step(parser, tokens=1024, length=512, rank=32, dtype="float32", rounds=10, warmup=2)
     parser.add_argument(
         "--settle",
         type=int,
@@ -120,7 +59,6 @@ def main() -> None:
         help="untimed steps of a variant before its timed one, so that it finds the allocator as "
         "it left it and not as another variant did",
     )
-    parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--train-router", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--variants", nargs="*")
     parser.add_argument(
@@ -150,10 +88,12 @@ def main() -> None:
     ]
     if arguments.compiled:
         names = [other for name in names for other in (name, name + COMPILED)]
-    seconds, faults = time_variants(arguments, names)
+    batch = batch_of(arguments, config.vocab_size)
+    variants = variants_of(arguments, names)
+    seconds, faults = time_steps(variants, batch, arguments, arguments.settle)
     memory = {} if arguments.no_memory else {n: peak_memory(arguments, n) for n in names}
     rows = {}
-    tokens = batch_of(arguments, 10)["input_ids"].numel()
+    tokens = batch["input_ids"].numel()
     for name in names:
         median = statistics.median(seconds[name])
         rows[name] = {

@@ -1,4 +1,4 @@
-"""The variants of a timed step: baselines, and ours with each set of terms, also compiled."""
+"""The variants of a timed step: baselines, and ours with each set of terms."""
 
 import contextlib
 import tempfile
@@ -17,6 +17,7 @@ from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import backbone_of, model_facts
 from moe_finetune.moe.quantized_model import quantize_model
 from moe_finetune.recipe.sections import LoraSection
+from moe_finetune.training.statistics import TrainingStatistics
 
 ALL_TERMS = {
     "load_balance": {"weight": 1e-3, "variant": "deepseek"},
@@ -100,11 +101,16 @@ def random_table(facts) -> str:
 
 
 class Variant:
-    """A timed variant: a model, an optimizer, and the hooks that are installed while it runs."""
+    """A timed variant: a model, an optimizer, and the hooks that are installed while it runs.
+
+    ``name`` may end with how it runs: ``, compiled``, ``, nf4``, or, of stock PEFT, the
+    implementation of the experts.
+    """
 
     def __init__(self, name, model):
         self.name, self.model = name, model
-        name, _, compiled = name.partition(",")
+        name, _, how = name.partition(", ")
+        self.experts = how if how in ("grouped_mm", "eager") else None
         parameters = [p for p in model.parameters() if p.requires_grad]
         # Without values (a dry run on the meta device) nothing can be fused or read.
         dry = parameters[0].is_meta
@@ -115,17 +121,13 @@ class Variant:
             terms["supervised_routing"]["table"] = random_table(facts)
         self.context = contextlib.nullcontext
         if terms is not None:
-            from moe_finetune.training.statistics import TrainingStatistics
-
             objective = Objective.from_options(terms, facts) if terms else None
-            observers = (
-                [TrainingStatistics(facts.moe_layers, facts.num_experts)]
-                if name == "ours+metrics"
-                else []
-            )
+            observers = []
+            if name == "ours+metrics":
+                observers = [TrainingStatistics(facts.moe_layers, facts.num_experts)]
             kernel: Kernel = "grouped" if dry else "auto"
             self.context = lambda: Recorder(model, objective, observers=observers, kernel=kernel)
-        if compiled:
+        if how == "compiled":
             # Hooks are compiled into the layers, so they stay.
             self.context().__enter__()
             self.context = contextlib.nullcontext
@@ -133,8 +135,25 @@ class Variant:
                 layer.compile()
 
     def step(self, batch) -> None:
-        with self.context():
-            loss = self.model(**batch).loss
-            loss.backward()
+        config = self.model.config
+        before = config._experts_implementation
+        config._experts_implementation = self.experts or before
+        try:
+            with self.context():
+                self.model(**batch).loss.backward()
+        finally:
+            config._experts_implementation = before
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+
+def variants_of(arguments, names) -> dict[str, Variant]:
+    """The variants of ``names``; variants with the same weights share a model."""
+    models, made = {}, {}
+    for name in names:
+        nf4 = "nf4" if name.endswith(", nf4") else None
+        key = name if name.endswith(COMPILED) else (adapts_experts(name), nf4)
+        if key not in models:
+            models[key] = build(arguments, adapts_experts(name), nf4)
+        made[name] = Variant(name, models[key])
+    return made

@@ -54,7 +54,7 @@ def test_stock_experts_run_as_named(gpu_step, monkeypatch):
         geometry="tiny", layers=2, tokens=16, length=8, rank=4, dtype="float32", device="cpu",
         train_router=True, gradient_checkpointing=False,
     )  # fmt: skip
-    variants = gpu_step.models_of(arguments, list(gpu_step.STOCK))
+    variants = gpu_step.variants_of(arguments, list(gpu_step.STOCK))
     batch = gpu_step.batch_of(arguments, 512)
     variants["stock-peft, eager"].step(batch)
     assert not calls
@@ -82,11 +82,11 @@ def test_a_dry_run_at_true_widths(gpu_step, geometry, monkeypatch):
     arguments.layers = gpu_step.depths(arguments, geometry)[0]
     # Stock experts read group sizes, and bitsandbytes reads values: those run with --tiny.
     names = ["ours", *(f"ours+{name}" for name in gpu_step.PRESETS)]
-    variants = gpu_step.models_of(arguments, names)
+    variants = gpu_step.variants_of(arguments, names)
     batch = gpu_step.batch_of(arguments, gpu_step.config_of(arguments).vocab_size)
     del batch["attention_mask"]  # transformers asks whether it is all ones
-    for timed in variants.values():
-        timed.step(batch)
+    for variant in variants.values():
+        variant.step(batch)
 
 
 def test_a_layers_cost_and_the_whole_depth(gpu_step):
