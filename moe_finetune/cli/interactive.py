@@ -29,13 +29,19 @@ def init(
     stage: Annotated[
         str, typer.Option("--stage", help="sft, or dpo for rows of prompt, chosen and rejected.")
     ] = "sft",
+    gpu: Annotated[
+        float | None,
+        typer.Option(
+            "--gpu", help="GiB of the GPU to write it for, such as 24; default: this machine."
+        ),
+    ] = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The recipe to write; must not exist.")
     ] = Path("recipe.yaml"),
 ) -> None:
     """Write a recipe to start from. On a terminal it asks for the options that you leave out.
 
-    Example: moe-finetune init ./my-moe --data my.jsonl --method erc --output my.yaml
+    Example: moe-finetune init ./my-moe --data my.jsonl --gpu 24 --output my.yaml
     """
     from moe_finetune.errors import RecipeError
     from moe_finetune.losses.presets import PRESETS
@@ -65,13 +71,17 @@ def init(
             print(f"  {preset.name:<34}{preset.shows}")
         method = _ask("Method", check_method, default=METHODS.get(stage))
     answers = Answers(checkpoint, data, validation, method, suite, stage)
-    write_starter(answers, output)
+    if gpu is not None and not 0 < gpu < 1e6:
+        raise RecipeError(f"--gpu: must be the GiB of one GPU, such as 24, not {gpu:g}")
+    warning = write_starter(answers, output, gpu)
     train = [program(), "train", str(output), "--output", "runs/first"]
     following = [
         ("see the tokenized rows", [program(), "preview", str(output)]),
         ("see whether it fits", [*train, "--dry-run"]),
         ("train", train),
     ]
+    if warning:
+        print(f"warning: {warning}", file=sys.stderr)
     print(f"recipe: {output}\n\n{listed(following)}")
 
 

@@ -1,7 +1,11 @@
 """``moe-finetune init``: a starter recipe for the user's checkpoint and data."""
 
+import textwrap
+from bisect import bisect_left
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +23,11 @@ from moe_finetune.models.loading import open_config
 from moe_finetune.recipe.data import DataSection, DataSource
 from moe_finetune.recipe.dropped import VALUES
 from moe_finetune.recipe.method import WEIGHTED
-from moe_finetune.recipe.schema import Recipe, recipe_from_tree
+from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.training.memory.plan import (
+    RESERVED,
     Device,
     adapted_meta,
     fixed_bytes,
@@ -35,6 +40,10 @@ from moe_finetune.training.plan import machine_bytes, machine_room
 SMALL = 1 << 20
 """Hidden size x experts x MoE layers below which float32 is cheap enough to be the default."""
 
+
+Line = tuple[str, Any, str]
+"""A key of the recipe, its value, and the reason."""
+Change = Line
 
 METHODS = {"sft": "orthogonal_variance", "dpo": "aux_loss"}
 """Stages that a starter is written for, and the default method of each."""
@@ -65,13 +74,18 @@ class Answers:
         return self.method or METHODS[self.stage]
 
 
-_SMALLER: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("trainer", {"gradient_checkpointing": True}),
-    ("trainer", {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 32}),
-    ("model", {"quantization": "nf4"}),
-    ("data", {"max_length": 512}),
+_SMALLER: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"trainer.gradient_checkpointing": True}, "activations are computed twice instead of kept"),
+    (
+        {"trainer.per_device_train_batch_size": 1, "trainer.gradient_accumulation_steps": 32},
+        "one row at a time, as many rows a step",
+    ),
+    ({"lora.parts.experts.rank": "auto"}, "rank / experts a token, at least 4: smaller factors"),
+    ({"data.max_length": 512}, "longer rows are left out; data.overlong: truncate cuts them"),
 )
-"""Changes of a starter's values that need less memory, in the order of docs/memory.md."""
+"""Changes of a starter's values that make a step smaller, the least costly first, with reasons."""
+_OFFLOADED = ({"model.offload": "experts"}, "frozen experts wait in the host's memory")
+_QUANTIZED = ({"model.quantization": "nf4"}, "frozen weights in 4 bits")
 
 
 def describe(checkpoint: str) -> tuple[str, Any, Any]:
@@ -91,12 +105,12 @@ def describe(checkpoint: str) -> tuple[str, Any, Any]:
     return summary, family, config
 
 
-def starter(answers: Answers, changes: Sequence[str] = ()) -> str:
-    """The recipe as YAML with comments.
+def starter(answers: Answers, changes: Sequence[Change] = (), gpu: float | None = None) -> str:
+    """The recipe as YAML, with a reason for every line.
 
     Args:
-        changes: keys to change so that a step fits this machine, as :func:`memory_changes`
-            returns them.
+        changes: values to change so that a step fits, as :func:`memory_changes` returns them.
+        gpu: GiB of the GPU that it is written for; None for this machine.
 
     Raises:
         RecipeError: an unknown method.
@@ -114,96 +128,140 @@ def starter(answers: Answers, changes: Sequence[str] = ()) -> str:
     summary, family, config = describe(answers.checkpoint)
     text = config.get_text_config()
     small = text.hidden_size * family.num_experts(text) * text.num_hidden_layers < SMALL
-    data: dict[str, Any] = {"train": answers.data}
-    if answers.validation is not None:
-        data["validation"] = answers.validation
-    data["max_length"] = 2048
-    sections = {
-        "model": {"path": answers.checkpoint, "dtype": "float32" if small else "bfloat16"},
-        "lora": {"rank": 16, "alpha": 64},
-        "data": data,
-        "trainer": _trainer(answers.stage),
-    }
-    for change in changes:  # "trainer.a: 1, b: 2"
-        name, _, values = change.partition(".")
-        sections[name] |= yaml.safe_load(f"{{{values}}}")
-    lines = [
-        f"# {summary}",
-        _section(model=sections["model"]),
-        f"# Should show: {PRESETS[answers.preset].shows} ({PRESETS[answers.preset].source}).",
-        *_method(answers.preset),
-        "# alpha / rank scales the adapter; this toolkit's default is 4.",
-        _section(lora=sections["lora"]),
-        "# full: vLLM serves only the merged model; with lora or frozen, the adapter, too.",
-        _section(router={"train": "full"}),
-        f"# {answers.data}: {layout(answers.data, answers.stage)}. 'moe-finetune preview' shows "
-        "what rows become.",
-        _section(data=sections["data"]),
-        f"# Any field of TRL's {STAGES[answers.stage].config}. 32 rows a step on one device.",
-        *_why(changes),
-        _section(trainer=sections["trainer"]),
+    preset, stage = PRESETS[answers.preset], STAGES[answers.stage]
+    rows = 2 if answers.stage == "dpo" else 4  # of preferences, both answers are in a batch
+    lines: list[Line] = [
+        ("model.path", answers.checkpoint, summary),
+        (
+            "model.dtype",
+            *(("float32", "small enough") if small else ("bfloat16", "losses are in float32")),
+        ),
+        ("method.preset", preset.name, f"should show: {preset.shows}"),
     ]
     if answers.stage != "sft":
-        lines.insert(1, _section(stage=answers.stage))
+        lines.insert(
+            0, ("stage", answers.stage, f"TRL's {stage.config.replace('Config', 'Trainer')}")
+        )
+    if not set(preset.terms) <= set(WEIGHTED):
+        why = "each loss's gradient over that of the trainer's loss; left out: the paper's weights"
+        lines.append(("method.share", 0.1, why))
+    lines += [
+        ("lora.rank", 16, "of attention and experts: lora.targets"),
+        ("lora.alpha", 64, "alpha / rank scales the adapter; 4 here, 1 to 2 in PEFT and axolotl"),
+        (
+            "router.train",
+            "full",
+            "vLLM serves the merged model; with lora or frozen, the adapter too",
+        ),
+        ("data.train", answers.data, layout(answers.data, answers.stage)),
+    ]
+    if answers.validation is not None:
+        lines.append(("data.validation", answers.validation, "measured before, during and after"))
+    lines += [
+        ("data.max_length", 2048, "tokens; 'moe-finetune preview' shows what rows become"),
+        ("trainer.num_train_epochs", 1, f"trainer takes any field of TRL's {stage.config}"),
+        *_learning(answers.stage),
+        ("trainer.per_device_train_batch_size", rows, "more if the memory has room"),
+        ("trainer.gradient_accumulation_steps", 32 // rows, "32 rows a step on one device"),
+        ("trainer.seed", 42, "of the adapter, the order of rows and dropout"),
+    ]
     if answers.suite is not None:
-        lines.append(_section(evaluation={"suite": answers.suite}))
-    return "\n".join(lines)
+        lines.append(
+            ("evaluation.suite", answers.suite, "the tuned model is scored, then its base")
+        )
+    for key, value, why in changes:
+        place = next((i for i, line in enumerate(lines) if line[0] == key), None)
+        size = f"{gpu or machine_bytes() / GIB:.0f} GiB: {why}"
+        if place is None:
+            place = max(i for i, line in enumerate(lines) if line[0].startswith(key.split(".")[0]))
+            lines.insert(place + 1, (key, value, size))
+        else:
+            lines[place] = (key, value, size)
+    return _written(lines)
 
 
-def _why(changes: Sequence[str]) -> list[str]:
-    machine = f"# So that a step fits this machine's {machine_bytes() / GIB:.0f} GiB: "
-    return [machine + "; ".join(changes)] if changes else []
+def _learning(stage: str) -> list[Line]:
+    if stage == "dpo":
+        return [
+            ("trainer.learning_rate", 1e-5, "a tenth of what LoRA takes for sft"),
+            ("trainer.beta", 0.1, "how much the model may leave its reference; smaller: more"),
+        ]
+    return [("trainer.learning_rate", 1e-4, "usual for LoRA; 2e-4 for few rows")]
 
 
-def memory_changes(recipe: Recipe) -> list[str]:
-    """Changes, the least costly first, with which a step of ``recipe`` fits this machine."""
+def _written(lines: Sequence[Line]) -> str:
+    """Lines of YAML by section, each with its reason after it, or above it where it is long."""
+    text: list[str] = []
+    above: list[str] = []
+    for key, value, why in lines:
+        *sections, name = key.split(".")
+        same = 0
+        while same < min(len(sections), len(above)) and sections[same] == above[same]:
+            same += 1
+        if not same and text:
+            text.append("")
+        for depth in range(same, len(sections)):
+            text.append(f"{'  ' * depth}{sections[depth]}:")
+        above = sections
+        indent = "  " * len(sections)
+        line = indent + yaml.safe_dump({name: value}, width=1000, allow_unicode=True).strip()
+        if len(line) <= 36 and len(why) <= 64:
+            text.append(f"{line:<36}  # {why}")
+        else:
+            text += [*(f"{indent}# {part}" for part in textwrap.wrap(why, 92)), line]
+    return "\n".join(text) + "\n"
+
+
+def memory_changes(values: dict[str, Any], gpu: float | None = None) -> tuple[list[Change], bool]:
+    """Changes, the least costly first, with which a step of a recipe fits, and whether it does.
+
+    Args:
+        values: the recipe's keys.
+        gpu: GiB of the GPU to fit; None for this machine.
+    """
+    recipe = recipe_from_tree(Tree(values))
     config, _ = open_config(recipe.model.path)
+    size = gpu or machine_bytes() / GIB
+    device: Device = "cuda" if gpu or torch.cuda.is_available() else "cpu"
+    room = round(gpu * GIB * (1 - RESERVED)) if gpu else machine_room()
     fixed = fixed_bytes(adapted_meta(config, recipe), recipe)
-    if plainly_fits(config, recipe, fixed, machine_room()):
-        return []
-    device: Device = "cuda" if torch.cuda.is_available() else "cpu"
-    changes: list[str] = []
+    if plainly_fits(config, recipe, fixed, room):
+        return [], True
+    # TRL recomputes activations on a GPU by default; only a GPU has a host to offload to.
+    smaller = _SMALLER if device == "cpu" else (*_SMALLER[1:], _OFFLOADED)
+    steps = [*smaller, _QUANTIZED] if fixed < room else [_QUANTIZED, *smaller]
+
+    @cache
+    def fits(count: int) -> bool:
+        changed = reduce(_with, (change for change, _ in steps[:count]), values)
+        return plan_recipe(config, recipe_from_tree(Tree(changed)), device).fits(size)
+
     try:
-        for section, values in (("", {}), *_SMALLER):
-            if section:
-                sections = recipe.to_mapping()
-                sections[section] |= values
-                recipe = Recipe.model_validate(sections)
-                words = ", ".join(f"{k}: {yaml.safe_dump(v).split()[0]}" for k, v in values.items())
-                changes.append(f"{section}.{words}")
-            if plan_recipe(config, recipe, device).fits(machine_bytes() / GIB):
-                return changes
+        first = int(fixed >= room)
+        count = bisect_left(range(first, len(steps)), True, key=fits) + first
+        enough = fits(count)
     except UnsupportedModelError:  # its step cannot be planned
-        return []
-    return changes
+        return [], True
+    changes = [(key, value, why) for change, why in steps[:count] for key, value in change.items()]
+    return changes, enough
+
+
+def _with(recipe: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """``recipe`` with other values, by dotted key."""
+    recipe = deepcopy(recipe)
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        inner = recipe
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[name] = value
+    return recipe
 
 
 def check_method(name: str) -> None:
     """Refuse a preset that does not exist."""
     if name not in PRESETS:
         raise RecipeError(f"--method {name}: unknown{did_you_mean(name, PRESETS)}")
-
-
-def _trainer(stage: str) -> dict[str, Any]:
-    rows = 2 if stage == "dpo" else 4  # of preferences, both answers are in a batch
-    return {
-        "num_train_epochs": 1,
-        "learning_rate": 1e-5 if stage == "dpo" else 1e-4,
-        **({"beta": 0.1} if stage == "dpo" else {}),
-        "per_device_train_batch_size": rows,
-        "gradient_accumulation_steps": 32 // rows,
-        "seed": 42,
-    }
-
-
-def _method(preset: str) -> list[str]:
-    """The lines of ``method:``, with shares, so the effect is visible with any model and batch."""
-    if set(PRESETS[preset].terms) <= set(WEIGHTED):
-        return [_section(method={"preset": preset})]
-    return [
-        "# Each loss's gradient, over that of the trainer's loss; without it, the paper's weights.",
-        _section(method={"preset": preset, "share": 0.1}),
-    ]
 
 
 def layout(source: str, stage: str = "sft") -> str:
@@ -221,23 +279,23 @@ def layout(source: str, stage: str = "sft") -> str:
     return reader.former.detected
 
 
-def write_starter(answers: Answers, output: Path) -> None:
-    """Write the recipe to a new file if a run would accept it.
+def write_starter(answers: Answers, output: Path, gpu: float | None = None) -> str:
+    """Write the recipe to a new file if a run would accept it; return what does not fit, or "".
+
+    Args:
+        gpu: GiB of the GPU that a step shall fit; None for this machine.
 
     Raises:
         OutputExistsError: the file exists.
         EvaluationError: an unknown suite.
     """
     refuse_existing(output)
-    text = starter(answers)
-    recipe = recipe_from_tree(Tree(yaml.safe_load(text)))
-    with terminal().announced("init"):
-        changes = memory_changes(recipe)
-    text = starter(answers, changes) if changes else text
+    values = yaml.safe_load(starter(answers))
+    recipe = recipe_from_tree(Tree(values))
     if recipe.evaluation is not None:
         load_suite(recipe.evaluation.suite)
-    write_new(output, text)
-
-
-def _section(**values: Any) -> str:
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    with terminal().announced("init"):
+        changes, fits = memory_changes(values, gpu)
+    write_new(output, starter(answers, changes, gpu))
+    size = f"{gpu or machine_bytes() / GIB:.0f} GiB"
+    return "" if fits else f"a step does not fit {size} with it; docs/memory.md has what else helps"

@@ -9,6 +9,7 @@ from moe_finetune import cli
 from moe_finetune.models.loading import open_config
 from moe_finetune.recipe.schema import load_recipe
 from moe_finetune.training.memory.plan import plan_recipe
+from moe_finetune.training.memory.stored import GIB
 
 
 @pytest.fixture
@@ -129,6 +130,56 @@ def test_what_it_writes_fits_this_machine(tiny_checkpoint, rows, tmp_path, monke
         recipe.trainer["per_device_train_batch_size"],
         recipe.trainer["gradient_accumulation_steps"],
     )
+    assert steps[0] * steps[1] == 32 and " GiB: " in second.read_text()
+
+
+@pytest.mark.parametrize("method", ["orthogonal_variance", "aux_loss", "none"])
+def test_every_line_has_a_reason(tiny_checkpoint, rows, tmp_path, method):
+    output = tmp_path / "my.yaml"
+    command = [
+        "init",
+        str(tiny_checkpoint("olmoe")),
+        "--data",
+        str(rows),
+        "--validation",
+        str(rows),
+    ]
     assert (
-        steps[0] * steps[1] == 32 and "# So that a step fits this machine's" in second.read_text()
+        cli.main([*command, "--method", method, "--suite", "gsm8k", "--output", str(output)]) == 0
     )
+    lines = output.read_text().splitlines()
+    for above, line in zip(["", *lines], lines, strict=False):
+        if line and not line.rstrip().endswith(":") and not line.lstrip().startswith("#"):
+            assert "  # " in line or above.lstrip().startswith("# "), line
+        assert len(line) <= 100 or str(tmp_path) in line
+
+
+def test_one_number_sets_everything_for_a_gpu(tiny_checkpoint, rows, tmp_path, capsys):
+    """From large to small: nothing changed, a smaller step, everything, and what fits nothing."""
+    base = str(tiny_checkpoint("olmoe"))
+    config = open_config(base)[0]
+    needed = []
+    for number, share in enumerate((1.1, 0.7, 0.3, 0.001)):
+        output = tmp_path / f"{number}.yaml"
+        gib = share * needed[0] if needed else 1000
+        command = [
+            "init",
+            base,
+            "--data",
+            str(rows),
+            "--output",
+            str(output),
+            "--gpu",
+            f"{gib:.9f}",
+        ]
+        assert cli.main(command) == 0
+        recipe = load_recipe(output)
+        plan = plan_recipe(config, recipe, "cuda")
+        warned = "does not fit" in capsys.readouterr().err
+        assert warned != plan.fits(gib) and warned == (number == 3)
+        needed.append(plan.total / GIB)
+    assert needed == sorted(needed, reverse=True) and len(set(needed)) > 2
+    text = (tmp_path / "3.yaml").read_text()
+    assert "quantization: nf4" in text and "rank: auto" in text and "offload: experts" in text
+    for wrong in ("0", "-3", "nan"):
+        assert cli.main([*command[:-1], wrong]) == 2
