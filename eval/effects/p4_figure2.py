@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from moe_finetune.metrics.coherence import coherence_barrier
+from eval.effects.pictures import new_figure, save
+from moe_finetune.metrics.coherence import coherence_barrier, gram_coherence
 
 CROWD = 3
 """Dimensions of the space toward which random features are pulled; few, so that they get close."""
@@ -35,24 +36,23 @@ def random_features(
     """``(B, N, H)`` unit features whose mutual coherence is ``coherence`` in every trial.
 
     Orthonormal features are pulled toward random directions in a 3-dimensional space, by bisection,
-    until the most similar pair has that cosine (of either sign). The construction is ours, because
-    the paper gives none.
-
-    Raises:
-        ValueError: there are fewer dimensions than features, or the coherence is outside [0, 0.95).
+    until the most similar pair has that cosine (of either sign).
     """
     if width < count:
         raise ValueError(f"width is {width}; it must be at least count={count}")
     if not 0 <= coherence < 0.95:
         raise ValueError(f"coherence is {coherence}; it must be in [0, 0.95)")
-    start_BNH = np.linalg.qr(rng.standard_normal((trials, width, count)))[0].transpose(0, 2, 1)
-    space_BCH = np.linalg.qr(rng.standard_normal((trials, width, CROWD)))[0].transpose(0, 2, 1)
+    start_BNH, space_BCH = (
+        np.linalg.qr(rng.standard_normal((trials, width, size)))[0].transpose(0, 2, 1)
+        for size in (count, CROWD)
+    )
     towards_BNH = _unit(rng.standard_normal((trials, count, CROWD))) @ space_BCH
     low_B, high_B = np.zeros(trials), np.full(trials, 64.0)
     for _ in range(60):
         pull_B = (low_B + high_B) / 2
         features_BNH = _unit(start_BNH + pull_B[:, None, None] * towards_BNH)
-        above_B = _coherence(features_BNH) > coherence
+        gram_BNN = features_BNH @ features_BNH.transpose(0, 2, 1)
+        above_B = gram_coherence(gram_BNN) > coherence
         low_B, high_B = np.where(above_B, low_B, pull_B), np.where(above_B, pull_B, high_B)
     return features_BNH
 
@@ -63,10 +63,6 @@ def worst_features(count: int, k: int, coherence: float) -> np.ndarray:
     The first k have cosine ``-coherence`` with each other, one more has ``+coherence`` with all of
     them, and the others are orthogonal. The sum of the first k scores ``1 - (k-1) mu`` with each of
     them and ``k mu`` with the outsider: equal at ``mu = 1 / (2k - 1)``.
-
-    Raises:
-        ValueError: there are fewer than k + 1 features, or no such features exist (above ``1 /
-            k``).
     """
     if count <= k:
         raise ValueError(f"count is {count}; it must be more than k={k}")
@@ -76,9 +72,7 @@ def worst_features(count: int, k: int, coherence: float) -> np.ndarray:
     try:
         return np.linalg.cholesky(gram_NN)
     except np.linalg.LinAlgError:
-        raise ValueError(
-            f"coherence is {coherence}; it must be less than 1/{k} for k={k}"
-        ) from None
+        raise ValueError(f"coherence is {coherence}; it must be less than 1/{k}") from None
 
 
 def greedy_choice(features_BNH: np.ndarray, target_BH: np.ndarray, k: int) -> np.ndarray:
@@ -136,30 +130,31 @@ def run(settings: dict[str, Any], options: dict[str, Any], seed: int) -> dict[st
     count, k, width, trials = (settings[name] for name in ("count", "k", "width", "trials"))
     rng = np.random.default_rng(seed)
     weights_of = np.random.default_rng([seed, k])  # separate, so that features do not change
-    random_rows, gaussian_rows, worst_rows = [], [], []
+    rows: dict[str, list[dict[str, float]]] = {"random": [], "gaussian": [], "worst_case": []}
     for coherence in settings.get("coherences", COHERENCES):
         features_BNH = random_features(trials, count, width, coherence, rng)
         order_BN = rng.permuted(np.tile(np.arange(count), (trials, 1)), axis=1)
         answer_Bk = np.sort(order_BN[:, :k], axis=1)
-        random_rows.append({"coherence": coherence, **recovery(features_BNH, answer_Bk)})
-        weights_Bk = weights_of.standard_normal(answer_Bk.shape)
-        drawn = recovery(features_BNH, answer_Bk, weights_Bk)
-        gaussian_rows.append({"coherence": coherence, **drawn})
+        for kind, weights_Bk in (
+            ("random", None),
+            ("gaussian", weights_of.standard_normal(answer_Bk.shape)),
+        ):
+            shares = recovery(features_BNH, answer_Bk, weights_Bk)
+            rows[kind].append({"coherence": coherence, **shares})
     for coherence in WORST_COHERENCES:
         features_BNH = worst_features(count, k, coherence)[None]
-        worst_rows.append({"coherence": coherence, **recovery(features_BNH, np.arange(k)[None])})
+        shares = recovery(features_BNH, np.arange(k)[None])
+        rows["worst_case"].append({"coherence": coherence, **shares})
     barrier = coherence_barrier(k)
-    low, high = random_rows[0], random_rows[-1]
-    at_barrier = min(gaussian_rows, key=lambda row: abs(row["coherence"] - barrier))
+    low, high = rows["random"][0], rows["random"][-1]
+    at_barrier = min(rows["gaussian"], key=lambda row: abs(row["coherence"] - barrier))
     return {
         "greedy_lost": high["greedy"] - low["greedy"],
         "greedy_minus_optimal": high["greedy"] - high["optimal"],
-        "half_recovery": half_recovery(random_rows),
+        "half_recovery": half_recovery(rows["random"]),
         "gaussian_greedy_at_barrier": at_barrier["greedy"],
         "barrier": barrier,
-        "random": random_rows,
-        "gaussian": gaussian_rows,
-        "worst_case": worst_rows,
+        **rows,
     }
 
 
@@ -174,32 +169,22 @@ def half_recovery(rows: Sequence[dict[str, float]]) -> float:
 
 def draw(runs: Mapping[str, list[dict[str, Any]]], folder: Path) -> None:
     """Write ``figure2.png``: recovery against coherence, greedy and optimal, with the barrier."""
-    from matplotlib.figure import Figure
-
     (sweeps,) = runs.values()
-    figure = Figure(figsize=(6, 3.6), layout="constrained")
-    axes = figure.subplots()
-    coherences = [row["coherence"] for row in sweeps[0]["random"]]
-    for choice, style in (("optimal", "s--"), ("greedy", "o-")):
-        mean = np.mean([[row[choice] for row in sweep["random"]] for sweep in sweeps], axis=0)
-        axes.plot(coherences, mean, style, label=f"{choice}, random features", markersize=4)
-    mean = np.mean([[row["greedy"] for row in sweep["gaussian"]] for sweep in sweeps], axis=0)
-    axes.plot(coherences, mean, "^-.", label="greedy, Gaussian weights", markersize=4)
-    worst = [(row["coherence"], row["greedy"]) for row in sweeps[0]["worst_case"]]
-    axes.plot(*zip(*worst, strict=True), "x:", label="greedy, worst features")
+    figure, (axes,) = new_figure((6, 3.6))
+    for rows, choice, style, label in (
+        ("random", "optimal", "s--", "optimal, random features"),
+        ("random", "greedy", "o-", "greedy, random features"),
+        ("gaussian", "greedy", "^-.", "greedy, Gaussian weights"),
+        ("worst_case", "greedy", "x:", "greedy, worst features"),
+    ):
+        mean = np.mean([[row[choice] for row in sweep[rows]] for sweep in sweeps], axis=0)
+        coherences = [row["coherence"] for row in sweeps[0][rows]]
+        axes.plot(coherences, mean, style, label=label, markersize=4)
     axes.axvline(sweeps[0]["barrier"], color="gray", linewidth=1, label="barrier 1/(2k-1)")
     axes.set(xlabel="mutual coherence", ylabel="share of subsets recovered", ylim=(-0.05, 1.05))
     axes.legend(fontsize=8)
-    folder.mkdir(parents=True, exist_ok=True)
-    figure.savefig(folder / "figure2.png", dpi=120)
+    save(figure, folder / "figure2.png")
 
 
 def _unit(vectors: np.ndarray) -> np.ndarray:
     return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
-
-
-def _coherence(features_BNH: np.ndarray) -> np.ndarray:
-    cosines_BNN = np.abs(features_BNH @ features_BNH.transpose(0, 2, 1))
-    diagonal = np.arange(features_BNH.shape[1])
-    cosines_BNN[:, diagonal, diagonal] = 0
-    return cosines_BNN.max((1, 2))

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from eval.effects.p4_models import Routed, StackedMixtures, training_loss
+from eval.effects.pictures import new_figure, save
 from moe_finetune.metrics.coherence import effective_rank
 from moe_finetune.metrics.domains import domain_information
 
@@ -51,6 +52,7 @@ class Setting:
 
 CURVES = ("accuracy", "effective_rank", "pair_cosine")
 
+HEAT_MAPS = {"cosines": "|cos| of two experts", "class_shares": "expert x class"}
 TITLES = {"baseline": "Baseline", "orthogonality": "L_o", "dpp": "DPP", "ncl": "NCL"}
 
 
@@ -147,28 +149,22 @@ def measure(routed: Routed, labels_MT: torch.Tensor) -> dict[str, Any]:
     """Accuracy, effective rank and heat maps of every fold's model on its test part."""
     hits_M = (routed.logits_MTC.argmax(-1) == labels_MT).float().mean(1)
     outputs_METC = routed.outputs_MTEC.detach().transpose(1, 2).double().numpy()
-    ranks = [
-        effective_rank(outputs_ETC.reshape(len(outputs_ETC), -1)) for outputs_ETC in outputs_METC
-    ]
     cosines_MEE = np.stack([pair_cosines(outputs_ETC) for outputs_ETC in outputs_METC])
-    experts = cosines_MEE.shape[1]
-    # Folds do not share an order of experts, so the pictures are of one fold.
-    classes = routed.logits_MTC.shape[-1]
-    counts_MEC = np.stack([
-        class_counts(index_TK, labels_T, experts, classes)
-        for index_TK, labels_T in zip(routed.index_MTK.numpy(), labels_MT.numpy(), strict=True)
-    ])  # fmt: skip
-    shares_EC = counts_MEC[0] / np.maximum(counts_MEC[0].sum(0), 1)
+    experts, classes = cosines_MEE.shape[1], routed.logits_MTC.shape[-1]
+    counts_MEC = np.zeros((len(outputs_METC), experts, classes))
+    for m, (index_TK, labels_T) in enumerate(zip(routed.index_MTK, labels_MT, strict=True)):
+        np.add.at(counts_MEC[m], (index_TK.numpy(), labels_T.numpy()[:, None]), 1)
     return {
         "accuracy": hits_M.tolist(),
-        "effective_rank": ranks,
+        "effective_rank": [effective_rank(o.reshape(experts, -1)) for o in outputs_METC],
         "pair_cosine": (cosines_MEE.sum((1, 2)) / (experts * (experts - 1))).tolist(),
         "class_information": [
             domain_information(counts_EC[:, counts_EC.any(0)].T)["mutual_information"]
             for counts_EC in counts_MEC
         ],
+        # Folds do not share an order of experts, so the pictures are of one fold.
         "cosines": cosines_MEE[0].round(5).tolist(),
-        "class_shares": shares_EC.round(5).tolist(),
+        "class_shares": (counts_MEC[0] / np.maximum(counts_MEC[0].sum(0), 1)).round(5).tolist(),
     }
 
 
@@ -181,71 +177,45 @@ def pair_cosines(outputs_ETC: np.ndarray) -> np.ndarray:
     return cosines_EE
 
 
-def class_counts(
-    index_TK: np.ndarray, labels_T: np.ndarray, experts: int, classes: int
-) -> np.ndarray:
-    """``(E, C)`` number of selections of each expert by samples of each class."""
-    counts_EC = np.zeros((experts, classes))
-    np.add.at(counts_EC, (index_TK, labels_T[:, None]), 1)
-    return counts_EC
-
-
 def draw(arms: Mapping[str, list[dict[str, Any]]], folder: Path) -> None:
     """Write ``figure3.png`` (the end of training) and ``figure3_epochs.png``.
 
     The first has effective rank and accuracy over folds, and heat maps of the first seed's first
     fold, whose experts are sorted by the class that selects them most.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    _draw_end(arms, folder / "figure3.png")
-    _draw_epochs(arms, folder / "figure3_epochs.png")
-
-
-def _draw_end(arms: Mapping[str, list[dict[str, Any]]], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(3 * (len(arms) + 1), 5.6), layout="constrained")
-    grid = figure.subplots(2, len(arms) + 1, squeeze=False)
     names = [TITLES.get(arm, arm) for arm in arms]
+    figure, flat = new_figure((3 * (len(arms) + 1), 5.6), 2, len(arms) + 1)
+    grid = flat.reshape(2, -1)
     for axes, metric in zip(grid[:, 0], ("effective_rank", "accuracy"), strict=True):
         folds = [np.concatenate([result[metric] for result in runs]) for runs in arms.values()]
         axes.boxplot(folds, tick_labels=names)
         axes.set_title(f"{metric.replace('_', ' ')}, every fold", fontsize=9)
         axes.tick_params(labelsize=7)
-    # One scale for all arms, so that colors can be compared.
-    largest = {
-        key: max(np.max(runs[0][key]) for runs in arms.values())
-        for key in ("cosines", "class_shares")
-    }
-    for column, runs in enumerate(arms.values(), start=1):
-        order_E = np.argsort(np.argmax(runs[0]["class_shares"], axis=1), kind="stable")
-        for axes, key, title in (
-            (grid[0, column], "cosines", "|cos| of two experts"),
-            (grid[1, column], "class_shares", "expert x class"),
-        ):
-            values = np.array(runs[0][key])[order_E]
+    firsts = [runs[0] for runs in arms.values()]
+    for row, (key, title) in zip(grid, HEAT_MAPS.items(), strict=True):
+        largest = max(np.max(first[key]) for first in firsts)  # one scale for all arms
+        for axes, first, name in zip(row[1:], firsts, names, strict=True):
+            order_E = np.argsort(np.argmax(first["class_shares"], axis=1), kind="stable")
+            values = np.array(first[key])[order_E]
             values = values[:, order_E] if key == "cosines" else values
-            drawn = axes.imshow(values, vmin=0, vmax=largest[key], aspect="auto", cmap="viridis")
-            axes.set_title(f"{names[column - 1]}: {title}", fontsize=8)
+            drawn = axes.imshow(values, vmin=0, vmax=largest, aspect="auto", cmap="viridis")
+            axes.set_title(f"{name}: {title}", fontsize=8)
             axes.tick_params(labelsize=6)
             figure.colorbar(drawn, ax=axes, shrink=0.7).ax.tick_params(labelsize=6)
-    figure.savefig(path, dpi=120)
+    save(figure, folder / "figure3.png")
+    _draw_epochs(arms, folder / "figure3_epochs.png")
 
 
 def _draw_epochs(arms: Mapping[str, list[dict[str, Any]]], path: Path) -> None:
     """Accuracy and effective rank over epochs, with one standard deviation of a seed's folds."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
-    for axes, metric in zip(figure.subplots(1, 2), ("accuracy", "effective_rank"), strict=True):
+    figure, grid = new_figure((9, 3.4), 1, 2)
+    for axes, metric in zip(grid, ("accuracy", "effective_rank"), strict=True):
         for arm, runs in arms.items():
             values_SAM = np.array([run["curves"][metric] for run in runs])
             mean_A, spread_A = values_SAM.mean((0, 2)), values_SAM.var(2, ddof=1).mean(0) ** 0.5
-            epochs = np.arange(len(mean_A))
-            (line,) = axes.plot(epochs, mean_A, label=TITLES.get(arm, arm), linewidth=1.4)
-            axes.fill_between(
-                epochs, mean_A - spread_A, mean_A + spread_A, color=line.get_color(), alpha=0.15
-            )
+            (line,) = axes.plot(mean_A, label=TITLES.get(arm, arm), linewidth=1.4)
+            band = mean_A - spread_A, mean_A + spread_A
+            axes.fill_between(range(len(mean_A)), *band, color=line.get_color(), alpha=0.15)
         axes.set(xlabel="epoch", title=metric.replace("_", " "))
         axes.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
+    save(figure, path)

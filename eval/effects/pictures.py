@@ -16,12 +16,24 @@ PANELS = (
 )
 
 
-def draw_figure1(balance: Sequence[Any], method: Sequence[Any], path: Path) -> None:
-    """Draw the untrained model, the balance loss alone, and P0's method: means and spread."""
+def new_figure(size: tuple[float, float], rows: int = 1, columns: int = 1) -> tuple[Any, Any]:
+    """A matplotlib figure without a screen, and its axes in one list."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3), layout="constrained")
-    for axes, (metric, title) in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False).ravel()
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write the picture; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def draw_figure1(balance: Sequence[Any], method: Sequence[Any], path: Path) -> None:
+    """Draw the untrained model, the balance loss alone, and P0's method: means and spread."""
+    figure, grid = new_figure((9, 3), 1, len(PANELS))
+    for axes, (metric, title) in zip(grid, PANELS, strict=True):
         groups = {
             "untrained": [_before(run, metric) for run in balance],
             "balance": [run.value(metric) for run in balance],
@@ -32,8 +44,7 @@ def draw_figure1(balance: Sequence[Any], method: Sequence[Any], path: Path) -> N
         axes.bar(list(groups), means, yerr=spread, capsize=3)
         axes.set_title(title, fontsize=10)
         axes.tick_params(labelsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    save(figure, path)
 
 
 def _before(run: Any, metric: str) -> float:
@@ -42,10 +53,7 @@ def _before(run: Any, metric: str) -> float:
 
 def draw_frontier(results: Mapping[str, Mapping[int, Any]], path: Path) -> None:
     """Draw a point for each arm: mean overlap against mean MaxVio at the end of training."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.6, 5.2), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = new_figure((7.6, 5.2))
     families = sorted({arm.split("_")[0] for arm in results})
     for arm, runs in results.items():
         point = [
@@ -59,5 +67,4 @@ def draw_frontier(results: Mapping[str, Mapping[int, Any]], path: Path) -> None:
     axes.margins(0.15)
     axes.set(xlabel="MaxVio (0: even load)", ylabel="expert overlap")
     axes.set_title("means over seeds; the number of seeds in brackets", fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    save(figure, path)

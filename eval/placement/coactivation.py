@@ -41,11 +41,9 @@ class Coactivation:
         """How far a rank's ``load / mean load`` moves between this trace and an equally long one.
 
         One standard deviation, averaged over layers and ranks that have the experts ``slots_LRS``.
-        Neighboring tokens are similar and experts of one rank serve the same tokens, so blocks of
-        the trace estimate this better than a binomial formula. The means of B past and B future
-        blocks differ with twice the variance of one mean. The variance is estimated from successive
-        blocks (half the mean squared difference), so that a single change of task within the trace,
-        for which the plan is made, does not count as drift.
+        The means of B past and B future blocks of tokens differ with twice the variance of one
+        mean. It is estimated from successive blocks (half the mean squared difference), so that a
+        single change of task within the trace, for which the plan is made, is no drift.
         """
         blocks, layers, _ = self.blocks_BLE.shape
         if blocks < 2:
@@ -70,17 +68,7 @@ def count_coactivation(index_TLK: np.ndarray, num_experts: int) -> Coactivation:
             across[layer] = pair_counts(experts_TK, index[:, layer + 1], num_experts)
     load = np.einsum("lee->le", within).copy()
     np.einsum("lee->le", within)[:] = 0
-    return Coactivation(
-        within * width,
-        across * max(width - 1, 1),
-        load,
-        _block_loads(index, num_experts),
-        width,
-    )
-
-
-def _block_loads(index_TLK: np.ndarray, num_experts: int) -> np.ndarray:
-    """``load / mean load`` of every expert in up to ``DRIFT_BLOCKS`` blocks of tokens."""
-    blocks = np.array_split(index_TLK, min(DRIFT_BLOCKS, len(index_TLK)))
+    blocks = np.array_split(index, min(DRIFT_BLOCKS, len(index)))
     loads = np.stack([expert_load(block, num_experts) for block in blocks])
-    return loads / loads.mean(-1, keepdims=True)
+    relative = loads / loads.mean(-1, keepdims=True)
+    return Coactivation(within * width, across * max(width - 1, 1), load, relative, width)

@@ -51,14 +51,13 @@ def permute_experts(base: str | Path, permutation: Permutation, output: Path) ->
 
 def per_expert(layer: MoeLayer, experts: int) -> list[Tensor]:
     """The tensors of a layer whose first dimension numbers the experts."""
-    stacked = [*layer.experts.parameters(), *layer.experts.buffers()]
-    routing = [
-        tensor
+    routing = {
+        id(tensor): tensor
         for module in (layer.router, layer.block)
         for tensor in (*module.parameters(module is layer.router), *module.buffers(False))
         if len(tensor) == experts or (tensor.ndim == 2 and len(tensor) > experts)
-    ]
-    return [*stacked, *{id(tensor): tensor for tensor in routing}.values()]
+    }
+    return [*layer.experts.parameters(), *layer.experts.buffers(), *routing.values()]
 
 
 def check(layer: MoeLayer, order: Sequence[int]) -> None:

@@ -12,6 +12,7 @@ that share a rank; loads above a limit cost more than any such pair. The search 
 3. shake the plan, swap, stitch with the previous plan, and repeat.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,7 +24,7 @@ from moe_finetune.metrics.arrays import Array, integers
 STARTS = 4
 ROUNDS = 24
 WORK = 250_000_000  # rounds x L x E^3 of the search: several seconds on two cores
-MARGIN = 1.5
+MARGIN = 1.5  # standard deviations of drift: several ranks are near the limit, the largest counts
 LEAST_ROOM = 0.25
 
 
@@ -40,9 +41,7 @@ def plan_placement(
         index_TLK: ``(T, L, K)`` selected experts of a trace; at least as many tokens as experts.
         num_ranks: R, a divisor of E.
         max_imbalance: bound on largest over mean dispatches per rank for *other* tokens of the same
-            kind. The plan keeps a margin for the drift in the trace. If a single expert exceeds the
-            bound, swaps minimize the excess.
-        seed: the same seed gives the same plan.
+            kind: the plan keeps a margin for the drift in the trace.
 
     Returns:
         ``ranks_LE``, ``(L, E)`` int64, with exactly E/R experts per rank and layer.
@@ -57,13 +56,10 @@ def plan_placement(
     index = integers("index_TLK", index_TLK, ("T", "L", "K"), limit=num_experts)
     if len(index) < num_experts:
         raise TraceError(f"{len(index)} tokens are too few to place {num_experts} experts")
-    slots_LRS = _Search(
-        count_coactivation(index, num_experts), num_ranks, max_imbalance, seed
-    ).run()
-    ranks_LE = np.empty((index.shape[1], num_experts), np.int64)
-    rank_of_slot = np.arange(num_experts)[None, :] // (num_experts // num_ranks)
-    np.put_along_axis(ranks_LE, slots_LRS.reshape(ranks_LE.shape), rank_of_slot, axis=1)
-    return ranks_LE
+    counts = count_coactivation(index, num_experts)
+    slots_LE = _Search(counts, num_ranks, max_imbalance, seed).run().reshape(-1, num_experts)
+    # The inverse of a permutation: the slot of each expert.
+    return np.argsort(slots_LE, axis=1) // (num_experts // num_ranks)
 
 
 class _Search:
@@ -94,11 +90,7 @@ class _Search:
         return best
 
     def tighten(self, plan: np.ndarray) -> None:
-        """Lower the limit by the drift of such a plan, so that other tokens also stay below it.
-
-        Several ranks end near the limit and the largest upward drift counts, hence more than one
-        standard deviation. Some room above perfect balance always remains.
-        """
+        """Lower the limit by the drift of such a plan, so that other tokens also stay below it."""
         room = self.max_imbalance - 1
         room_left = max(room - MARGIN * self.counts.drift(plan), LEAST_ROOM * room)
         self.limit_L *= (1 + room_left) / self.max_imbalance
@@ -185,17 +177,14 @@ class _Search:
         best = np.array([self.own_value(0, plan[0]) for plan in plans])
         steps = []
         for layer in range(1, self.layers):
-            mass = np.zeros((len(plans), len(plans)))
-            match: dict[tuple[int, int], np.ndarray] = {}
-            for i, lower in enumerate(plans):
-                for j, upper in enumerate(plans):
-                    shared = self.shared(layer - 1, lower[layer - 1], upper[layer])
-                    rows, columns = linear_sum_assignment(-shared)
-                    mass[i, j], match[i, j] = shared[rows, columns].sum(), columns
+            mass, match = np.zeros((len(plans), len(plans))), {}
+            for (i, lower), (j, upper) in itertools.product(enumerate(plans), repeat=2):
+                shared = self.shared(layer - 1, lower[layer - 1], upper[layer])
+                rows, columns = linear_sum_assignment(-shared)
+                mass[i, j], match[i, j] = shared[rows, columns].sum(), columns
             reached = best[:, None] + mass
             steps.append((reached.argmax(0), match))
-            own_values = [self.own_value(layer, plan[layer]) for plan in plans]
-            best = reached.max(0) + np.array(own_values)
+            best = reached.max(0) + [self.own_value(layer, plan[layer]) for plan in plans]
         path = [int(best.argmax())]
         for came_from, _ in reversed(steps):
             path.append(int(came_from[path[-1]]))

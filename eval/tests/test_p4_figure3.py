@@ -10,7 +10,6 @@ from torch.nn.functional import cross_entropy, gelu
 
 from eval.effects.p4_figure3 import (
     Setting,
-    class_counts,
     fold_rows,
     make_data,
     measure,
@@ -203,11 +202,6 @@ def test_a_zero_output_has_cosine_zero_with_anything():
     outputs_ETC = np.ones((3, 2, 4))
     outputs_ETC[1] = 0
     np.testing.assert_allclose(pair_cosines(outputs_ETC), [[0, 0, 1], [0, 0, 0], [1, 0, 0]])
-
-
-def test_selections_are_counted_by_class():
-    counts_EC = class_counts(np.array([[0, 2], [2, 1]]), np.array([0, 0]), experts=3, classes=2)
-    np.testing.assert_array_equal(counts_EC, [[1, 0], [1, 0], [2, 0]])
 
 
 def test_arms_share_what_the_seed_decides_and_repeat():

@@ -223,7 +223,7 @@ def test_real_routing(data_file, tasks):
         assert base["ranks_per_token"] == pytest.approx(4.56, abs=8e-3)
     plan = plan_placement(np.concatenate(seen), 64, 8, max_imbalance=1.3)
     found = placement_metrics(np.concatenate(held), plan)
-    assert found["cross_rank_share"] < 0.70
+    assert found["cross_rank_share"] <= 0.695
     assert found["ranks_per_token"] <= 3.5
     # Near the limit: balance that was not asked for would cost crossings.
     assert 1.2 < found["rank_imbalance"] <= 1.30
