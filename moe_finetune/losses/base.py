@@ -199,8 +199,8 @@ class Term(ABC):
     needs: frozenset[Need] = frozenset()
     """Parts of the record that it reads in addition to the router's."""
     Options: ClassVar[type[TermOptions]] = TermOptions
-    hinge: ClassVar[bool] = False
-    """Whether it is a hinge: 0, without a gradient, once its goal is met."""
+    below: ClassVar[bool] = True
+    """Whether its gradient also flows into the layer's input, and so into what lies below."""
     selection: ClassVar[bool] = False
     """Whether it acts on the selection: skipped in layers that look experts up by token."""
 

@@ -235,7 +235,7 @@ class Erc(Term):
     needs = frozenset({"expert_factors"})
     Options = ErcOptions
     options: ErcOptions
-    hinge = True
+    below = False
 
     def __init__(self, options: ErcOptions):
         super().__init__(options)

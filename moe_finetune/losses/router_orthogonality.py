@@ -32,6 +32,7 @@ class RouterOrthogonality(Term):
     source = "P2 §4.5"
     reads = "router weight"
     trains = frozenset({"router"})
+    below = False
     Options = TermOptions
 
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:

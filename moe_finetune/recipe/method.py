@@ -74,6 +74,11 @@ class Method(Section):
         default="write", description="whether a learned bias goes into the merged checkpoint"
     )
 
+    @property
+    def options(self) -> dict[str, dict[str, Any]]:
+        """The options of each loss by its name."""
+        return {name: options.model_dump() for name, options in self.terms.items()}
+
     @field_serializer("terms")
     def _with_removed(self, terms: dict[str, BaseModel]) -> dict[str, Any]:
         """Mark the preset's removed terms, so that the dump resolves to the same method."""

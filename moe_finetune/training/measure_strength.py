@@ -53,7 +53,14 @@ def measure_strength(
         ):
             for batch, tokens in zip(window, learned, strict=True):
                 (model(**batch).loss * (tokens / max(sum(learned), 1))).backward()
-            return [row.row() for row in specialization.strength.end(last=True)]
+            rows = specialization.strength.end()
+            for row in rows:
+                if (share := method.terms[row.term].share) is not None and not row.weight:  # type: ignore[attr-defined]
+                    raise ObjectiveError(
+                        f"method.terms.{row.term}.share: no weight gives it a share of {share:g} "
+                        f"in the window: {row.missing}; give a weight instead, or remove the term"
+                    )
+            return [row.row() for row in rows]
     finally:
         for parameter, gradient in zip(trainable, gradients, strict=True):
             parameter.grad = gradient

@@ -83,6 +83,9 @@ def prepare(recipe: Recipe, ignore_memory: bool = False, activations: bool = Fal
         MoeFinetuneError: the run cannot start; names the key and the remedy.
     """
     from moe_finetune.data.stage_rows import load_for_stage
+    from moe_finetune.losses.objective import Objective
+    from moe_finetune.moe.layers import model_facts
+    from moe_finetune.training.reach import check_reach
     from moe_finetune.training.rewards import reward_functions
     from moe_finetune.training.trainer import training_arguments
 
@@ -94,6 +97,7 @@ def prepare(recipe: Recipe, ignore_memory: bool = False, activations: bool = Fal
     with tokenizer_faults(recipe.model.tokenizer or str(start.folder)):
         rows = load_for_stage(recipe, start.tokenizer)
     model = build_model(start)
+    check_reach(model, Objective.from_options(recipe.method.options, model_facts(model)))
     plan = make_plan(start, model, arguments, rows.train, rows.validation, activations)
     if not ignore_memory:
         check_memory(plan)
@@ -210,8 +214,7 @@ def check_start(start: Start) -> None:
                 "random; leave one of them out"
             )
         check_adapter(recipe.lora.start, checkpoint)
-    options = {name: term.model_dump() for name, term in recipe.method.terms.items()}
-    Objective.from_options(options, config_facts(config, family))
+    Objective.from_options(recipe.method.options, config_facts(config, family))
     check_bias_export(start)
     if recipe.data.packing and recipe.data.packing_strategy != "wrapped":
         check_packing(config, family)

@@ -68,7 +68,6 @@ class Specialization:
 
     Attributes:
         objective, recorder, statistics, balancer, strength: the method's parts.
-        reached: trainable parameters that each term's gradient reaches.
         unmoved: trainable tensors that were unchanged after ten steps; None before.
         run: an object that identifies the training, such as a trainer's state.
 
@@ -94,9 +93,7 @@ class Specialization:
         self.total_steps = total_steps
         self.steps = 0
         facts = model_facts(model)
-        self.objective = Objective.from_options(
-            {name: options.model_dump() for name, options in self.method.terms.items()}, facts
-        )
+        self.objective = Objective.from_options(self.method.options, facts)
         self.statistics = TrainingStatistics(
             facts.moe_layers, facts.num_experts, [term.name for term in self.objective.terms]
         )
@@ -121,7 +118,6 @@ class Specialization:
         )
         self.recorder.change(scale=self._scale)
         self.strength = StrengthMeter(self.recorder, self.objective, self.method.strength.first)
-        self.reached: dict[str, list[str]] = {}
         self.unmoved: list[str] | None = None
         self.run: object = None
         self._start: dict[str, torch.Tensor] = {}
@@ -153,7 +149,7 @@ class Specialization:
                 "call its restore() first"
             )
         _check_frozen(self.model)
-        self.reached = check_reach(self.model, self.objective, self.recorder.kernel)
+        check_reach(self.model, self.objective)
         self.recorder.install()
         backbone = self.recorder.backbone
         hook = backbone.register_forward_pre_hook(self._before_forward, with_kwargs=True)

@@ -9,11 +9,9 @@ before any schedule. A term that trains both parts has two shares; the larger on
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
-
-from torch import nn
 
 from moe_finetune.errors import ObjectiveError
 from moe_finetune.losses.base import LARGEST_WEIGHT, Term
@@ -21,12 +19,11 @@ from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import family_in
 from moe_finetune.training import ranks
+from moe_finetune.training.reach import trained_parts
 from moe_finetune.training.term_gradients import PARTS, TermGradients
 
 WHISPER, AIM, DROWNS = 0.01, 0.1, 1.0
 """Shares: below the first, a term has no visible effect; above the last, it dominates."""
-FIRST_WINDOWS = 50
-"""Maximum number of windows until a share's first weight is found."""
 
 Products = Mapping[str, tuple[float, float, float]]
 """By part: squared norms of the term's and the trainer's gradients, and their inner product."""
@@ -90,13 +87,11 @@ class TermStrength:
 
 
 class StrengthMeter:
-    """Measures the objective's terms in the windows that are due.
+    """Measures the objective's terms in a run's first window, and where a share needs a weight.
 
-    Due are the first window and windows that a term's share asks for. A weight found there acts
-    from the next step on, so a term with a share does not act in the measured step unless a weight
-    was found before. If a window gives no weight, because the term or the trainer's loss has no
-    gradient in it, the term keeps its weight; without one, the next window is due, up to
-    :data:`FIRST_WINDOWS` times.
+    A share needs one until a window gives it one, and at each multiple of its term's ``every``. The
+    weight acts from the next step on. A window in which the term or the trainer's loss has no
+    gradient leaves the weight as it is.
 
     Args:
         recorder: its objective is measured.
@@ -107,52 +102,61 @@ class StrengthMeter:
         rows: results of the last measurement.
     """
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        objective: Objective,
-        first: bool = True,
-    ):
+    def __init__(self, recorder: Recorder, objective: Objective, first: bool = True):
         self.recorder = recorder
         self.objective = objective
         self.first = first
         self.rows: list[TermStrength] = []
         self._gradients: TermGradients | None = None
         self._step = 0
-        self._due: set[str] = set()
-        self._misses: dict[str, int] = {}
 
-    def begin(self, step: int, due: bool = False) -> None:
+    def begin(self, step: int) -> None:
         """Prepare to measure the window of optimizer step ``step`` (0-based), if it is due.
-
-        Args:
-            due: measure the window in any case.
 
         Raises:
             ObjectiveError: a share needs a weight, but gradients cannot be read.
         """
         self.close()
         self._step = step
-        self._due = {term.name for term in self.objective.terms if self._finds(term)}
-        due |= step == 0 and self.first
-        if not self.objective.terms or not (due or self._due):
+        shares = self._due()
+        if not self.objective.terms or not (shares or (step == 0 and self.first)):
             return
-        gradients = TermGradients(self.recorder, [term.name for term in self.objective.terms])
-        obstacle = _obstacle(self.recorder.model)
-        if obstacle is None and self._due and not gradients.trains():
-            obstacle = _nothing_trains(self.recorder.model)
-        if obstacle is not None:
-            self._give_up(obstacle)
-            return
-        gradients.start()
-        self._gradients = gradients
+        if (obstacle := _obstacle(self.recorder, bool(shares))) is None:
+            self._gradients = TermGradients(self.recorder, list(self.objective.full_weights))
+            self._gradients.start()
+        elif unset := [name for name in shares if self.objective.full_weights[name] is None]:
+            raise ObjectiveError(
+                f"method.terms.{unset[0]}.share: its weight cannot be found: {obstacle}; or give "
+                "a weight instead"
+            )
+        else:
+            log.warning("the losses' shares are not measured: %s", obstacle)
 
-    def _finds(self, term: Term) -> bool:
-        options = term.options
-        if options.share is None:
-            return False
-        due_again = options.every is not None and self._step % options.every == 0
-        return due_again or self.objective.full_weights[term.name] is None
+    def end(self) -> list[TermStrength]:
+        """After an optimizer step, compare the gradients of a window that was due; on every rank.
+
+        Sets the weights that are due and returns one row per term; no rows if the window was not
+        due or its gradients are not finite.
+        """
+        gradients, shares = self._gradients, self._due()
+        if gradients is None:
+            return []
+        self.close()
+        problem = "" if gradients.count else "no gradient reached the model"
+        if not problem:
+            products = gradients.products()
+            rows = [self._row(term, products[term.name]) for term in self.objective.terms]
+            problem = "" if all(map(_finite, rows)) else "a gradient is not finite"
+        if problem:
+            log.warning("step %d: %s; shares are not measured", self._step + 1, problem)
+            return []
+        self.rows = [
+            self._with_weight(row, shares[row.term]) if row.term in shares else row for row in rows
+        ]
+        for row in self.rows if ranks.rank() == 0 else ():
+            if row.weight or row.term not in shares:
+                _report(row)
+        return self.rows
 
     def close(self) -> None:
         if self._gradients is not None:
@@ -162,80 +166,25 @@ class StrengthMeter:
     def finish(self) -> None:
         """After the last step, report shares that never had a weight."""
         self.close()
-        for name in sorted(self._misses):
-            log.warning(
-                "method.terms.%s.share: no window gave it a weight; the term had no effect", name
-            )
-
-    def _give_up(self, reason: str) -> None:
-        """Stop measuring: neither this window nor a later one can be measured."""
-        missing = sorted(name for name in self._due if self.objective.full_weights[name] is None)
-        if missing:
-            raise ObjectiveError(
-                f"method.terms.{missing[0]}.share: its weight cannot be found: {reason}; or give "
-                "a weight instead"
-            )
-        log.warning("the losses' shares are not measured: %s", reason)
-
-    def _miss(self, names: Iterable[str], reason: str, tries: int) -> None:
-        """Handle terms whose share gets no weight from this window."""
-        for name in sorted(names):
-            weight, key = self.objective.full_weights[name], f"method.terms.{name}.share"
-            where = f"step {self._step + 1}: {key}"
-            if weight is not None:
-                log.warning("%s: %s in this window; its weight stays %.3g", where, reason, weight)
-                continue
-            self._misses[name] = self._misses.get(name, 0) + 1
-            if self._misses[name] >= tries:
-                share = next(t.options.share for t in self.objective.terms if t.name == name)
-                windows = "the window" if tries == 1 else f"the first {tries} windows"
-                raise ObjectiveError(
-                    f"{key}: no weight gives it a share of {share:g} in {windows}: {reason}; give "
-                    "a weight instead, or remove the term"
-                )
-            if self._misses[name] == 1:
+        for name, weight in self.objective.full_weights.items():
+            if weight is None and self._share(name) is not None:
                 log.warning(
-                    "%s: %s in this window; the term has no effect until a window gives it a "
-                    "weight (up to %d are measured)",
-                    where,
-                    reason,
-                    tries,
+                    "method.terms.%s.share: no window gave it a weight; the term had no effect",
+                    name,
                 )
 
-    def end(self, last: bool = False) -> list[TermStrength]:
-        """After an optimizer step, compare the gradients of a window that was due; on every rank.
+    def _share(self, name: str) -> float | None:
+        return next(term.options.share for term in self.objective.terms if term.name == name)
 
-        Sets the weights that are due and returns one row per term; no rows if the window was not
-        due or its gradients are not finite.
-
-        Args:
-            last: whether no window follows.
-
-        Raises:
-            ObjectiveError: a share has no weight after :data:`FIRST_WINDOWS` windows without a
-                gradient.
-        """
-        gradients, tries = self._gradients, 1 if last else FIRST_WINDOWS
-        if gradients is None:
-            return []
-        self.close()
-        if not gradients.count:
-            self._miss(self._due, "no gradient reached the model", tries)
-            return []
-        products = gradients.products()
-        rows = [self._row(term, products[term.name]) for term in self.objective.terms]
-        if not all(_finite(row) for row in rows):
-            log.warning(
-                "step %d: a gradient is not finite; its share is not measured", self._step + 1
-            )
-            self._miss(self._due, "a gradient is not finite", tries)
-            return []
-        self.rows = [self._with_found(row, tries) for row in rows]
-        if ranks.rank() == 0:
-            for row in self.rows:
-                if row.weight or row.term not in self._due:
-                    _report(row)
-        return self.rows
+    def _due(self) -> dict[str, float]:
+        """The shares that this step's window gives a weight."""
+        weights, shares = self.objective.full_weights, dict[str, float]()
+        for term in self.objective.terms:
+            share, every = term.options.share, term.options.every
+            again = every is not None and self._step % every == 0
+            if share is not None and (again or weights[term.name] is None):
+                shares[term.name] = share
+        return shares
 
     def _row(self, term: Term, products: Products) -> TermStrength:
         shares: dict[str, float | None] = dict.fromkeys(PARTS)
@@ -248,19 +197,20 @@ class StrengthMeter:
         weight = self.objective.full_weights[term.name] or 0.0
         return TermStrength(term.name, frozenset(term.trains), weight, shares, cosines)
 
-    def _with_found(self, row: TermStrength, tries: int) -> TermStrength:
-        """The row at the weight that gives its share, if due."""
-        if row.term not in self._due:
-            return row
-        share = next(t.options.share for t in self.objective.terms if t.name == row.term)
-        assert share is not None
+    def _with_weight(self, row: TermStrength, share: float) -> TermStrength:
+        """The row at the weight that gives ``share``, which acts from now on."""
         weight = row.weight_for(share)
-        if weight is None:
-            self._miss([row.term], row.missing, tries)
-            return row
-        self._misses.pop(row.term, None)
-        self.objective.set_full_weight(row.term, weight)
-        return TermStrength(row.term, row.trains, weight, row.shares, row.cosines)
+        if weight is not None:
+            self.objective.set_full_weight(row.term, weight)
+            return replace(row, weight=weight)
+        where = f"step {self._step + 1}: method.terms.{row.term}.share: {row.missing}"
+        if row.weight:
+            log.warning("%s in this window; its weight stays %.3g", where, row.weight)
+        elif self._step == 0:
+            log.warning(
+                "%s in this window; the term has no effect until a window gives it a weight", where
+            )
+        return row
 
 
 def _finite(row: TermStrength) -> bool:
@@ -300,19 +250,16 @@ def _report(row: TermStrength) -> None:
         log.info("%s %.1f %% %s", what, 100 * row.share, where)
 
 
-def _nothing_trains(model: nn.Module) -> str:
-    family = family_in(model)
+def _obstacle(recorder: Recorder, shares: bool) -> str | None:
+    """Why gradients cannot be read or, for ``shares``, not compared; None if they can."""
+    sharded = any(hasattr(parameter, "ds_id") for parameter in recorder.model.parameters())
+    if sharded or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        return "DeepSpeed does not expose gradients (recipes/hardware/fsdp2_8gpu.yaml does not)"
+    if not shares or any(map(trained_parts, recorder.layers)):
+        return None
+    family = family_in(recorder.model)
     targets = [*family.expert_targets, family.router_target]
     return (
         "gradients are compared on routers and routed experts, and neither trains; add LoRA to "
-        f"them: LoraConfig(target_parameters={targets}), in a recipe "
-        "lora.targets: [experts]"
+        f"them: LoraConfig(target_parameters={targets}), in a recipe lora.targets: [experts]"
     )
-
-
-def _obstacle(model: nn.Module) -> str | None:
-    """Why this model's gradients cannot be read, or None."""
-    sharded = any(hasattr(parameter, "ds_id") for parameter in model.parameters())
-    if sharded or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
-        return "DeepSpeed does not expose gradients (recipes/hardware/fsdp2_8gpu.yaml does not)"
-    return None

@@ -75,15 +75,6 @@ class TermGradients:
         self.recorder.change(joins=None)
         self._leaves = {}
 
-    def trains(self) -> bool:
-        """Whether a router or a routed expert has a trainable parameter."""
-        return any(
-            parameter.requires_grad
-            for layer in self.recorder.layers
-            for module in (layer.router, layer.outer_experts)
-            for parameter in module.parameters()
-        )
-
     def products(self) -> dict[str, dict[str, tuple[float, float, float]]]:
         """Squared norms of both gradients, and their inner product, by term and part.
 

@@ -14,6 +14,7 @@ from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.errors import CaptureError, CheckpointError, ObjectiveError, UnsupportedModelError
 from moe_finetune.lora.coverage import lora_coverage
+from moe_finetune.losses.inject import PerTermLosses
 from moe_finetune.losses.objective import Objective
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.models import FAMILIES, family_of
@@ -227,8 +228,28 @@ def test_every_preset_reaches(family):
         for own, _ in module.named_parameters()
         if not own.endswith(tiny.BIASES)
     }, "something else trains in full, or the selection bias does"
-    reached = check_reach(model, Objective.from_options(options, facts))
-    assert len(reached) >= 8 and all(reached[name] for name in set(reached) - {"erc"})
+    objective = Objective.from_options(options, facts)
+    check_reach(model, objective)
+    acting = reaching(model, objective)
+    assert len(acting) >= 8 and all(acting[name] for name in set(acting) - {"erc"})
+
+
+def reaching(model, objective):
+    """How many trainable parameters each term's gradient moves, in a step of its own."""
+    joins = PerTermLosses()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    with Recorder(model.train(), objective) as recorder:
+        recorder.change(joins=joins)
+        torch.manual_seed(0)
+        ids = torch.randint(0, objective.facts.vocab_size, (2, 24))
+        mask = torch.ones_like(ids)
+        loss = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.sum() * 0.0
+        acting = {}
+        for term in objective.terms:
+            joins.only = (term.name,)
+            gradients = torch.autograd.grad(loss, trained, retain_graph=True, allow_unused=True)
+            acting[term.name] = sum(g is not None and bool(g.any()) for g in gradients)
+    return acting
 
 
 @pytest.mark.parametrize(

@@ -124,8 +124,6 @@ def test_grouped_equals_loop(family, table, calls, no_reach):
 @pytest.fixture
 def no_reach(monkeypatch):
     """Leave out the checks before the first step: they read values, and cost more than the step."""
-    place = "moe_finetune.training.specialization"
-    monkeypatch.setattr(f"{place}.check_reach", lambda *_: {})
     monkeypatch.setattr("moe_finetune.training.unmoved._of", lambda _: torch.zeros(3))
 
 

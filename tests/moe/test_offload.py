@@ -82,8 +82,7 @@ def test_the_same_gradients(family, checkpointing):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_layers_are_fetched_before_they_are_needed_and_no_oftener(checkpointing, monkeypatch):
-    monkeypatch.setattr("moe_finetune.training.specialization.check_reach", lambda *_: {})
+def test_layers_are_fetched_before_they_are_needed_and_no_oftener(checkpointing):
     model = adapted("qwen3_moe", checkpointing, layers=5)
     offload = offload_experts(model, HostTransfers())
     most = []

@@ -62,13 +62,6 @@ def assert_equal(wanted, found):
         assert difference <= 1e-5 * max(float(gradient.norm()), LEAST * largest), name
 
 
-@pytest.fixture
-def unchecked(monkeypatch):
-    """Leave out the check of reach before the first step, which costs more than the step."""
-    monkeypatch.setattr("moe_finetune.training.specialization.check_reach", lambda *_: {})
-
-
-@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("family", "kind"), [*((family, "nf4") for family in FAMILIES), ("qwen3_moe", "int8")]
 )
@@ -108,7 +101,6 @@ def dequantized_sizes(monkeypatch):
     return sizes
 
 
-@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("per_chunk", [1, 3])
 def test_experts_are_dequantised_a_few_at_a_time(

@@ -114,6 +114,7 @@ method: {bias_update: 0.001}, model: {path: mixtral}, export: {merge: true}
 method: {token_mask: lables}
 method: {strength: {every: 10}}
 method: {strength: {first: 3}}
+method: erc, router: {train: frozen}, lora: {targets: [attention]}
 router: {train: half}
 router: {replay: true}
 data: {train: 4}

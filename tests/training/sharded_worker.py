@@ -26,14 +26,13 @@ from moe_finetune.losses.presets import PRESETS
 from moe_finetune.moe.layers import moe_layers
 from moe_finetune.moe.spread import spread_experts, spread_modules
 from moe_finetune.recipe.sections import LoraSection
-from moe_finetune.training import ranks, specialization
+from moe_finetune.training import ranks
 from moe_finetune.training.shards import check_all_sharded
 from moe_finetune.training.specialization import Specialization
 from tests import tiny
 from tests.ranks import furthest
 from tests.tiny_adapter import random_factors
 
-CHECK_REACH = specialization.check_reach
 MODES = ("plain", "sharded", "both", "spread", "spread and sharded")
 SPREAD = MODES[3:]
 WORLD = 2
@@ -95,11 +94,9 @@ def model(spread: bool = False) -> torch.nn.Module:
 def run(built: torch.nn.Module, mode: str, options: dict, measured: bool = False) -> dict:
     """Gradients, logged values and state of one optimizer step.
 
-    What comes before a step and costs more is done where most is at once: what each term reaches,
-    and the strength. ``measured``: measure the strength also here.
+    The strength is measured where most is at once. ``measured``: measure it also here.
     """
     measured = measured or mode == "both"
-    specialization.check_reach = CHECK_REACH if measured or mode in SPREAD else lambda *_: {}
     options = {**options, "strength": {"first": measured}}
     built = model(spread=True) if mode in SPREAD else copy.deepcopy(built)
     if mode in ("both", *SPREAD):

@@ -178,18 +178,14 @@ def test_a_term_that_reaches_nothing_trainable_is_refused(tmp_path):
         trainer.train()
 
 
-def test_a_hinge_that_is_met_at_the_start_is_said_and_not_refused(caplog):
-    model = adapted()
-    terms = {"erc": {"weight": 1.0, "alpha": 1e6}}
-    with pytest.warns(UserWarning, match="alpha"):
-        objective = Objective.from_options(terms, model_facts(model))
-    with caplog.at_level("WARNING"):
-        assert check_reach(model, objective) == {"erc": []}
-    assert "method.terms.erc is 0 in every layer from the start" in caplog.text
+def test_a_term_that_reads_weights_alone_needs_them_trainable():
     lora = LoraSection(rank=4, alpha=12.0, targets=["attention"])
-    out_of_reach = add_lora(tiny.model("qwen3_moe"), lora, "frozen")
-    with pytest.raises(ObjectiveError, match="erc: its gradient reaches no trainable"):
-        check_reach(out_of_reach, objective)
+    model = add_lora(tiny.model("qwen3_moe"), lora, "frozen")
+    facts = model_facts(model)
+    check_reach(model, Objective.from_options({"variance": {"weight": 0.1}}, facts))
+    for name in ("erc", "router_orthogonality"):
+        with pytest.raises(ObjectiveError, match=f"{name}: its gradient reaches no trainable"):
+            check_reach(model, Objective.from_options({name: {"weight": 1.0}}, facts))
 
 
 def test_a_frozen_model_is_refused_though_its_embeddings_have_a_gradient():

@@ -45,13 +45,6 @@ def train(capsys, *arguments) -> tuple[int, str, str]:
     return code, out, err
 
 
-def test_a_start_that_fails_with_its_model_leaves_nothing(capsys, recipe, tmp_path):
-    overrides = ["method=erc", "router.train=frozen", "lora.targets=[attention]"]
-    code, _, err = train(capsys, recipe, *overrides, "--output", tmp_path / "run")
-    assert code == 2 and "error: method.terms." in err, err
-    assert [path.name for path in tmp_path.iterdir()] == ["in"]
-
-
 def test_a_corrected_start_works_and_logs_its_few_steps(capsys, caplog, recipe, tmp_path):
     run = tmp_path / "run"
     run.mkdir()

@@ -1,5 +1,7 @@
 """Measured strength equals a separate backward of each loss by hand."""
 
+import json
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -7,6 +9,7 @@ from peft import LoraConfig, get_peft_model
 from moe_finetune import measure_strength
 from moe_finetune.errors import ObjectiveError
 from tests import tiny
+from tests.training import shares
 from tests.training.cases import adapted
 from tests.training.strength import BATCHES, agree, by_hand
 
@@ -74,3 +77,11 @@ def test_a_share_without_adapted_experts_names_the_targets_to_add():
         measure_strength(model, {"terms": {"variance": {"share": 0.1}}}, BATCHES)
     targets = "['mlp.experts.gate_up_proj', 'mlp.experts.down_proj', 'mlp.gate.weight']"
     assert f"LoraConfig(target_parameters={targets})" in str(caught.value)
+
+
+@pytest.mark.parametrize("family", shares.FAMILIES)
+def test_a_share_gives_the_weight_that_it_gave(family):
+    """Four windows, three of the losses measured again; the first line of a run rests on it."""
+    expected = json.loads(shares.FILE.read_text())[family]
+    for name, found in shares.weights(family).items():
+        assert found == pytest.approx(expected[name], rel=1e-6), name

@@ -34,7 +34,7 @@ def test_however_the_model_runs_the_strength_is_the_same(terms, monkeypatch, how
     forwards = []
     backbone_of(model).register_forward_hook(lambda *_: forwards.append(1))
     rows = measure_strength(model, {"terms": terms}, BATCHES)
-    assert len(forwards) == len(BATCHES) + 1  # the first looks for what each term reaches
+    assert len(forwards) == len(BATCHES)
     assert max(row["share_experts"] for row in rows) > 3  # a drowned language loss among them
     agree(rows, by_hand(adapted(), terms, BATCHES))
 
@@ -104,7 +104,8 @@ def test_measuring_takes_a_gradient_of_each_loss_and_leaves_nothing(terms, check
             with LiveBytes() as live:
                 step(work)
                 plain, before = step(work), live.now
-                work.strength.begin(work.steps, due=True)
+                work.strength.first = True
+                work.strength.begin(0)
                 measured, left = step(work), live.now - before
         finally:
             gc.enable()

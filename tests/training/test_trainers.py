@@ -122,7 +122,6 @@ def test_soft_prompts(config, tokens, token_mask):
     with Specialization(model, {"terms": TERMS, "token_mask": token_mask}) as method:
         method.recorder.add_observer(lambda record, _: lengths.append(record.mask_T))
         model(**batch).loss.backward()
-        assert all(len(names) == 1 for names in method.reached.values())
         got = gradients(model)
     assert {mask.numel() for mask in lengths} == {3 * tokens}
     real = int(batch["attention_mask"].sum()) + 3 * (tokens - 19)
