@@ -115,6 +115,8 @@ def stages(recipe: Recipe, run: RunFolder, inputs: Inputs | None, resume: bool) 
     if inputs is not None:
         with phase("train"):
             train(recipe, run, inputs, resume)
+        if ranks.rank() == 0:
+            run.note(peak_memory=max(run.read_summary().get("peak_memory", 0), peak_memory()))
         inputs = None
         free_model()
     if ranks.rank() > 0:
@@ -133,6 +135,17 @@ def stages(recipe: Recipe, run: RunFolder, inputs: Inputs | None, resume: bool) 
     run.note(seconds=round(earlier_seconds + time.perf_counter() - started, 1))
     with phase("report"):
         report(run)
+
+
+def peak_memory() -> int:
+    """The most bytes that this process has had: on its GPU where there is one, else in all."""
+    import resource
+
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def free_model() -> None:

@@ -57,8 +57,10 @@ def test_the_largest_changes_of_the_experts_come_first(tmp_path):
     one = run_of(tmp_path / "aux_loss", 1, eval_loss=2.0)
     two = run_of(tmp_path / "ours", 2, ours, **STRENGTHS, eval_loss=2.01)
     shown = text(one, two)
-    opening = "<strong>ours</strong> against aux_loss</p><dl><div><dt>Experts</dt>"
-    assert f"{opening}<dd>score variance +85\u00a0% (0.0200 → 0.0370), expert overlap −38" in shown
+    opening = "<strong>ours</strong> against aux_loss</p><dl><div><dt>Validation loss</dt>"
+    assert f"{opening}<dd>2.01 against 2.00 (+0.5" in shown
+    experts = "<dt>Experts</dt><dd>score variance +85\u00a0% (0.0200 → 0.0370), expert overlap −38"
+    assert experts in shown
     order = [shown.index(word) for word in ("score variance", "expert overlap −38", "MaxVio +20")]
     assert order == sorted(order)
     assert 'verdict better">+85' in shown and 'verdict better">−37' in shown.replace("−38", "−37")
@@ -68,6 +70,21 @@ def test_the_largest_changes_of_the_experts_come_first(tmp_path):
     strength = text(one, two, section=STRENGTH)
     assert "<td>99\u00a0%</td>" in strength and "<td>13.0</td>" in strength
     assert text(one, section=STRENGTH) is None
+
+
+def test_a_summary_answers_five_questions_in_one_order(tmp_path):
+    """Did it learn, is it better than the base, what changed in the experts, is load even, cost."""
+    run = run_of(tmp_path / "ours", 2)
+    before = METRICS | {"expert_overlap": 0.5, "max_violation": 0.8}
+    change(run / "routing" / "before.json", metrics={k: {"mean": v} for k, v in before.items()})
+    change(run / "summary.json", seconds=95, peak_memory=3 * 2**29)
+    shown = text(run)
+    labels = re.findall(r"<dt>([^<]*)</dt>", shown.partition("</dl>")[0])
+    of_methods = {"Warning", "Method"}
+    labels = [label for label in labels if label not in of_methods]
+    assert labels == ["Validation loss", "Scores", "Experts", "Load", "Cost"]
+    assert "<dd>MaxVio −38\u00a0% (0.800 → 0.500)</dd>" in shown
+    assert "300 steps, 1,228,800 tokens, 1:35 with merge and evaluation, at most 1.5 GiB" in shown
 
 
 def test_a_single_run_is_compared_with_the_checkpoint_before(tmp_path):
@@ -139,7 +156,7 @@ def test_a_checkpoint_that_was_only_analyzed_shows_its_values(tmp_path):
     found["metrics"] = {"score_entropy": {"mean": 1.25}, "collision_entropy": {"mean": 1.1}}
     (run / "routing" / "after.json").write_text(json.dumps(found))
     shown = text(run)
-    experts = "<dt>Experts</dt><dd>MaxVio 1.50, score entropy 1.25</dd>"
+    experts = "<dt>Experts</dt><dd>score entropy 1.25</dd></div><div><dt>Load</dt><dd>MaxVio 1.50"
     assert f"<strong>analyzed</strong></p><dl><div>{experts}" in shown
     assert "how seldom two tokens meet in one expert" in shown
     assert "less than" not in shown and "change" not in shown and "Before" not in shown

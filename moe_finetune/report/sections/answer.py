@@ -1,4 +1,4 @@
-"""The summary: what the losses changed in the experts, and how the scores changed."""
+"""The summary: what was learned, scores, what changed in the experts, load and cost."""
 
 import math
 from collections.abc import Iterator
@@ -50,19 +50,40 @@ def answer_text(report: Report) -> list[str]:
 
 def _answer(report: Report, run: Run) -> Answer:
     changes, scores = expert_changes(report, run), comparisons(report, run)
-    parts = [("Warning", run.collapse), ("Experts", _experts(changes)),
-             ("Method", goal_text(run)), ("Scores", _scores(scores)),
-             *_objective(report, run)]  # fmt: skip
+    load = [c for c in changes if c.word == word("routing/max_violation")]
+    parts = [("Warning", run.collapse), *_objective(report, run), ("Scores", _scores(scores)),
+             ("Experts", _experts([c for c in changes if c not in load])),
+             ("Method", goal_text(run)), ("Load", load[0].describe() if load else None),
+             ("Cost", _cost(run))]  # fmt: skip
     findings = [(label, text) for label, text in parts if text]
+    if {label for label, _ in findings} <= {"Cost"}:
+        findings.insert(0, ("Experts", "nothing was measured"))
     compared = scores or any(math.isfinite(change.share) for change in changes)
     reference = baseline_label(report) if compared else ""
-    return Answer(run.label, reference, findings or [("Experts", "nothing was measured")])
+    return Answer(run.label, reference, findings)
 
 
 def _experts(changes: list[Change]) -> str | None:
     compared = any(math.isfinite(change.share) for change in changes)
     described = [c.describe() for c in changes if c.moved or not compared]
     return ", ".join(described[:6]) or ("hardly changed" if changes else None)
+
+
+def _cost(run: Run) -> str | None:
+    """Steps, tokens, time and memory of a run."""
+    seconds, memory = run.summary.get("seconds"), run.summary.get("peak_memory")
+    count = _tokens(run)
+    steps = f"{run.last_step:,.0f} steps" if run.last_step is not None else None
+    parts = [steps, f"{count:,.0f} tokens" if math.isfinite(count) else None]
+    parts += [f"{duration(seconds)} with merge and evaluation" if is_number(seconds) else None]
+    parts += [f"at most {memory / 2**30:.1f} GiB" if is_number(memory) else None]
+    return ", ".join(part for part in parts if part) or None
+
+
+def _tokens(run: Run) -> float:
+    """The tokens that a run trained on; NaN if it did not count them."""
+    tokens = run.curves.get("num_tokens")
+    return tokens.values[-1] if tokens else math.nan
 
 
 def _scores(differences: list[tuple[str, Difference]]) -> str | None:
@@ -171,8 +192,7 @@ def _different_data(report: Report) -> Iterator[str]:
 
 
 def _run_card(report: Report, run: Run) -> Markup:
-    steps, tokens = run.last_step, run.curves.get("num_tokens")
-    count = tokens.values[-1] if tokens else math.nan
+    steps, count = run.last_step, _tokens(run)
     seconds = run.summary.get("seconds")
     facts = {
         "Checkpoint": run.model,
