@@ -40,7 +40,7 @@ KEYS: dict[str, tuple[Any, str]] = {
         None,
         "a plugin registers the family: --plugin my_family.py, see docs/extending.md",
     ),
-    "numerics": (None, "was dropped; a loss that is not finite stops the run, a collapse is said"),
+    "numerics": (None, "was dropped; a loss that is not finite stops the run, a collapse warns"),
     "numerics.on_nan": ("stop", "steps are no longer skipped; lower trainer.learning_rate"),
     "numerics.max_violation": (None, "the limit is 0.75 x (experts / selected - 1)"),
     "numerics.dead_experts": (0.5, "the limit is 0.5"),
