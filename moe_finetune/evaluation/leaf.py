@@ -181,5 +181,5 @@ def require_files(leaves: list[Leaf]) -> None:
             more = f" (and {len(leaf.missing) - 1} more)" if len(leaf.missing) > 1 else ""
             raise DataError(
                 f"task {leaf.name}: data file {leaf.missing[0]} does not exist{more}; "
-                "'eval --check' lists what a suite needs"
+                "give the folder of its files as data_dir; 'eval --check' lists what a suite needs"
             )
