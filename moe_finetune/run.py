@@ -115,8 +115,8 @@ def stages(recipe: Recipe, run: RunFolder, inputs: Inputs | None, resume: bool) 
     if inputs is not None:
         with phase("train"):
             train(recipe, run, inputs, resume)
-        if ranks.rank() == 0:
-            run.note(peak_memory=max(run.read_summary().get("peak_memory", 0), peak_memory()))
+        if ranks.rank() == 0 and (peak := peak_memory()):
+            run.note(peak_memory=max(run.read_summary().get("peak_memory", 0), peak))
         inputs = None
         free_model()
     if ranks.rank() > 0:
@@ -138,13 +138,13 @@ def stages(recipe: Recipe, run: RunFolder, inputs: Inputs | None, resume: bool) 
 
 
 def peak_memory() -> int:
-    """The most bytes that this process has had: on its GPU where there is one, else in all."""
+    """The most bytes that this process has had; 0 on a GPU, whose memory the log has."""
     import resource
 
     import torch
 
     if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
+        return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -211,7 +211,7 @@ _ALL = (
         "supervised_routing_baseline",
         terms={"load_balance": _balance(1e-2, "gshard", "micro_batch", probabilities="topk")},
         source="P3 appendix B",
-        shows="the balance loss that P3 compares with",
+        shows="the balance loss that supervised routing is compared with",
         goal=("max_violation", -1),
     ),
 )

@@ -72,6 +72,8 @@ def _experts(changes: list[Change]) -> str | None:
 def _cost(run: Run) -> str | None:
     """Steps, tokens, time and memory of a run."""
     seconds, memory = run.summary.get("seconds"), run.summary.get("peak_memory")
+    if of_gpu := run.curves.get("peak_memory_gib"):
+        memory = max(of_gpu.values) * 2**30
     count = _tokens(run)
     steps = f"{run.last_step:,.0f} steps" if run.last_step is not None else None
     parts = [steps, f"{count:,.0f} tokens" if math.isfinite(count) else None]
