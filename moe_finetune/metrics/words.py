@@ -95,7 +95,9 @@ WORDS: dict[str, Word] = {
     ),
     "erc_loss": Word("ERC loss at alpha 1", "0 when experts answer to their own router row", -1),
     **{
-        f"erc_loss_alpha_{alpha}": Word(f"ERC loss at alpha {alpha}", f"as at alpha 1, with a factor of {alpha}", -1)
+        f"erc_loss_alpha_{alpha}": Word(
+            f"ERC loss at alpha {alpha}", f"at alpha 1, own row x {alpha}", -1
+        )
         for alpha in (2, 3, 4, 5)
     },
     "erc_least_alpha": Word(
