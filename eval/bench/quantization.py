@@ -1,4 +1,4 @@
-"""Costs and savings of frozen weights in 4 and 8 bits: memory, loading, steps, held-out loss.
+"""Costs and savings of frozen weights in 4 bits: memory, loading, steps, held-out loss.
 
 Resident bytes and loading time are for a checkpoint with Qwen3-30B-A3B's widths and a small
 vocabulary, written by this script (5 GB for four layers); loading is measured in a child process
@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -39,14 +40,23 @@ def load_child(folder: str, kind: str) -> None:
 
     bitsandbytes()
     torch.ones(64, 64) @ torch.ones(64, 64)
-    before, start = resident("VmRSS"), time.perf_counter()
+    before, start = resident("RssAnon"), time.perf_counter()  # mapped files can be taken back
+    done, peak = threading.Event(), [before]
+
+    def watch() -> None:
+        while not done.wait(0.01):
+            peak[0] = max(peak[0], resident("RssAnon"))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
     model = load_model(folder, "bfloat16", quantization=None if kind == "none" else kind)
     seconds = time.perf_counter() - start
-    after, peak = resident("VmRSS") - before, resident("VmHWM") - before
+    done.set()
+    watcher.join()
     figures = {
         "weights_gb": resident_bytes(model) / 1e9,
-        "resident_gb": after / 1e9,
-        "peak_gb": peak / 1e9,
+        "resident_gb": (resident("RssAnon") - before) / 1e9,
+        "peak_gb": (peak[0] - before) / 1e9,
         "seconds": seconds,
     }
     print(json.dumps(figures))
@@ -56,14 +66,13 @@ def bench_load(arguments) -> dict:
     found = {}
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as folder:
         write_checkpoint(Path(folder), arguments.layers, VOCABULARY)
-        for kind in ("none", "int8", "nf4"):
+        for kind in ("none", "nf4"):
             command = [sys.executable, __file__, "--child", folder, kind]
             done = subprocess.run(command, check=True, capture_output=True, text=True)
             found[kind] = json.loads(done.stdout.strip().splitlines()[-1])
-    for kind in ("int8", "nf4"):
-        row = found[kind]
-        row["weights_ratio"] = row["weights_gb"] / found["none"]["weights_gb"]
-        row["peak_ratio"] = row["peak_gb"] / row["weights_gb"]
+    row = found["nf4"]
+    row["weights_ratio"] = row["weights_gb"] / found["none"]["weights_gb"]
+    row["peak_gb_beyond_weights"] = row["peak_gb"] - row["weights_gb"]
     return found
 
 
@@ -75,8 +84,8 @@ def bench_step(arguments) -> dict:
     for dtype in arguments.dtypes:
         arguments.dtype = dtype
         variants = {}
-        for kind in (None, "nf4", "int8"):
-            variants[kind or "none"] = Variant("ours", build(arguments, True, kind))
+        for kind in ("none", "nf4"):
+            variants[kind] = Variant("ours", build(arguments, True, kind == "nf4"))
         for tokens in arguments.tokens:
             ids = torch.randint(0, VOCABULARY, (max(tokens // 512, 1), min(tokens, 512)))
             batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
@@ -89,11 +98,10 @@ def bench_step(arguments) -> dict:
                     if number:
                         seconds[name].append(time.process_time() - start)
             row = {name: statistics.median(taken) for name, taken in seconds.items()}
-            row |= {f"{name}/none": row[name] / row["none"] for name in ("nf4", "int8")}
+            row["nf4/none"] = row["nf4"] / row["none"]
             # The median of per-round ratios, because the machine is noisy.
-            for name in ("nf4", "int8"):
-                pairs = zip(seconds[name], seconds["none"], strict=True)
-                row[f"{name}/none, by rounds"] = statistics.median(a / b for a, b in pairs)
+            pairs = zip(seconds["nf4"], seconds["none"], strict=True)
+            row["nf4/none, by rounds"] = statistics.median(a / b for a, b in pairs)
             found[f"{dtype}, {tokens} tokens"] = row
     arguments.layers = layers
     return found
@@ -110,7 +118,7 @@ def bench_demo(arguments) -> dict:
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as folder:
         file, *keys = recipe_items("orthogonal_variance", recipes_folder() / "demo", "hf")
         plain = load_recipe(recipes_folder().parent / file, keys)
-        for kind in ("none", "int8", "nf4"):
+        for kind in ("none", "nf4"):
             values = plain.to_mapping() | {"evaluation": None, "export": {"merge": False}}
             values["model"] |= {"quantization": kind}
             values["trainer"] |= {"eval_strategy": "steps", "report_to": "none"}
@@ -118,8 +126,7 @@ def bench_demo(arguments) -> dict:
             lines = (run / "metrics.jsonl").read_text().splitlines()
             losses = [row["eval_loss"] for row in map(json.loads, lines) if "eval_loss" in row]
             found[kind] = {"held_out": losses[-1], "steps": plain.trainer["max_steps"]}
-    for kind in ("int8", "nf4"):
-        found[kind]["ratio"] = found[kind]["held_out"] / found["none"]["held_out"]
+    found["nf4"]["ratio"] = found["nf4"]["held_out"] / found["none"]["held_out"]
     return found
 
 

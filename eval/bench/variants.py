@@ -35,10 +35,10 @@ BASELINES = ("attention-only", "stock-peft")
 COMPILED = ", compiled"
 
 
-def build(arguments, experts: bool, quantization=None):
+def build(arguments, experts: bool, quantized: bool = False):
     """A random model with LoRA on attention, and on experts and full routers if ``experts``.
 
-    Frozen weights are stored as ``quantization``.
+    ``quantized``: frozen weights are stored as nf4.
     """
     torch.manual_seed(0)
     with torch.device(arguments.device):
@@ -49,8 +49,8 @@ def build(arguments, experts: bool, quantization=None):
         for name, parameter in model.named_parameters():
             if name.endswith("gate.weight"):
                 parameter.normal_(0, 0.05)
-    if quantization is not None:
-        quantize_model(model, quantization)
+    if quantized:
+        quantize_model(model)
     targets = ["attention", "shared_experts", "experts"] if experts else ["attention"]
     lora = LoraSection(rank=arguments.rank, alpha=4.0 * arguments.rank, targets=targets)
     model = add_lora(model, lora, "full" if experts else "frozen")
@@ -151,7 +151,7 @@ def variants_of(arguments, names) -> dict[str, Variant]:
     """The variants of ``names``; variants with the same weights share a model."""
     models, made = {}, {}
     for name in names:
-        nf4 = "nf4" if name.endswith(", nf4") else None
+        nf4 = name.endswith(", nf4")
         key = name if name.endswith(COMPILED) else (adapts_experts(name), nf4)
         if key not in models:
             models[key] = build(arguments, adapts_experts(name), nf4)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+import os
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
+log = logging.getLogger(__name__)
+
 
 def load_model(
     source: str | Path | Checkpoint,
@@ -41,16 +45,15 @@ def load_model(
         dtype: of the weights; "auto" keeps the checkpoint's.
         device_map: as in ``from_pretrained``; with ``quantization`` one device, by default this
             process's GPU if it has one.
-        quantization: "nf4" or "int8" quantizes experts and linear layers while they are read, one
-            expert at a time. They are frozen and train through an adapter. See
-            :mod:`moe_finetune.checkpoint.load_quantized`.
+        quantization: "nf4" quantizes experts and linear layers while they are read, one parameter
+            at a time. They are frozen and train through an adapter.
         expert_ranks: number of ranks that share the routed experts. Each reads only its part, and
             all ranks must call this function.
         options: further arguments of ``from_pretrained``, such as ``attn_implementation``.
 
     Raises:
         DependencyError: ``quantization`` is set and bitsandbytes is not installed.
-        RecipeError: an unknown ``quantization``, or an option that it cannot be combined with.
+        RecipeError: an unknown ``quantization``, or several devices with it.
         CheckpointError: files are missing, damaged or do not fit the config; no weight is ever left
             at random values.
         UnsupportedModelError: see :func:`load_config`.
@@ -60,21 +63,52 @@ def load_model(
             "trust_remote_code: code from a checkpoint is never executed; every supported "
             "family has a class here or in transformers; leave the option out"
         )
-    from moe_finetune.quantization.codec import check_kind
+    import torch
 
-    kind = check_kind(quantization)
+    from moe_finetune.quantization.codec import check_format
+
+    quantize = check_format(quantization)
     check_attention(options.get("attn_implementation"))
     opened = source if isinstance(source, Checkpoint) else local_folder(source)
     checkpoint = open_checkpoint(opened, values=True, stored=True)
-    if kind is not None or checkpoint.quantized is not None:
-        from moe_finetune.checkpoint.load_quantized import load_quantized
+    config, stored = copy.deepcopy(checkpoint.model_config), checkpoint.quantized
+    options |= {"dtype": dtype, "device_map": device_map}
+    if quantize or stored is not None:
+        options["device_map"] = {"": one_device(device_map)}
+    if quantize:
+        from moe_finetune.moe.quantizer import Nf4Config  # imports many of transformers' modules
 
-        model = load_quantized(checkpoint, kind, dtype, device_map, expert_ranks, **options)
-    else:
-        config = copy.deepcopy(checkpoint.model_config)
-        options |= {"dtype": dtype, "device_map": device_map}
-        model = read_weights(checkpoint.folder, config, expert_ranks, **options)
+        options["quantization_config"] = Nf4Config(checkpoint.family)
+    if stored is not None:
+        log.warning(
+            "%s is stored as %s and is dequantized while it loads", checkpoint.folder, stored.format
+        )
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
+        options["dtype"] = (config.dtype or torch.bfloat16) if dtype == "auto" else dtype
+        options["state_dict"] = stored.slices(options["dtype"])
+    model = read_weights(checkpoint.folder, config, expert_ranks, **options)
     return opened_as(checkpoint.family, model)
+
+
+def one_device(device_map: Any) -> torch.device:
+    """The device of a quantized model; default: this process's GPU if it has one.
+
+    Raises:
+        RecipeError: ``device_map`` spreads the model.
+    """
+    import torch
+
+    if isinstance(device_map, dict) and len(set(device_map.values())) == 1:
+        device_map = next(iter(device_map.values()))
+    if device_map in (None, "auto"):
+        gpu = torch.cuda.is_available()
+        device_map = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if gpu else "cpu"
+    if not isinstance(device_map, str | int | torch.device):
+        raise RecipeError(
+            f"device_map: {device_map!r} spreads the model, but a quantized model must be on one "
+            "device"
+        )
+    return torch.device(device_map)
 
 
 def forget_generation_defaults(model: Any, pad_token_id: int | None) -> None:
@@ -97,14 +131,19 @@ def read_weights(
     Raises:
         CheckpointError: tensors are missing or do not fit the config.
     """
-    read = class_of(config).from_pretrained
+    from transformers import GenerationConfig
+
+    read: Any = class_of(config).from_pretrained
+    source: Path | None = folder
+    if "state_dict" in options:
+        read, source = type(meta_model(config)).from_pretrained, None
     if expert_ranks > 1:
         from moe_finetune.moe.spread_loading import load_spread
 
         read = partial(load_spread, type(meta_model(config)), expert_ranks)
     try:
         loaded: Any = read(
-            folder,
+            source,
             config=config,
             trust_remote_code=False,
             use_safetensors=True,
@@ -120,6 +159,10 @@ def read_weights(
             f"{folder}: {len(missing)} tensors that config.json describes are missing, the first "
             f"is '{missing[0]}'; copy the checkpoint again"
         )
+    if source is None:
+        model.name_or_path = str(folder)
+        if (folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
 
 

@@ -5,9 +5,9 @@ A tensor, or one expert of a stack, is dequantized when it is read; the formats 
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from moe_finetune.checkpoint.values import DAMAGED, finite, not_finite
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io.config_file import QUANTIZATION
 from moe_finetune.io.safetensors_header import TensorInfo
-from moe_finetune.models import Family
 from moe_finetune.quantization.formats import Format
 
 _RAW = DTYPES | {
@@ -55,28 +54,6 @@ class PlainTensors:
 
     def read_expert(self, name: str, expert: int) -> Tensor:
         return _read(self._tensors[name], expert)
-
-
-class Transposed:
-    """Tensors of files whose expert stacks are transposed relative to the model's."""
-
-    def __init__(self, stored: Stored, family: Family):
-        disk = family.disk
-        self._stored, self._disk = stored, disk
-        self._ends = (f".{disk.gate_up}", f".{disk.down}")
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._stored
-
-    def read(self, name: str) -> Tensor:
-        return self._turned(name, self._stored.read(name))
-
-    def read_expert(self, name: str, expert: int) -> Tensor:
-        return self._turned(name, self._stored.read_expert(name, expert))
-
-    def _turned(self, name: str, tensor: Tensor) -> Tensor:
-        stack = name.startswith(self._disk.stack) and name.endswith(self._ends)
-        return tensor.mT.contiguous() if stack else tensor
 
 
 class QuantizedTensors:
@@ -150,6 +127,10 @@ class QuantizedTensors:
         """The stored parts in their own dtypes, or those of one matrix of a stack."""
         return [_read(part, expert) for part in self._parts[name]]
 
+    def slices(self, dtype: torch.dtype) -> dict[str, Any]:
+        """All tensors by name, each decoded when ``from_pretrained`` reads it for ``dtype``."""
+        return {name: _Slice(self, name, dtype) for name in self.tensors}
+
     def pack(self, values: Tensor, parts: list[Tensor]) -> list[Tensor]:
         """Quantize new float32 values of a tensor whose stored parts are ``parts``."""
         return self._form.pack(values, parts)
@@ -164,6 +145,35 @@ class QuantizedTensors:
             raise CheckpointError(f"{file}: '{name}' {problem}; {DAMAGED}") from None
         if not finite(values):
             raise CheckpointError(not_finite(file, name))
+        return values
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """A tensor of the files in the form in which transformers takes safetensors' slices."""
+
+    stored: QuantizedTensors
+    name: str
+    dtype: torch.dtype
+
+    def get_shape(self) -> list[int]:
+        return list(self.stored.tensors[self.name].shape)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        shape = self.stored.tensors[self.name].shape
+        if len(shape) != 3:
+            return self._checked(self.stored.read(self.name))[index]
+        stack = torch.empty(shape, dtype=self.dtype)
+        for expert in range(shape[0]):  # decoded values take twice the memory of most dtypes
+            stack[expert] = self._checked(self.stored.read_expert(self.name, expert))
+        return stack[index]
+
+    def _checked(self, values: Tensor) -> Tensor:
+        if values.is_floating_point() and not finite(values.to(self.dtype)):
+            dtype = str(self.dtype).removeprefix("torch.")
+            raise CheckpointError(
+                f"'{self.name}' has values that overflow {dtype}; use a wider model.dtype"
+            )
         return values
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from moe_finetune.models import Family, family_of
-from moe_finetune.quantization.codec import Kind
 from moe_finetune.quantization.weight import QuantizedWeight
 
 if TYPE_CHECKING:
@@ -36,10 +35,10 @@ def quantized_names(model: nn.Module, family: Family) -> frozenset[str]:
     return frozenset(names)
 
 
-def quantize_model(model: PreTrainedModel, kind: Kind) -> None:
+def quantize_model(model: PreTrainedModel) -> None:
     """Quantize and freeze the large weights of a model in memory, in place."""
     for name in quantized_names(model, family_of(model.config)):
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
-        weight = QuantizedWeight.of(module.get_parameter(leaf), kind)
+        weight = QuantizedWeight.of(module.get_parameter(leaf))
         module._parameters[leaf] = nn.Parameter(weight, requires_grad=False)

@@ -1,11 +1,7 @@
-"""Two number formats for frozen weights, through bitsandbytes' kernels on CPUs and GPUs.
+"""The number format of frozen weights, through bitsandbytes' kernels on CPUs and GPUs.
 
-- ``nf4``: 4 bits per weight, 16 quantiles of a normal distribution, scaled by the largest magnitude
-  among 64 consecutive weights; 4.5 bits with scales (QLoRA, Dettmers et al. 2023, arXiv
-  2305.14314).
-- ``int8``: 8 bits per weight, scaled by the largest magnitude in its row (LLM.int8, Dettmers et al.
-  2022, arXiv 2208.07339). Activations are not rounded.
-
+``nf4``: 4 bits per weight, 16 quantiles of a normal distribution, scaled by the largest magnitude
+among 64 consecutive weights; 4.5 bits with scales (QLoRA, Dettmers et al. 2023, arXiv 2305.14314).
 Each matrix is quantized separately: no block spans two experts.
 """
 
@@ -13,7 +9,7 @@ import functools
 import logging
 import math
 import sys
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,25 +17,28 @@ from torch.nn.functional import pad
 
 from moe_finetune.errors import DependencyError, RecipeError, did_you_mean
 
-Kind = Literal["nf4", "int8"]
+NF4 = "nf4"
 BLOCK = 64
-"""Number of weights that share a scale in ``nf4``."""
+"""Number of weights that share a float32 scale."""
+BITS = 4 + 32 / BLOCK
+"""Per weight, with its share of a scale."""
 
 
-def check_kind(kind: str | None, key: str = "quantization") -> Kind | None:
-    """Return ``kind``, or None for "none".
+def check_format(name: str | None, key: str = "quantization") -> bool:
+    """Return whether weights are to be quantized: whether ``name`` is not None or "none".
 
     Raises:
         RecipeError: an unknown format.
         DependencyError: bitsandbytes cannot be used here.
     """
-    if kind in (None, "none"):
-        return None
-    if kind not in get_args(Kind):
-        formats = ("none", *get_args(Kind))
-        raise RecipeError(f"{key}: unknown format '{kind}'{did_you_mean(str(kind), formats)}")
+    if name in (None, "none"):
+        return False
+    if name == "int8":
+        raise RecipeError(f"{key}: 'int8' was dropped; set nf4")
+    if name != NF4:
+        raise RecipeError(f"{key}: unknown format '{name}'{did_you_mean(str(name), ['none', NF4])}")
     bitsandbytes()
-    return kind  # type: ignore[return-value]
+    return True
 
 
 @functools.cache
@@ -70,38 +69,27 @@ def bitsandbytes() -> Any:
     return library
 
 
-def packed_shapes(kind: Kind, rows: int, columns: int) -> tuple[int, int]:
+def packed_shapes(rows: int, columns: int) -> tuple[int, int]:
     """Numbers of packed bytes and of float32 scales of one matrix."""
-    if kind == "int8":
-        return rows * columns, rows
     blocks = math.ceil(rows * columns / BLOCK)
     return blocks * BLOCK // 2, blocks
 
 
-def quantize(matrix_RC: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+def quantize(matrix_RC: Tensor) -> tuple[Tensor, Tensor]:
     """Packed bytes and float32 scales of one float matrix, both flat; see :func:`packed_shapes`."""
-    library = bitsandbytes()
-    if kind == "int8":
-        # The GPU kernel takes only this dtype: 11 significant bits, of which 8 remain.
-        packed, scales, _ = torch.ops.bitsandbytes.int8_vectorwise_quant(matrix_RC.half(), 0.0)
-        packed.masked_fill_((scales == 0).unsqueeze(1), 0)  # a row of zeros was divided by 0
-        return packed.reshape(-1), scales.reshape(-1)
     flat = matrix_RC.reshape(-1)
     flat = pad(flat, (0, -flat.numel() % BLOCK))
-    packed, state = library.functional.quantize_4bit(flat, blocksize=BLOCK, quant_type="nf4")
+    functional = bitsandbytes().functional
+    packed, state = functional.quantize_4bit(flat, blocksize=BLOCK, quant_type=NF4)
     return packed.reshape(-1), state.absmax
 
 
 def dequantize(
-    packed_nP: Tensor, scales_nB: Tensor, rows: int, columns: int, kind: Kind, dtype: torch.dtype
+    packed_nP: Tensor, scales_nB: Tensor, rows: int, columns: int, dtype: torch.dtype
 ) -> Tensor:
     """Matrices ``(n, rows, columns)`` in ``dtype`` from their packed bytes and scales."""
-    count = packed_nP.shape[0]
-    if kind == "int8":
-        values_nRC = packed_nP.view(count, rows, columns).to(dtype)
-        return values_nRC.mul_((scales_nB / 127.0).to(dtype).unsqueeze(2))
-    padded = packed_nP.shape[1] * 2
+    count, padded = packed_nP.shape[0], packed_nP.shape[1] * 2
     flat: Tensor = torch.ops.bitsandbytes.dequantize_4bit(
-        packed_nP, scales_nB, BLOCK, "nf4", (count, padded), dtype
+        packed_nP, scales_nB, BLOCK, NF4, (count, padded), dtype
     )
     return flat[:, : rows * columns].view(count, rows, columns)

@@ -10,9 +10,9 @@ Packed bytes and scales are stored by unit: an expert of a stack, or the fewest 
 that fill whole blocks. A unit is never divided, so ranks can share a weight by units: FSDP2 splits
 it like an ordinary parameter, all-gathers bytes and scales, and frees them again.
 
-bitsandbytes' own layers are not used: ``Linear4bit``'s weight has neither the shape that PEFT reads
-for LoRA on a parameter nor the dtype that some models cast to, and ``Linear8bitLt`` rounds
-activations. Blocks, scales and values are those of bitsandbytes' functions.
+bitsandbytes' own layer is not used: ``Linear4bit``'s weight has neither the shape that PEFT reads
+for LoRA on a parameter nor the dtype that some models cast to. Blocks, scales and values are those
+of bitsandbytes' functions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_finetune.errors import QuantizationError
-from moe_finetune.quantization.codec import BLOCK, Kind, dequantize, packed_shapes, quantize
+from moe_finetune.quantization.codec import BLOCK, dequantize, packed_shapes, quantize
 from moe_finetune.torch_extension import tree_leaves, tree_map
 
 
@@ -35,7 +35,6 @@ class _Layout:
     """How the weight maps to the packed matrices.
 
     Attributes:
-        kind: number format.
         stored: rows and columns of each packed unit.
         stacked: whether units are experts instead of consecutive rows of one matrix.
         transposed: whether the weight is the transpose of the packed matrices.
@@ -43,7 +42,6 @@ class _Layout:
         flat: whether the weight is flattened to one dimension.
     """
 
-    kind: Kind
     stored: tuple[int, int]
     stacked: bool
     transposed: bool = False
@@ -99,42 +97,36 @@ class QuantizedWeight(Tensor):
     def empty(
         cls,
         shape: Sequence[int],
-        kind: Kind,
         dtype: torch.dtype,
         device: torch.device | str | None = None,
     ) -> QuantizedWeight:
         """A weight of ``shape`` (E, R, C) or (R, C), to be filled with :meth:`store`."""
         *experts, rows, columns = shape
-        unit = rows if experts else unit_rows(kind, rows, columns)
+        unit = rows if experts else unit_rows(rows, columns)
         units = experts[0] if experts else rows // unit
-        size, scales = packed_shapes(kind, unit, columns)
-        item = torch.int8 if kind == "int8" else torch.uint8
+        size, scales = packed_shapes(unit, columns)
         return cls(
-            torch.empty(units, size, dtype=item, device=device),
+            torch.empty(units, size, dtype=torch.uint8, device=device),
             torch.empty(units, scales, dtype=torch.float32, device=device),
-            _Layout(kind, (unit, columns), stacked=bool(experts)),
+            _Layout((unit, columns), stacked=bool(experts)),
             dtype,
         )
 
     @classmethod
-    def of(cls, weight: Tensor, kind: Kind) -> QuantizedWeight:
+    def of(cls, weight: Tensor) -> QuantizedWeight:
         """Quantize ``weight`` (E, R, C) or (R, C) matrix by matrix."""
-        packed = cls.empty(weight.shape, kind, weight.dtype, weight.device)
+        packed = cls.empty(weight.shape, weight.dtype, weight.device)
         matrices = weight.detach() if weight.dim() == 3 else weight.detach().unsqueeze(0)
         for expert, matrix in enumerate(matrices):
-            packed.store(expert, matrix)
+            units = slice(expert, expert + 1) if weight.dim() == 3 else slice(None)
+            digits, scales = quantize(matrix)
+            packed._packed[units] = digits.view_as(packed._packed[units])
+            packed._scales[units] = scales.view_as(packed._scales[units])
         return packed
 
-    def store(self, expert: int, matrix_RC: Tensor) -> None:
-        """Quantize ``matrix_RC`` as one expert of a stack, or as the whole matrix."""
-        packed, scales = quantize(matrix_RC.to(self._packed.device), self._layout.kind)
-        units = slice(expert, expert + 1) if self._layout.stacked else slice(None)
-        self._packed[units] = packed.view_as(self._packed[units])
-        self._scales[units] = scales.view_as(self._scales[units])
-
-    @property
-    def kind(self) -> Kind:
-        return self._layout.kind
+    def is_finite(self) -> bool:
+        """Whether all values are finite: scales are the blocks' largest magnitudes."""
+        return bool(torch.isfinite(self._scales).all())
 
     @property
     def stored_bytes(self) -> int:
@@ -145,9 +137,7 @@ class QuantizedWeight(Tensor):
         packed, scales, layout = self._packed, self._scales, self._layout
         if experts is not None:
             packed, scales = packed[experts], scales[experts]
-        values = dequantize(
-            packed.contiguous(), scales.contiguous(), *layout.stored, layout.kind, self.dtype
-        )
+        values = dequantize(packed.contiguous(), scales.contiguous(), *layout.stored, self.dtype)
         if layout.flat:
             return values.reshape(-1)
         if not layout.stacked:
@@ -196,7 +186,7 @@ class QuantizedWeight(Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return (
-            f"QuantizedWeight({self.kind}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"QuantizedWeight(shape={tuple(self.shape)}, dtype={self.dtype}, "
             f"device='{self.device}')"
         )
 
@@ -243,10 +233,8 @@ class QuantizedWeight(Tensor):
         return self._like(self._packed[first:last], self._scales[first:last])
 
 
-def unit_rows(kind: Kind, rows: int, columns: int) -> int:
+def unit_rows(rows: int, columns: int) -> int:
     """The fewest rows that fill whole blocks and divide the matrix; all rows if none do."""
-    if kind == "int8":
-        return 1
     unit = BLOCK // math.gcd(BLOCK, columns)
     return unit if rows % unit == 0 else rows
 
@@ -261,12 +249,6 @@ def local_weight(tensor: Any) -> QuantizedWeight | None:
 def quantized(tensor: Any) -> bool:
     """Whether a tensor or parameter, or this rank's part of it, is stored quantized."""
     return local_weight(tensor) is not None
-
-
-def quantization_of(model: nn.Module) -> Kind | None:
-    """The number format of a model's quantized weights, or None without any."""
-    weights = map(local_weight, model.parameters())
-    return next((weight.kind for weight in weights if weight is not None), None)
 
 
 def resident_bytes(model: nn.Module) -> int:
@@ -388,9 +370,9 @@ def _split(self: QuantizedWeight, size: int, dim: int = 0) -> Any:
     unit = layout.rows_per_unit
     if size % unit:
         raise QuantizationError(
-            f"a {layout.kind} weight of shape {tuple(self.shape)} cannot be divided into parts of "
-            f"{size} rows: {unit} rows share blocks of {BLOCK} values; use quantization int8, or "
-            "another number of processes"
+            f"a quantized weight of shape {tuple(self.shape)} cannot be divided into parts of "
+            f"{size} rows: {unit} rows share blocks of {BLOCK} values; use another number of "
+            "processes"
         )
     step = size // unit
     return [self._units(first, first + step) for first in range(0, len(self._packed), step)]

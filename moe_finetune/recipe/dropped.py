@@ -56,6 +56,7 @@ VALUES: dict[str, dict[str, str]] = {
         ("orthogonal", "olora", "pissa", *(f"pissa_niter_{n}" for n in range(1, 100))),
         f"was dropped (kept: kaiming, gaussian); {OWN_MODEL}",
     ),
+    "model.quantization": {"int8": "was dropped; set nf4"},
     "stage": dict.fromkeys(
         ("kto", "orpo", "distill"),
         f"was dropped (kept: sft, pretrain, dpo, grpo); {OTHER_TRAINERS}",

@@ -38,7 +38,7 @@ class ModelSection(Section):
     dtype: Literal["bfloat16", "float32"] = Field(
         default="bfloat16", description="number format of the weights and of the merged checkpoint"
     )
-    quantization: Literal["none", "nf4", "int8"] = Field(
+    quantization: Literal["none", "nf4"] = Field(
         default="none", description="number format of frozen weights while an adapter trains"
     )
     revision: str | None = Field(default=None, description="branch, tag or commit of a hub id")

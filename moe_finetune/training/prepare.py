@@ -164,10 +164,10 @@ def check_machine(recipe: Recipe) -> None:
     import torch
 
     from moe_finetune.moe.offload import check_offload
-    from moe_finetune.quantization.codec import check_kind
+    from moe_finetune.quantization.codec import check_format
 
     kind, trainer = recipe.model.quantization, recipe.trainer
-    if check_kind(kind, "model.quantization") is not None:
+    if check_format(kind, "model.quantization"):
         load_on_each_rank(f"model.quantization: '{kind}'", "set model.quantization: none")
     if recipe.model.offload == "experts":
         check_offload()

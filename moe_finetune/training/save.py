@@ -16,7 +16,8 @@ from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.moe.bias import BiasBalancer
 from moe_finetune.moe.layers import moe_layers
 from moe_finetune.moe.lora_selected import for_all_experts, selected_experts
-from moe_finetune.quantization.weight import quantization_of
+from moe_finetune.quantization.codec import NF4
+from moe_finetune.quantization.weight import quantized
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training import ranks
 from moe_finetune.training.bias_keep import add_bias, change_config, name_bias, save_beside
@@ -162,8 +163,9 @@ def describe_adapter(
     from moe_finetune.checkpoint import write_metadata
 
     chosen = selected_experts(model)
-    kind = quantization_of(model)
-    metadata: dict[str, Any] = {"quantization": kind} if kind is not None else {}
+    metadata: dict[str, Any] = (
+        {"quantization": NF4} if any(map(quantized, model.parameters())) else {}
+    )
     if chosen is not None and not packed:
         metadata["chosen_experts"] = {str(layer): list(ids) for layer, ids in chosen.items()}
         chosen = None

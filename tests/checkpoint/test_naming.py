@@ -12,7 +12,6 @@ from transformers import AutoConfig
 
 from moe_finetune.checkpoint import merge_adapter, open_checkpoint
 from moe_finetune.checkpoint.convert import convert_checkpoint
-from moe_finetune.checkpoint.load_quantized import load_quantized
 from moe_finetune.checkpoint.loading import load_model
 from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
@@ -22,6 +21,7 @@ from moe_finetune.models.structure import class_of
 from tests import tiny
 from tests import tiny_families as families
 from tests.checkpoint.golden import check_changed
+from tests.quantization.models import check_quantized
 from tests.tiny_adapter import adapted
 
 WEIGHTS = "model.safetensors"
@@ -106,9 +106,7 @@ def test_the_merge_writes_the_names_that_it_found(family, tensors_of, tmp_path):
     assert disk.name("router", layers[0]) in before
     stock = loaded(base).state_dict()
     assert all(torch.equal(tensor, stock[name]) for name, tensor in model.state_dict().items())
-    if not disk.interleaved:
-        streamed = load_quantized(opened, None, "float32").state_dict()
-        assert all(torch.equal(tensor, streamed[name]) for name, tensor in stock.items())
+    check_quantized(base, stock)
 
     peft = adapted(model, "lora")
     peft.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)

@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from moe_finetune.checkpoint import merge_adapter
-from moe_finetune.checkpoint.load_quantized import load_quantized
 from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.errors import AdapterError, CheckpointError, UnsupportedModelError
 from moe_finetune.models import FAMILIES, family_of, table
@@ -19,6 +18,7 @@ from moe_finetune.models.structure import class_of
 from moe_finetune.moe.hooks import Recorder
 from tests import tiny_families as tiny
 from tests.checkpoint.helpers import randomize
+from tests.quantization.models import check_quantized
 from tests.tiny_adapter import adapted
 
 WEIGHTS = "model.safetensors"
@@ -76,12 +76,7 @@ def test_a_published_layout(family, published, tmp_path):
         FAMILIES[family].moe_layers(tiny.config(family)), tiny.EXPERTS
     )
     stock = loaded(base).state_dict()
-    in_turn = FAMILIES[family].disk.interleaved
-    refused = pytest.raises(UnsupportedModelError, match="interleave the rows of gate and up")
-    with refused if in_turn else nullcontext():
-        streamed = load_quantized(open_checkpoint(base), None, "float32").state_dict()
-        assert stock.keys() == streamed.keys()
-        assert all(torch.equal(tensor, streamed[name]) for name, tensor in stock.items())
+    check_quantized(base, stock)
 
     model = adapted(tiny.model(family), "lora")
     model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)

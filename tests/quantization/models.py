@@ -7,7 +7,7 @@ import torch
 
 from moe_finetune import load_model
 from moe_finetune.models import table
-from moe_finetune.quantization.weight import quantized
+from moe_finetune.quantization.weight import QuantizedWeight, quantized
 from tests import tiny, tiny_families
 
 FAMILIES = (*tiny.FAMILY_NAMES, *(family.name for family in table.FAMILIES))
@@ -20,15 +20,27 @@ def save(family: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     return folder
 
 
-def dequantized(folder: Path, kind: str, dtype: str = "float32") -> Any:
+def dequantized(folder: Path, dtype: str = "float32") -> Any:
     """The ordinary model with the values of the quantized one."""
-    held = dict(load_model(folder, dtype=dtype, quantization=kind).named_parameters())
+    held = dict(load_model(folder, dtype=dtype, quantization="nf4").named_parameters())
     model = load_model(folder, dtype=dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if quantized(held[name]):
                 parameter.copy_(held[name].dequantize())
     return model
+
+
+def check_quantized(folder: Path, stock: dict[str, torch.Tensor]) -> None:
+    """Loaded quantized, the checkpoint has the values of ``stock``, quantized or as they are."""
+    state = load_model(folder, dtype="float32", quantization="nf4").state_dict()
+    assert stock.keys() == state.keys()
+    for name, value in stock.items():
+        if quantized(state[name]):
+            packed = QuantizedWeight.of(value)
+            assert torch.equal(state[name].dequantize(), packed.dequantize()), name
+        else:
+            assert torch.equal(state[name], value), name
 
 
 def batch() -> dict[str, Any]:

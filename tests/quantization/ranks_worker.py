@@ -43,7 +43,6 @@ METHOD = {
 BOTH = ("sharded", "spread")
 CASES = {
     "nf4": ("qwen3_moe", {}, {"quantization": "nf4"}, BOTH),
-    "int8": ("qwen3_moe", {}, {"quantization": "int8"}, BOTH),
     "grouped": ("qwen3_moe", {}, {"quantization": "nf4", "kernel": "grouped"}, BOTH),
     "transposed": ("gpt_oss", {}, {"quantization": "nf4"}, BOTH),
     "uneven": ("qwen3_moe", {"num_experts": 7}, {"quantization": "nf4"}, ("sharded",)),

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import core_model_loading
 
 from moe_finetune import load_model
-from moe_finetune.checkpoint.load_quantized import PlainTensors, load_streaming
-from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.errors import CheckpointError, DependencyError, RecipeError
 from moe_finetune.models import FAMILIES as FACTS
-from moe_finetune.models.loading import load_config
 from moe_finetune.quantization import codec
 from moe_finetune.quantization.weight import QuantizedWeight, quantized, resident_bytes
 from tests.quantization.models import FAMILIES, batch, save
@@ -28,7 +28,7 @@ def test_every_family_is_its_checkpoint_quantised(family, tmp_path):
     held = {name for name, value in found.items() if quantized(value)}
     for name, value in wanted.items():
         if name in held:
-            value = QuantizedWeight.of(value, "nf4").dequantize()
+            value = QuantizedWeight.of(value).dequantize()
             assert torch.equal(found[name].dequantize(), value), name
             wanted[name].copy_(value)
         else:
@@ -50,70 +50,60 @@ def test_every_family_is_its_checkpoint_quantised(family, tmp_path):
         assert torch.equal(model(inputs).logits, stock(inputs).logits)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "kimi_linear", "hunyuan_v1_moe"])
-def test_streamed_without_a_format_is_what_transformers_loads(family, tmp_path):
-    save(family, tmp_path, torch.bfloat16)
-    stored = PlainTensors(open_checkpoint(tmp_path).tensors)
-    config = load_config(tmp_path)
-    model = load_streaming(tmp_path, config, stored, None, torch.bfloat16)
-    wanted, found = load_model(tmp_path, dtype="bfloat16").state_dict(), model.state_dict()
-    assert list(wanted) == list(found)
-    for name, value in wanted.items():
-        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
-
-
-class Counted(PlainTensors):
-    """Notes the largest piece that is read."""
-
-    largest = 0
-
-    def _note(self, piece):
-        self.largest = max(self.largest, piece.numel())
-        return piece
-
-    def read(self, name):
-        return self._note(super().read(name))
-
-    def read_expert(self, name, expert):
-        return self._note(super().read_expert(name, expert))
-
-
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "granitemoe"])
-def test_one_expert_is_read_at_a_time(family, tmp_path):
-    """Whether the files hold matrices or stacks."""
+def test_one_parameter_is_read_at_a_time(family, tmp_path, monkeypatch):
+    """Tensors are read when their parameter is quantized, whether files hold matrices or stacks."""
     save(family, tmp_path)
-    stored = Counted(open_checkpoint(tmp_path).tensors)
-    model = load_streaming(tmp_path, load_config(tmp_path), stored, "nf4", torch.float32)
+    read, largest, original = [0], [0], core_model_loading._materialize_copy
+
+    def reading(*args):
+        values = original(*args)
+        read[0] += values.numel()
+        return values
+
+    def quantizing(weight):
+        largest[0] = max(largest[0], read[0])
+        read[0] = 0
+        return quantized_of(weight)
+
+    quantized_of = QuantizedWeight.of
+    monkeypatch.setattr(core_model_loading, "_materialize_copy", reading)
+    monkeypatch.setattr(QuantizedWeight, "of", quantizing)
+    model = load_model(tmp_path, dtype="float32", quantization="nf4")
     stack = max(p.numel() for p in model.parameters() if p.dim() == 3)
-    embedding = model.get_input_embeddings().weight.numel()
-    assert stored.largest <= max(embedding, stack // 10)
+    others = sum(p.numel() for p in model.parameters() if not quantized(p))
+    assert largest[0] <= stack + others
 
 
-def test_bytes_are_those_of_the_formats(tmp_path):
+def test_bytes_are_four_bits_and_a_scale(tmp_path):
     save("qwen3_moe", tmp_path)
-    for kind, bits in (("nf4", 4.5), ("int8", 8.0)):
-        model = load_model(tmp_path, dtype="bfloat16", quantization=kind)
-        held = [p for p in model.parameters() if quantized(p)]
-        weights = sum(p.numel() for p in held)
-        stored = sum(p.stored_bytes for p in held)
-        assert bits / 8 <= stored / weights <= 1.05 * bits / 8
-        others = sum(p.numel() * p.element_size() for p in model.parameters() if not quantized(p))
-        buffers = sum(b.numel() * b.element_size() for b in model.buffers())
-        assert resident_bytes(model) == stored + others + buffers
+    model = load_model(tmp_path, dtype="bfloat16", quantization="nf4")
+    packed = [p for p in model.parameters() if quantized(p)]
+    weights = sum(p.numel() for p in packed)
+    stored = sum(p.stored_bytes for p in packed)
+    assert 4.5 / 8 <= stored / weights <= 1.05 * 4.5 / 8
+    others = sum(p.numel() * p.element_size() for p in model.parameters() if not quantized(p))
+    buffers = sum(b.numel() * b.element_size() for b in model.buffers())
+    assert resident_bytes(model) == stored + others + buffers
 
 
 def test_what_cannot_be_loaded_so_is_said(tmp_path, monkeypatch):
     save("qwen3_moe", tmp_path)
     with pytest.raises(RecipeError, match="unknown format 'nf5'; did you mean 'nf4'"):
         load_model(tmp_path, quantization="nf5")
-    with pytest.raises(RecipeError, match="output_loading_info: cannot be combined with"):
-        load_model(tmp_path, quantization="nf4", output_loading_info=True)
+    with pytest.raises(RecipeError, match="'int8' was dropped; set nf4"):
+        load_model(tmp_path, quantization="int8")
     with pytest.raises(RecipeError, match="spreads the model"):
         load_model(tmp_path, quantization="nf4", device_map={"a": "cpu", "b": "meta"})
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        tensors = {name: file.get_tensor(name) * 1e7 for name in file.keys()}  # noqa: SIM118
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"experts.* has values that overflow .*model.dtype"):
+        load_model(tmp_path, dtype="float16", quantization="nf4")
     codec.bitsandbytes.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
     with pytest.raises(DependencyError, match="pip install bitsandbytes"):
-        load_model(tmp_path, quantization="int8")
+        load_model(tmp_path, quantization="nf4")
     codec.bitsandbytes.cache_clear()
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError):

@@ -30,7 +30,7 @@ def compare(folder, other, floats, caplog):
     for name, value in wanted.state_dict().items():
         assert torch.equal(state[name], value), name
         if quantized(packed[name]):
-            again = QuantizedWeight.of(value, "nf4").dequantize()
+            again = QuantizedWeight.of(value).dequantize()
             assert torch.equal(packed[name].dequantize(), again), name
     with torch.no_grad():
         inputs = batch()["input_ids"]
@@ -61,7 +61,7 @@ def test_training_on_one_leaves_an_adapter_for_the_unquantised_base(tmp_path, ca
     data.write_text('{"text": "one and two"}\n{"text": "three and four"}\n')
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
-        f"model: {{path: {stored}, dtype: float32, quantization: int8}}\n"
+        f"model: {{path: {stored}, dtype: float32, quantization: nf4}}\n"
         f"lora: {{rank: 4}}\ndata: {{train: {data}, max_length: 16}}\n"
         "trainer: {max_steps: 1, learning_rate: 1.0e-3, report_to: none}\n"
     )

@@ -62,17 +62,15 @@ def assert_equal(wanted, found):
         assert difference <= 1e-5 * max(float(gradient.norm()), LEAST * largest), name
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"), [*((family, "nf4") for family in FAMILIES), ("qwen3_moe", "int8")]
-)
-def test_gradients_are_those_of_the_dequantised_model(family, kind, tmp_path):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_the_dequantised_model(family, tmp_path):
     """Routers, LoRA on attention, shared and routed experts, under every loss at once."""
     save(family, tmp_path)
     method = every_term()
     if not FACTS[family].gated:
         del method["terms"]["erc"]  # reads the gate projection
-    wanted = gradients(adapted(dequantized(tmp_path, kind)), method)
-    found = gradients(adapted(load_model(tmp_path, "float32", quantization=kind)), method)
+    wanted = gradients(adapted(dequantized(tmp_path)), method)
+    found = gradients(adapted(load_model(tmp_path, "float32", quantization="nf4")), method)
     assert any("gate" in name or "router" in name for name in found[1])
     assert_equal(wanted, found)
 
@@ -82,7 +80,7 @@ def test_gradients_are_those_of_the_dequantised_model(family, kind, tmp_path):
 def test_the_grouped_kernel_and_checkpointing(family, setting, tmp_path):
     save(family, tmp_path)
     method = every_term()
-    wanted = gradients(adapted(dequantized(tmp_path, "nf4")), method)
+    wanted = gradients(adapted(dequantized(tmp_path)), method)
     model = adapted(load_model(tmp_path, "float32", quantization="nf4"))
     assert_equal(wanted, gradients(model, method, **setting))
 
@@ -127,7 +125,7 @@ def test_experts_are_dequantised_a_few_at_a_time(
 
 def test_experts_without_tokens_are_not_dequantised(dequantized_sizes):
     values = torch.randn(9, 16, 32, generator=torch.Generator().manual_seed(4))
-    packed = QuantizedWeight.of(values, "nf4")
+    packed = QuantizedWeight.of(values)
     index_TK = torch.tensor([[7, 2], [2, 4], [7, 4]])
     hidden_TH = torch.randn(3, 32, generator=torch.Generator().manual_seed(5))
     groups = grouped.Groups.of(index_TK, 9, grouped=True, in_chunks=True)
@@ -173,7 +171,7 @@ def test_peft_alone_computes_the_same(tmp_path):
     """Without the toolkit's forward, PEFT's wrappers read the weight and leave it as it was."""
     save("qwen3_moe", tmp_path)
     model = adapted(load_model(tmp_path, "float32", quantization="nf4")).eval()
-    wanted = adapted(dequantized(tmp_path, "nf4")).eval()
+    wanted = adapted(dequantized(tmp_path)).eval()
     inputs = batch()["input_ids"]
     with torch.no_grad():
         found = model(inputs).logits
@@ -280,7 +278,8 @@ def test_an_8_bit_optimizer_resumes_exactly(recipe_file, tmp_path):
     [
         (["lora=null"], "needs an adapter: quantized weights cannot be trained"),
         (["lora=null", "model.init=random"], "quantizes a checkpoint's weights"),
-        (["model.quantization=int4"], "must be 'none', 'nf4' or 'int8', not 'int4'"),
+        (["model.quantization=int4"], "must be 'none' or 'nf4', not 'int4'"),
+        (["model.quantization=int8"], "model.quantization: 'int8' was dropped; set nf4"),
     ],
 )
 def test_what_cannot_run_ends_with_2(changes, words, recipe_file, tmp_path, capsys):

@@ -13,7 +13,7 @@ from moe_finetune.models.structure import meta_model
 from moe_finetune.moe.grouped import DEQUANTIZED_BYTES
 from moe_finetune.moe.layers import backbone_of, causal_lm, family_in
 from moe_finetune.moe.quantized_model import quantized_names
-from moe_finetune.quantization.codec import packed_shapes
+from moe_finetune.quantization.codec import NF4, packed_shapes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -139,9 +139,8 @@ def stored_bytes(model: nn.Module, recipe: Recipe, gpus: int = 1) -> Stored:
         )
     backbone: Any = backbone_of(model)
     family, layers = family_in(model), len(backbone.layers)
-    quantization: Any = recipe.model.quantization
     packed: frozenset[str] = frozenset()
-    if quantization != "none":
+    if recipe.model.quantization != "none":
         packed = quantized_names(meta_model(causal_lm(model).config), family)
     spread = gpus if recipe.parallel.experts == "all" else recipe.parallel.experts
     item = 4 if recipe.lora is None or recipe.model.dtype == "float32" else 2
@@ -158,7 +157,7 @@ def stored_bytes(model: nn.Module, recipe: Recipe, gpus: int = 1) -> Stored:
         if added:
             size, kind = 4 * count, "float32"
         elif plain_name(name) in packed:
-            size, kind = quantized_bytes(shape, quantization), quantization
+            size, kind = quantized_bytes(shape), NF4
             if stack:  # one at a time, some experts at once
                 chunk = max(
                     chunk, min(item * count, max(DEQUANTIZED_BYTES, item * count // shape[0]))
@@ -203,10 +202,10 @@ def stored_bytes(model: nn.Module, recipe: Recipe, gpus: int = 1) -> Stored:
     )
 
 
-def quantized_bytes(shape: tuple[int, ...], kind: Any) -> int:
+def quantized_bytes(shape: tuple[int, ...]) -> int:
     """Bytes of a quantized matrix (R, C) or stack (E, R, C): packed weights and float32 scales."""
     *stacked, rows, columns = shape
-    size, scales = packed_shapes(kind, rows, columns)
+    size, scales = packed_shapes(rows, columns)
     return (stacked[0] if stacked else 1) * (size + 4 * scales)
 
 

@@ -83,7 +83,7 @@ def test_weights_are_those_of_the_model(family, monkeypatch):
     assert found.adapter == 4 * trained == found.gradients
     packed = stored_bytes(model, recipe(model={"quantization": "nf4"}))
     experts = {n: tuple(p.shape) for n, p in named.items() if p.dim() == 3}
-    stacks = sum(quantized_bytes(shape, "nf4") for shape in experts.values())
+    stacks = sum(quantized_bytes(shape) for shape in experts.values())
     assert stacks < packed.weights_by["nf4"] < 0.3 * found.weights_by["bfloat16"]
     layers = {n.partition(".layers.")[2].partition(".")[0] for n in experts}
     whole = sum(2 * torch.Size(shape).numel() for shape in experts.values())
@@ -105,10 +105,9 @@ def test_weights_are_those_of_the_model(family, monkeypatch):
 def test_quantized_sizes_are_those_of_the_packed_tensors():
     from moe_finetune.quantization.weight import QuantizedWeight
 
-    for kind in ("nf4", "int8"):
-        for shape in ((3, 10, 26), (10, 26)):
-            packed = QuantizedWeight.empty(shape, kind, torch.float32)
-            assert packed.stored_bytes == quantized_bytes(shape, kind)
+    for shape in ((3, 10, 26), (10, 26)):
+        packed = QuantizedWeight.empty(shape, torch.float32)
+        assert packed.stored_bytes == quantized_bytes(shape)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2"])
