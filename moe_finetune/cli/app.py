@@ -21,8 +21,19 @@ CONTINUED = {
 """How an interrupted verb goes on; the others write nothing before they are done."""
 
 
+ORDER = (
+    *("init", "preview", "train", "report", "merge", "convert", "inspect"),
+    *("eval", "compare", "serve", "analyze", "select", "study", "upcycle", "demo", "doctor"),
+)
+"""The verbs as ``--help`` lists them: what most people need first."""
+
+
 class Verbs(TyperGroup):
     """The verbs; reports an interrupt, whose message typer drops."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The verbs' names in :data:`ORDER`."""
+        return sorted(super().list_commands(ctx), key=ORDER.index)
 
     def invoke(self, ctx: Any) -> Any:
         """Run a verb."""

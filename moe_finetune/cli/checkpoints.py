@@ -54,7 +54,7 @@ def inspect(
         ),
     ] = 1,
 ) -> None:
-    """Show a checkpoint's family, sizes and routing, and what a recipe would train in it.
+    """Show a checkpoint's family, sizes, routing; what a recipe trains.
 
     Example: moe-finetune inspect ./Qwen3-30B-A3B --recipe my.yaml --gpu 24
     """
@@ -118,7 +118,7 @@ def convert(
         str | None, typer.Option("--base", help="Base checkpoint; default: the adapter's own.")
     ] = None,
 ) -> None:
-    """Write a copy that needs no remote code, or an adapter that another program reads.
+    """Write an adapter for another program, or a copy of a checkpoint.
 
     Example: moe-finetune convert moonshotai/Moonlight-16B-A3B --output ./moonlight
     """

@@ -93,7 +93,7 @@ def evaluate(
         str | None, typer.Option("--model", help="The model's name on the server.")
     ] = None,
 ) -> None:
-    """Evaluate a checkpoint on a suite; the same command continues an interrupted evaluation.
+    """Evaluate a checkpoint on a suite. The same command continues an interrupted evaluation.
 
     Example: moe-finetune eval runs/erc/merged --suite gsm8k --backend vllm --output eval/erc
 
@@ -203,7 +203,7 @@ def compare(
         typer.Option("--output", "-o", help="Also write the comparison to this .html or .json."),
     ] = None,
 ) -> None:
-    """Compare evaluations, or two routing traces, with the first: differences, intervals, tests.
+    """Compare evaluations or routing traces with the first one.
 
     Evaluations are compared item by item; traces (folders of `analyze`, or .npz) by their metrics
     and by the share of tokens that keep their expert.

@@ -76,7 +76,7 @@ def analyze(
         ),
     ] = None,
 ) -> None:
-    """Record which experts the tokens select, measure the routing, and draw a page.
+    """Record which experts tokens select, measure it, draw a page.
 
     A checkpoint gives a trace (for select and compare), numbers and a page; a trace gives
     numbers and a page.
@@ -131,7 +131,7 @@ def select(
     top_p: Annotated[float, typer.Option("--top-p", help="Share of relevance to keep.")] = 0.2,
     domain: Annotated[str | None, typer.Option("--domain", help="Only this domain.")] = None,
 ) -> None:
-    """Choose the experts that a task relies on (ESFT), for lora.experts in a recipe.
+    """Choose the experts that a task relies on, for lora.experts.
 
     Example: moe-finetune select traces/law --top-p 0.2 --output law.json
     """

@@ -104,7 +104,7 @@ def preview(
     items: RecipeItems,
     rows: Annotated[int, typer.Option("--rows", min=1, help="Rows to show.")] = 3,
 ) -> None:
-    """Show the data of a recipe: format, rows, learned tokens, lengths, steps.
+    """Show a recipe's data: format, rows, learned tokens, lengths.
 
     Example: moe-finetune preview recipes/models/olmoe_1b_7b.yaml data.train=my.jsonl --rows 5
     """

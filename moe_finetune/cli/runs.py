@@ -43,7 +43,7 @@ def demo(
         typer.Option("--steps", min=1, help="Steps of each fine-tune; default: the recipe's."),
     ] = None,
 ) -> None:
-    """Fine-tune a small MoE with two methods, merge, evaluate, draw the report.
+    """Fine-tune a small MoE with two methods, evaluate, report.
 
     In the folder of an earlier demo it continues.
 
@@ -61,7 +61,7 @@ def doctor(
     fix: Annotated[bool, typer.Option("--fix", help="Repair vLLM's CPU build.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check versions, vLLM, sandbox, GPU and disk; exit 1 on a problem.
+    """Check versions, vLLM, sandbox, GPU and disk; 1 if one fails.
 
     Example: moe-finetune doctor --fix
     """
@@ -168,7 +168,7 @@ def report(
         Format, typer.Option("--format", help="A page, or numbers as JSON.")
     ] = Format.html,
 ) -> None:
-    """Draw runs side by side on one HTML page that opens offline, or print their numbers.
+    """Draw runs on one offline HTML page, or print their numbers.
 
     Example: moe-finetune report runs/aux_loss runs/erc --labels aux,ERC --output report
     """
@@ -204,7 +204,7 @@ def study(
         typer.Option("--shard", metavar="I/N", help="Only every N-th run, from the I-th."),
     ] = None,
 ) -> None:
-    """Run a recipe over methods, models, data and seeds, and tabulate the results.
+    """Run a recipe over methods, models, data and seeds; a table.
 
     Exit code 1 if a run failed; the other runs finish, and --resume retries the failed one.
 
@@ -244,7 +244,7 @@ def upcycle(
         typer.Option("--replace", help="Delete results of other settings and train again."),
     ] = False,
 ) -> None:
-    """Make a MoE from a dense model: cluster texts, train experts, merge, train routers, compare.
+    """Make a MoE from a dense model: experts, merge, routers.
 
     Example: moe-finetune upcycle recipes/upcycle/miniature.yaml --output runs/svmoe
     """
