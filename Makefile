@@ -114,10 +114,10 @@ tables: $(STAMP)  ## Write the documentation's tables of keys and of saved figur
 	$(BIN)/python docs/site/pictures.py
 
 families: $(STAMP)  ## Write the tables of models (tests, fixtures and vLLM's registry)
-	$(BIN)/python -m tests.support_table
+	PYTHONPATH=. $(BIN)/python docs/site/families.py
 
 plans: $(STAMP)  ## Write the memory plans in recipes/models (some minutes)
-	$(BIN)/python -m tests.model_recipes
+	PYTHONPATH=. $(BIN)/python docs/site/plans.py
 
 bench: $(STAMP)  ## Speed and memory on a CPU (an hour or two, 30 GB of disk); writes eval/bench/results
 	$(BIN)/python eval/bench/step.py --device cpu --rounds 12 --save step_small_cpu

@@ -1,5 +1,8 @@
-"""The Markdown files of the repository: their fenced blocks, commands, headings and links."""
+"""The Markdown files of the repository, their fenced blocks, commands, headings and links; and the
+scripts that write parts of them.
+"""
 
+import importlib.util
 import re
 import shlex
 from collections.abc import Iterator
@@ -52,3 +55,11 @@ def anchors(page: Path) -> set[str]:
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
     titles = re.findall(r"^#+ (.+)$", text, re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def script(name: str):
+    """A script of ``docs/site``, imported."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "site" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

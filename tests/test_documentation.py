@@ -1,23 +1,14 @@
 """What the pages say exists: verbs, families, keys, figures, links, messages."""
 
-import importlib.util
-
 import pytest
 
 from moe_finetune import cli
 from moe_finetune.models import FAMILIES
-from tests import documents, support_table
+from tests import documents
 from tests.conftest import ROOT
+from tests.documents import script
 
 VERBS = {command.name or command.callback.__name__ for command in cli.app.registered_commands}
-
-
-def script(name: str):
-    """A script of ``docs/site``, imported."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "site" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_table_of_verbs_has_every_verb_and_no_other():
@@ -27,18 +18,19 @@ def test_the_table_of_verbs_has_every_verb_and_no_other():
 
 
 def test_the_tables_of_models_are_current():
-    made = support_table.tables()
+    families = script("families")
+    made = families.tables()
     if made is None:
         pytest.skip("vLLM is not installed: its registry is part of the tables")
     for page, table in made.items():
         text = page.read_text(encoding="utf-8")
-        written = text.partition(support_table.START)[2].partition(support_table.END)[0]
+        written = text.partition(families.START)[2].partition(families.END)[0]
         assert written == table, "run `make families`"
-    assert made[support_table.MODELS].count("| tested |") >= 12
+    assert made[families.MODELS].count("| tested |") >= 12
 
 
 def test_every_model_type_is_named():
-    text = support_table.MODELS.read_text(encoding="utf-8")
+    text = script("families").MODELS.read_text(encoding="utf-8")
     assert not [f.model_type for f in FAMILIES.values() if f"| `{f.model_type}`" not in text]
 
 

@@ -1,7 +1,7 @@
 """The memory plans in the heads of ``recipes/models``, from the published configs.
 
-``python -m tests.model_recipes`` (``make plans``) writes them, which takes some minutes;
-``python -m tests.model_recipes NAME...`` those of some. A test makes some of them anew.
+``PYTHONPATH=. python docs/site/plans.py`` (``make plans``) writes them, which takes some minutes;
+with ``NAME...`` those of some. A test makes some of them anew.
 """
 
 import json
@@ -16,9 +16,9 @@ from moe_finetune.models.loading import load_config
 from moe_finetune.recipe.schema import Recipe, load_recipe
 from moe_finetune.training.memory.plan import plan_recipe
 from moe_finetune.training.memory.stored import GIB
-from tests.conftest import ROOT
 from tests.published import fixture
 
+ROOT = Path(__file__).resolve().parents[2]
 MODELS = ROOT / "recipes" / "models"
 FILES = {path.stem: path for path in sorted(MODELS.glob("*.yaml"))}
 FIXTURES = {"qwen3_next_80b_a3b": "qwen3_next"}

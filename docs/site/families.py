@@ -1,7 +1,8 @@
 """The tables of models: which published files open, what vLLM has, and how rows are packed.
 
-``python -m tests.support_table`` writes them into pages of ``docs``; a test asks
-that they are current. What vLLM has is read out of its registry's source, without importing it.
+``PYTHONPATH=. python docs/site/families.py`` (``make families``) writes them into pages of
+``docs``; a test asks that they are current. What vLLM has is read out of its registry's source,
+without importing it.
 """
 
 import ast
@@ -12,12 +13,11 @@ from pathlib import Path
 from moe_finetune.io.config_file import SAME_CLASS
 from moe_finetune.models import FAMILIES, Family, find_family
 from moe_finetune.models.composite import part_of
-from tests.conftest import ROOT
 from tests.published import fixture
 from tests.vllm.families import OTHERS, TESTED
 
-MODELS = ROOT / "docs" / "models.md"
-PACKED = ROOT / "docs" / "packed-rows.md"
+DOCS = Path(__file__).resolve().parents[1]
+MODELS, PACKED = DOCS / "models.md", DOCS / "packed-rows.md"
 START, END = "<!-- families: make families -->\n", "<!-- end of families -->\n"
 NATIVE = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS")
 BY_TRANSFORMERS = "_TRANSFORMERS_SUPPORTED_MODELS"
