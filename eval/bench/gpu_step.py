@@ -12,7 +12,6 @@ medians.
 import argparse
 import gc
 import math
-import statistics
 import sys
 import time
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from geometries import GEOMETRIES, config_of
 from saved import add_save, finish
-from timing import add_step, batch_of, cuda_peak_gb, time_steps
+from timing import add_step, batch_of, cuda_peak_gb, ratios, time_steps, timed_row
 from variants import variants_of
 
 from moe_finetune.models import family_of
@@ -41,6 +40,12 @@ PRESETS = (
 STOCK = ("stock-peft, grouped_mm", "stock-peft, eager")
 NF4 = "ours, nf4"
 VARIANTS = ("attention-only", *STOCK, "ours", *(f"ours+{name}" for name in PRESETS), NF4)
+RATIOS = {
+    **{f"time: {n} / ours": (n, "ours", "median_s") for n in VARIANTS if n.startswith("ours+")},
+    "time: ours / attention-only": ("ours", "attention-only", "median_s"),
+    **{f"time: {name} / ours": (name, "ours", "median_s") for name in (*STOCK, NF4)},
+    "memory: ours / stock-peft, grouped_mm": ("ours", STOCK[0], "gb"),
+}
 COPIES_OF_WEIGHTS = 8
 """A layer's weights that are in memory at once, estimated: two models of bfloat16, one of nf4, and
 what stock PEFT makes of the stack."""
@@ -64,17 +69,12 @@ def measure(arguments: argparse.Namespace, names: list[str], until: float) -> di
             torch.cuda.empty_cache()
             continue
         weights = resident_bytes(variant.model) / 1e9
-        rows[name] = {"outcome": "ok", "weights_gb": weights, "step_gb": transient}
+        whole = None if transient is None else weights + transient
+        rows[name] = {"outcome": "ok", "weights_gb": weights, "step_gb": transient, "gb": whole}
     seconds, _ = time_steps(variants, batch, arguments, until=until)
     tokens = batch["input_ids"].numel()
     for name, values in seconds.items():
-        middle = statistics.median(values)
-        rows[name] |= {
-            "median_s": middle,
-            "min_s": min(values),
-            "rounds": len(values),
-            "tokens_per_s": tokens / middle,
-        }
+        rows[name] |= timed_row(values, tokens)
     return {"layers": arguments.layers, "tokens": tokens, "rows": rows}
 
 
@@ -110,65 +110,36 @@ def per_layer(shallow: dict[str, Any], deep: dict[str, Any], depth: int) -> dict
             "whole_depth_s": whole_s,
             "whole_depth_tokens_per_s": deep["tokens"] / whole_s if whole_s > 0 else None,
         }
-        if row["step_gb"] is not None:
-            both = [r["weights_gb"] + r["step_gb"] for r in (before, row)]
-            layer_gb = (both[1] - both[0]) / added
-            projected[name] |= {
-                "layer_gb": layer_gb,
-                "whole_depth_gb": both[1] + (depth - deep["layers"]) * layer_gb,
-            }
+        if row["gb"] is not None:
+            layer_gb = (row["gb"] - before["gb"]) / added
+            whole_gb = row["gb"] + (depth - deep["layers"]) * layer_gb
+            projected[name] |= {"layer_gb": layer_gb, "whole_depth_gb": whole_gb}
     return projected
-
-
-def ratios(rows: dict[str, Any]) -> dict[str, float]:
-    """The ratios of medians by which variants are compared."""
-    pairs = {
-        **{f"time: {name} / ours": (name, "ours") for name in VARIANTS if name.startswith("ours+")},
-        "time: ours / attention-only": ("ours", "attention-only"),
-        "time: stock-peft, grouped_mm / ours": ("stock-peft, grouped_mm", "ours"),
-        "time: stock-peft, eager / ours": ("stock-peft, eager", "ours"),
-        "time: ours, nf4 / ours": (NF4, "ours"),
-    }
-    found = {
-        label: rows[top]["median_s"] / rows[bottom]["median_s"]
-        for label, (top, bottom) in pairs.items()
-        if all("median_s" in rows.get(name, {}) for name in (top, bottom))
-    }
-    stock, ours = rows.get("stock-peft, grouped_mm", {}), rows.get("ours", {})
-    if stock.get("step_gb") and ours.get("step_gb"):
-        memory = [row["weights_gb"] + row["step_gb"] for row in (ours, stock)]
-        found["memory: ours / stock-peft, grouped_mm"] = memory[0] / memory[1]
-    return found
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """The result of every geometry: figures, or the reason why there are none."""
     started = time.monotonic()
     results: dict[str, Any] = {}
-    chosen = arguments.geometry
-    for place, geometry in enumerate(chosen):
+    for done, geometry in enumerate(arguments.geometry):
         used = time.monotonic() - started
-        share = (arguments.seconds - used) / (len(chosen) - place)
+        share = (arguments.seconds - used) / (len(arguments.geometry) - done)
         if share < arguments.least_seconds:
             results[geometry] = {"outcome": f"not run: {used:.0f} s were used"}
-            continue
-        results[geometry] = one(arguments, geometry, share)
-        gc.collect()
-        if arguments.device == "cuda":
-            torch.cuda.empty_cache()
+        else:
+            results[geometry] = one(arguments, geometry, share)
     return {"schema": SCHEMA, "geometries": results}
 
 
 def one(arguments: argparse.Namespace, geometry: str, share: float) -> dict[str, Any]:
     """One geometry at two depths, in ``share`` seconds."""
     begun = time.monotonic()
-    names = list(arguments.variants)
     both = []
     for part, layers in enumerate(depths(arguments, geometry), 1):
         values = vars(arguments) | {"geometry": geometry, "layers": layers}
-        until = begun + share * part / 2
         print(f"{geometry}, {layers} layers ...", flush=True)
-        both.append(measure(argparse.Namespace(**values), names, until))
+        named = argparse.Namespace(**values)
+        both.append(measure(named, list(arguments.variants), begun + share * part / 2))
         gc.collect()
         if arguments.device == "cuda":
             torch.cuda.empty_cache()
@@ -178,7 +149,7 @@ def one(arguments: argparse.Namespace, geometry: str, share: float) -> dict[str,
         "depth": depth,
         "measured": both,
         "per_layer": per_layer(both[0], both[1], depth),
-        "ratios": ratios(both[1]["rows"]),
+        "ratios": ratios(both[1]["rows"], RATIOS),
     }
 
 

@@ -19,11 +19,7 @@ from pathlib import Path
 from typing import Any
 
 STEPS = 2
-SMALL = {
-    "num_hidden_layers": 3,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 32,
-}
+SMALL = {"num_hidden_layers": 3, "intermediate_size": 96, "moe_intermediate_size": 32}
 
 
 def counted_peak(config: Any, recipe: Any) -> int:
@@ -63,11 +59,9 @@ def measured_peak(config: Any, recipe: Any) -> int:
         recipe: the run; its checkpoint and data are not read.
     """
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder) / "setting.json"
-        place.write_text(
-            json.dumps({"config": config.to_dict(), "recipe": recipe.to_mapping()}),
-            encoding="utf-8",
-        )
+        file = Path(folder) / "setting.json"
+        setting = {"config": config.to_dict(), "recipe": recipe.to_mapping()}
+        file.write_text(json.dumps(setting), encoding="utf-8")
         environment = {
             **os.environ,
             # Freed blocks return to the system at once, so that resident memory is live memory.
@@ -75,7 +69,7 @@ def measured_peak(config: Any, recipe: Any) -> int:
             "MALLOC_TRIM_THRESHOLD_": "65536",
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         }
-        command = [sys.executable, "-W", "ignore", __file__, str(place)]
+        command = [sys.executable, "-W", "ignore", __file__, str(file)]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         raise RuntimeError(f"the measured run failed:\n{done.stderr[-4000:]}")
@@ -91,38 +85,15 @@ def resident(kind: str) -> int:
     return int(status.split(f"{kind}:")[1].split()[0]) * 1024
 
 
-class _Peak:
-    """Peak memory since the object was created."""
-
-    def __init__(self) -> None:
-        import gc
-
-        import torch
-
-        gc.collect()
-        self.cuda = torch.cuda.is_available()
-        if self.cuda:
-            torch.cuda.reset_peak_memory_stats()
-            self.before = torch.cuda.memory_allocated()
-        else:
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-            self.before = resident("VmRSS")
-
-    def bytes(self) -> int:
-        """The peak in bytes."""
-        import torch
-
-        if self.cuda:
-            return torch.cuda.max_memory_allocated() - self.before
-        return resident("VmHWM") - self.before
-
-
 def peak_of(setting: dict[str, Any], folder: Path) -> int:
     """Run the setting and return its peak in bytes.
 
     A small model is trained first in the same way, so that memory that libraries reserve on first
     use does not count.
     """
+    import gc
+
+    import torch
     from transformers import AutoConfig
 
     from moe_finetune.models import native
@@ -139,9 +110,17 @@ def peak_of(setting: dict[str, Any], folder: Path) -> int:
         recipe.model_copy(update={"data": short}),
         folder / "small",
     )
-    peak = _Peak()
-    train(AutoConfig.for_model(kind, **values), recipe, folder / "run")
-    return peak.bytes()
+    gc.collect()
+    config = AutoConfig.for_model(kind, **values)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        train(config, recipe, folder / "run")
+        return torch.cuda.max_memory_allocated() - before
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    before = resident("VmRSS")
+    train(config, recipe, folder / "run")
+    return resident("VmHWM") - before
 
 
 def train(config: Any, recipe: Any, folder: Path) -> None:
@@ -178,10 +157,7 @@ def _columns(recipe: Any, rows: int, vocabulary: int) -> dict[str, list]:
     if form != "preference":
         raise ValueError(f"rows of stage {recipe.stage} are not made here")
     half, whole = "word " * (length // 2), "word " * length  # which is truncated
-    return {name: [half if name == "prompt" else whole] * rows for name in _PAIR}
-
-
-_PAIR = ("prompt", "chosen", "rejected")
+    return {"prompt": [half] * rows, "chosen": [whole] * rows, "rejected": [whole] * rows}
 
 
 def _tokenizer() -> Any:

@@ -19,66 +19,33 @@ from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training.memory.plan import plan_recipe
 
 _COMMON = {
-    "hidden_size": 384,
-    "num_attention_heads": 6,
-    "intermediate_size": 768,
-    "moe_intermediate_size": 256,
-    "num_experts_per_tok": 4,
-    "vocab_size": 3000,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-}
-_DEEPSEEK = {
-    "n_routed_experts": 20,
-    "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
-    "num_key_value_heads": 6,
-    "q_lora_rank": None,
-    "kv_lora_rank": 128,
-    "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 32,
-    "v_head_dim": 64,
-    "n_group": 1,
-    "topk_group": 1,
-}
-
-
-def qwen3(layers):
-    return Qwen3MoeConfig(
-        **_COMMON,
-        num_hidden_layers=layers,
-        num_key_value_heads=2,
-        head_dim=64,
-        num_experts=24,
-        norm_topk_prob=True,
-    )
-
-
-def deepseek_v2(layers):
-    return DeepseekV2Config(
-        **_COMMON, **_DEEPSEEK, num_hidden_layers=layers, topk_method="greedy",
-        routed_scaling_factor=1.0,
-    )  # fmt: skip
-
-
-def deepseek_v3(layers):
-    return DeepseekV3Config(
-        **_COMMON, **_DEEPSEEK, num_hidden_layers=layers, routed_scaling_factor=2.4
-    )
-
-
+    "hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 768,
+    "moe_intermediate_size": 256, "num_experts_per_tok": 4, "vocab_size": 3000,
+    "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1,
+}  # fmt: skip
+_DEEPSEEK = _COMMON | {
+    "num_hidden_layers": 6, "n_routed_experts": 20, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "num_key_value_heads": 6, "q_lora_rank": None,
+    "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64,
+    "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+QWEN3 = Qwen3MoeConfig(
+    **_COMMON, num_hidden_layers=7, num_key_value_heads=2, head_dim=64, num_experts=24,
+    norm_topk_prob=True,
+)  # fmt: skip
+DEEPSEEK_V2 = DeepseekV2Config(**_DEEPSEEK, topk_method="greedy", routed_scaling_factor=1.0)
+DEEPSEEK_V3 = DeepseekV3Config(**_DEEPSEEK, routed_scaling_factor=2.4)
 EVERYTHING = ["attention", "shared_experts", "experts"]
 SETTINGS = {
     # name: config, checkpointing, batch, preset, LoRA targets, further keys of the trainer
-    "qwen3, whole": (qwen3(7), False, 2, "none", EVERYTHING, {}),
-    "qwen3, checkpointing": (qwen3(7), True, 4, "orthogonal_variance", EVERYTHING, {}),
-    "qwen3, attention": (qwen3(7), False, 1, "aux_loss", ["attention"], {"optim": "sgd"}),
-    "deepseek_v2, whole": (deepseek_v2(6), False, 2, "dpp", EVERYTHING, {}),
+    "qwen3, whole": (QWEN3, False, 2, "none", EVERYTHING, {}),
+    "qwen3, checkpointing": (QWEN3, True, 4, "orthogonal_variance", EVERYTHING, {}),
+    "qwen3, attention": (QWEN3, False, 1, "aux_loss", ["attention"], {"optim": "sgd"}),
+    "deepseek_v2, whole": (DEEPSEEK_V2, False, 2, "dpp", EVERYTHING, {}),
     "deepseek_v3, checkpointing": (
-        deepseek_v3(6), True, 3, "erc", EVERYTHING, {"gradient_accumulation_steps": 2},
+        DEEPSEEK_V3, True, 3, "erc", EVERYTHING, {"gradient_accumulation_steps": 2},
     ),
-    "deepseek_v3, experts": (deepseek_v3(6), False, 2, "specialization_coupling", ["experts"], {}),
+    "deepseek_v3, experts": (DEEPSEEK_V3, False, 2, "specialization_coupling", ["experts"], {}),
 }  # fmt: skip
 
 
@@ -89,11 +56,8 @@ def recipe_of(checkpointing, batch, preset, targets, trainer, dtype="float32"):
             "method": {"preset": preset},
             "lora": {"rank": 16, "targets": targets},
             "data": {"train": "random", "max_length": 384},
-            "trainer": {
-                "per_device_train_batch_size": batch,
-                "gradient_checkpointing": checkpointing,
-                **trainer,
-            },
+            "trainer": trainer
+            | {"per_device_train_batch_size": batch, "gradient_checkpointing": checkpointing},
         }
     )
 

@@ -49,12 +49,8 @@ def main() -> None:
             items = recipe_items("aux_loss", recipes_folder() / "demo", "hf", steps=1)
             items = [item for item in items if not item.startswith("evaluation.")]
             train = [*PROGRAM, "train", *items, "evaluation=null", "export.merge=false"]
-            train += [
-                "export.verify=false",
-                "trainer.logging_steps=1",
-                "--output",
-                str(Path(folder) / "run"),
-            ]
+            train += ["export.verify=false", "trainer.logging_steps=1"]
+            train += ["--output", str(Path(folder) / "run")]
             found = times([*PROGRAM, "--help"], {"help": "Usage"})
             found |= times(train, {"train, first line": "", "train, first step": "step 1/1"})
         for name, value in found.items():

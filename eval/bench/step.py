@@ -18,7 +18,7 @@ import torch
 from geometries import GEOMETRIES, config_of
 from measured import resident
 from saved import add_save, finish
-from timing import add_step, batch_of, cuda_peak_gb, time_steps
+from timing import add_step, batch_of, cuda_peak_gb, ratios, time_steps, timed_row
 from variants import BASELINES, COMPILED, Variant, adapts_experts, build, variants_of
 
 from moe_finetune.models import family_of
@@ -92,41 +92,29 @@ def main() -> None:
     variants = variants_of(arguments, names)
     seconds, faults = time_steps(variants, batch, arguments, arguments.settle)
     memory = {} if arguments.no_memory else {n: peak_memory(arguments, n) for n in names}
-    rows = {}
     tokens = batch["input_ids"].numel()
+    rows = {}
     for name in names:
-        median = statistics.median(seconds[name])
-        rows[name] = {
-            "median_s": median,
-            "min_s": min(seconds[name]),
-            "page_faults": statistics.median(faults[name]),
-            "tokens_per_s": tokens / median,
-            "peak_gb": memory.get(name),
-        }
+        faulted = statistics.median(faults[name])
+        rows[name] = timed_row(seconds[name], tokens) | {"page_faults": faulted,
+                                                         "peak_gb": memory.get(name)}  # fmt: skip
     print(table(rows))
-    found = ratios(rows)
+    found = ratios(rows, pairs_of(names))
     for name, value in found.items():
         print(f"{name:60s} {value:.3f}")
     finish(arguments, {"rows": rows, "ratios": found}, show=False)
 
 
-def ratios(rows) -> dict[str, float]:
+def pairs_of(names) -> dict[str, tuple[str, str, str]]:
     """The ratios that the documentation quotes."""
-    found = {}
-
-    def ratio(label, top, bottom, key):
-        if top in rows and bottom in rows and rows[top][key] and rows[bottom][key]:
-            found[label] = rows[top][key] / rows[bottom][key]
-
-    ratio("time: all terms / stock PEFT without losses", "ours+all", "stock-peft", "median_s")
-    ratio("time: ours without losses / attention-only", "ours", "attention-only", "median_s")
-    for name in rows:
-        ratio(f"time: {name}{COMPILED} / {name}", name + COMPILED, name, "median_s")
-        if name.startswith("ours+"):
-            ratio(f"time: {name} / ours", name, "ours", "median_s")
-    ratio("memory: all terms / ours", "ours+all", "ours", "peak_gb")
-    ratio("memory: ours / stock PEFT", "ours", "stock-peft", "peak_gb")
-    return found
+    return {
+        "time: all terms / stock PEFT without losses": ("ours+all", "stock-peft", "median_s"),
+        "time: ours without losses / attention-only": ("ours", "attention-only", "median_s"),
+        **{f"time: {n}{COMPILED} / {n}": (n + COMPILED, n, "median_s") for n in names},
+        **{f"time: {n} / ours": (n, "ours", "median_s") for n in names if n.startswith("ours+")},
+        "memory: all terms / ours": ("ours+all", "ours", "peak_gb"),
+        "memory: ours / stock PEFT": ("ours", "stock-peft", "peak_gb"),
+    }
 
 
 def table(rows) -> str:

@@ -2,6 +2,7 @@
 
 import math
 import resource
+import statistics
 import time
 
 import torch
@@ -66,3 +67,19 @@ def add_step(parser, **defaults) -> None:
     parser.add_argument("--dtype", default=defaults["dtype"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--gradient-checkpointing", action="store_true")
+
+
+def timed_row(seconds, tokens) -> dict[str, float]:
+    """What is kept of a variant's steps."""
+    median = statistics.median(seconds)
+    return {"median_s": median, "min_s": min(seconds), "rounds": len(seconds),
+            "tokens_per_s": tokens / median}  # fmt: skip
+
+
+def ratios(rows, pairs) -> dict[str, float]:
+    """``pairs`` maps a label to two variants and a figure; those not measured are left out."""
+    return {
+        label: rows[top][key] / rows[bottom][key]
+        for label, (top, bottom, key) in pairs.items()
+        if all(rows.get(name, {}).get(key) for name in (top, bottom))
+    }

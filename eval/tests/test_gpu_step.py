@@ -92,7 +92,7 @@ def test_a_dry_run_at_true_widths(gpu_step, geometry, monkeypatch):
 def test_a_layers_cost_and_the_whole_depth(gpu_step):
     rows = [
         {"layers": layers, "tokens": 100, "rows": {"ours": {
-            "median_s": 0.5 + 0.25 * layers, "weights_gb": 3.0 + layers, "step_gb": 2.0 * layers,
+            "median_s": 0.5 + 0.25 * layers, "gb": 3.0 + 3.0 * layers,
         }}}
         for layers in (2, 5)
     ]  # fmt: skip
