@@ -125,32 +125,26 @@ def load_claims(path: Path) -> Claims:
 
 def judge_row(row: Row, arm: str, results: Results) -> dict[str, Any]:
     """One arm of a row as numbers and a verdict."""
-    ours = results.get(arm, {})
-    seeds, pairs = [], []
-    for seed, run in sorted(ours.items()):
-        value, base = _read(row, run, results, seed), _baseline(row, results, seed)
-        if value is not None and base is not None:
-            seeds.append(seed)
-            pairs.append((value, base))
-    against = row.against if isinstance(row.against, str) else None
+    both = {
+        seed: (_read(row, run, results, seed), _baseline(row, results, seed))
+        for seed, run in sorted(results.get(arm, {}).items())
+    }
+    seeds = [seed for seed, pair in both.items() if None not in pair]
+    pairs = [(float(a), float(b)) for a, b in both.values() if a is not None and b is not None]
     tested = {"metric": row.metric, "read": row.read, "arm": arm, "against": row.against}
     if not pairs:
         return {**tested, "verdict": "not run", "seeds": []}
     difference = t_interval([value - base for value, base in pairs])
+    low, high = (difference.low, difference.high) if len(pairs) > 1 else (None, None)
     mean, base_mean = (float(np.mean(column)) for column in zip(*pairs, strict=True))
     verdict = _verdict(row, difference, base_mean)
     if verdict == "reproduced" and row.at_most is not None and mean > row.at_most * base_mean:
         verdict = "sign only"
     return {
-        **tested,
-        "value": mean,
-        "baseline": base_mean if against or row.against else None,
-        "difference": difference.mean,
-        "low": difference.low if len(pairs) > 1 else None,
-        "high": difference.high if len(pairs) > 1 else None,
-        "seeds": seeds,
+        **tested, "value": mean, "baseline": base_mean if row.against else None,
+        "difference": difference.mean, "low": low, "high": high, "seeds": seeds,
         "verdict": verdict,
-    }
+    }  # fmt: skip
 
 
 def _baseline(row: Row, results: Results, seed: int) -> float | None:
@@ -166,11 +160,9 @@ def _read(row: Row, run: Result, results: Results, seed: int) -> float | None:
     curve = run.curve(row.metric)
     if row.read == "rmse":
         other = results.get(row.other_arm or "", {}).get(seed)
-        both = sorted(curve.keys() & other.curve(row.metric).keys()) if other else []
-        if other is None or not both:
-            return None
-        base = other.curve(row.metric)
-        return float(np.sqrt(np.mean([(curve[step] - base[step]) ** 2 for step in both])))
+        base = other.curve(row.metric) if other else {}
+        squares = [(curve[step] - base[step]) ** 2 for step in curve.keys() & base.keys()]
+        return float(np.sqrt(np.mean(squares))) if squares else None
     values = [curve[step] for step in sorted(curve)]
     quarter = max(1, len(values) // 4)
     if len(values) < 2:
@@ -209,9 +201,9 @@ def judge(claims: Claims, results: Results) -> list[dict[str, Any]]:
 
 def table(tested: list[dict[str, Any]]) -> str:
     """The rows as Markdown; the first of an effect has its verdict in bold."""
-    lines = [("", "effect", "the paper", "compared", "baseline -> ours", "difference [95 %]",
-              "seeds", "reproduced")]  # fmt: skip
-    last = None
+    heads = ("", "effect", "the paper", "compared", "baseline -> ours", "difference [95 %]", "seeds",
+             "reproduced")  # fmt: skip
+    lines, last = [heads], None
     for row in tested:
         first, last = row["effect"] != last, row["effect"]
         head = (str(row["effect"]), row["name"], row["paper"]) if first else ("", "", "")

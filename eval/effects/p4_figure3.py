@@ -61,15 +61,11 @@ def make_data(setting: Setting) -> tuple[np.ndarray, np.ndarray]:
     from sklearn.datasets import make_classification
 
     inputs_NF, labels_N = make_classification(
-        n_samples=setting.samples,
-        n_features=setting.informative + setting.redundant,
-        n_informative=setting.informative,
-        n_redundant=setting.redundant,
-        n_classes=setting.classes,
-        n_clusters_per_class=setting.clusters,
-        class_sep=setting.separation,
-        random_state=setting.data_seed,
-    )
+        setting.samples, setting.informative + setting.redundant,
+        n_informative=setting.informative, n_redundant=setting.redundant,
+        n_classes=setting.classes, n_clusters_per_class=setting.clusters,
+        class_sep=setting.separation, random_state=setting.data_seed,
+    )  # fmt: skip
     return inputs_NF.astype(np.float32), labels_N.astype(np.int64)
 
 
@@ -107,14 +103,9 @@ def run(settings: dict[str, Any], options: dict[str, Any], seed: int) -> dict[st
     )
     generator = torch.Generator().manual_seed(seed)
     model = StackedMixtures(
-        setting.folds,
-        inputs_NF.shape[1],
-        setting.classes,
-        setting.experts,
-        setting.hidden,
-        setting.top_k,
-        generator,
-    )
+        setting.folds, inputs_NF.shape[1], setting.classes, setting.experts, setting.hidden,
+        setting.top_k, generator,
+    )  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=setting.learning_rate)
 
     def tested() -> dict[str, Any]:

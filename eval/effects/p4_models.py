@@ -44,15 +44,9 @@ class StackedMixtures(nn.Module):
     """
 
     def __init__(
-        self,
-        models: int,
-        features: int,
-        classes: int,
-        experts: int = 16,
-        hidden: int = 32,
-        top_k: int = 2,
-        generator: torch.Generator | None = None,
-    ):
+        self, models: int, features: int, classes: int, experts: int = 16, hidden: int = 32,
+        top_k: int = 2, generator: torch.Generator | None = None,
+    ):  # fmt: skip
         super().__init__()
         self.top_k = top_k
 
@@ -111,9 +105,8 @@ def training_loss(
     )
     total = main + alpha * balance
     if arm != "baseline":
-        total = total + weight * _diversity(
-            picked(routed.outputs_MTEC, routed.index_MTK).flatten(0, 1), arm
-        )
+        outputs_TKC = picked(routed.outputs_MTEC, routed.index_MTK).flatten(0, 1)
+        total = total + weight * _diversity(outputs_TKC, arm)
     return models * total
 
 
