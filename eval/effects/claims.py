@@ -201,9 +201,8 @@ def judge(claims: Claims, results: Results) -> list[dict[str, Any]]:
 
 def table(tested: list[dict[str, Any]]) -> str:
     """The rows as Markdown; the first of an effect has its verdict in bold."""
-    heads = ("", "effect", "the paper", "compared", "baseline -> ours", "difference [95 %]", "seeds",
-             "reproduced")  # fmt: skip
-    lines, last = [heads], None
+    heads = "|effect|the paper|compared|baseline -> ours|difference [95 %]|seeds|reproduced"
+    lines, last = [tuple(heads.split("|"))], None
     for row in tested:
         first, last = row["effect"] != last, row["effect"]
         head = (str(row["effect"]), row["name"], row["paper"]) if first else ("", "", "")
