@@ -297,6 +297,8 @@ def build_model(start: Start) -> nn.Module:
             f"model.attn_implementation: '{attention}' cannot be used here: {_short(error)}; "
             "leave it out"
         ) from error
+    except (RuntimeError, TypeError, KeyError) as error:
+        raise RecipeError(f"model.config: {config.model_type} cannot be built: {error}") from error
     opened_as(start.family, model)
     if start.expert_ranks > 1:
         experts = model_facts(model).num_experts

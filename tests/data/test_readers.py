@@ -7,7 +7,7 @@ import pytest
 from moe_finetune.data import tokenized as data_module
 from moe_finetune.data.examples import load_examples
 from moe_finetune.data.readers import SourceReader, listed
-from moe_finetune.errors import DataError, RecipeError
+from moe_finetune.errors import DataError
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training.snapshot import sample_examples
 from tests import tiny
@@ -137,21 +137,3 @@ def test_a_source_that_does_not_fit_its_file_is_refused(files, changes, message)
     data = section([classification(files, **changes)])
     with pytest.raises(DataError, match=message):
         rows(data.train[0], data)
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ({"path": "a", "wher": {}}, "data.train.0.wher: unknown key; did you mean 'where'?"),
-        ({"limit": 2}, "data.train.0.path: required, but missing"),
-        (
-            {"path": "a", "columns": {"text": "b"}, "template": {"text": "{b}"}},
-            "data.train.0: columns and template cannot be combined; keep one of them",
-        ),
-        (3, "data.train.0: must be a mapping, not 3"),
-    ],
-)
-def test_a_wrong_source_is_one_line(source, message):
-    with pytest.raises(RecipeError) as caught:
-        section([source])
-    assert str(caught.value) == message

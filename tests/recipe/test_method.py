@@ -34,28 +34,6 @@ def test_a_term_that_has_its_own_strength_keeps_it():
     assert "variance" not in resolve_method("orthogonal_variance", share=0.2, terms=removed).terms
 
 
-@pytest.mark.parametrize(
-    ("method", "share", "message"),
-    [
-        ("erc", -0.1, r"^method\.share: must be a number more than 0, such as 0\.1, not -0\.1$"),
-        ("erc", "10%", r"^method\.share: must be a number more than 0, such as 0\.1, not '10%'$"),
-        ("loss_free", 0.1, r"method\.share: preset 'loss_free' has no loss"),
-        ({"terms": {"erc": {"weight": 1.0}}}, 0.1, "method.share: needs"),
-    ],
-)
-def test_a_share_that_cannot_be_is_refused(method, share, message):
-    with pytest.raises(RecipeError, match=message):
-        resolve_method(method, share=share)
-
-
-def test_a_loss_that_is_no_mapping_is_refused_beside_a_share():
-    with pytest.raises(
-        RecipeError,
-        match=r"method\.terms\.variance: must be a mapping",
-    ):
-        resolve_method("orthogonal_variance", share=0.1, terms={"variance": 3})
-
-
 def test_a_preset_of_balance_takes_a_share():
     """It was refused, while docs/methods.md told to raise it."""
     assert resolve_method("aux_loss", share=0.2).terms["load_balance"].share == 0.2

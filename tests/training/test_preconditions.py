@@ -19,7 +19,7 @@ from trl import (
 )
 
 from moe_finetune import SpecializationCallback
-from moe_finetune.errors import ObjectiveError, RecipeError
+from moe_finetune.errors import ObjectiveError
 from moe_finetune.recipe.method import resolve_method
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.tree import Tree
@@ -112,7 +112,7 @@ def test_fp16_is_refused(tmp_path, monkeypatch, how):
         callback.attach(made) if how == "attach" else made.train()
 
 
-@pytest.mark.parametrize("how", ["argument", "environment", "launch"])
+@pytest.mark.parametrize("how", ["argument", "environment"])
 def test_context_parallelism_is_refused(tmp_path, monkeypatch, how):
     args = arguments(tmp_path)
     if how == "argument":
@@ -121,34 +121,15 @@ def test_context_parallelism_is_refused(tmp_path, monkeypatch, how):
         monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
         monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
     with pytest.raises(ObjectiveError, match=r"parallelism_config: cp_size is 2.*whole rows"):
-        if how == "launch":
-            check_launch(recipe_from_tree(Tree(RECIPE)))
-        else:
-            check_arguments(args, resolve_method(METHOD), None)
+        check_arguments(args, resolve_method(METHOD), None)
 
 
-@pytest.mark.parametrize(
-    ("launcher", "refusal"),
-    [
-        ({}, r"parallel.experts: 2 cannot be combined with FSDP1.*fsdp_version: 2"),
-        (
-            {"FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"},
-            "parallel.experts: 2 cannot be combined with fsdp_offload_params",
-        ),
-        ({"FSDP_VERSION": "2"}, None),
-    ],
-)
-def test_spread_experts_need_fsdp2_without_offload(monkeypatch, launcher, refusal):
-    recipe = recipe_from_tree(Tree(RECIPE | {"parallel": {"experts": 2}}))
-    for name, value in {"ACCELERATE_USE_FSDP": "true", **launcher}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
-    if refusal is None:
-        check_launch(recipe)
-        assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "false"
-    else:
-        with pytest.raises(RecipeError, match=refusal):
-            check_launch(recipe)
+def test_spread_experts_under_fsdp2_are_loaded_by_every_rank(monkeypatch):
+    for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        monkeypatch.setenv(name, "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    check_launch(recipe_from_tree(Tree(RECIPE | {"parallel": {"experts": 2}})))
+    assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "false"
 
 
 def test_fp16_autocast_is_refused_in_a_plain_loop():

@@ -8,8 +8,6 @@ from moe_finetune.errors import CaptureError, RecipeError
 from moe_finetune.models.base import FAMILIES
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.rollout import NOT_RUN
-from moe_finetune.recipe.schema import recipe_from_tree
-from moe_finetune.recipe.tree import Tree
 from moe_finetune.training.checkpoint import checkpoints
 from moe_finetune.training.rollout import EXPERTS, check_replay
 from tests.training.grpo import TEMPERATURE, student, trainer_for, weights_of
@@ -124,31 +122,6 @@ def test_what_does_not_sample_token_by_token_is_refused_or_said(tmp_path, caplog
     trainer.train()
     assert caplog.text.count(f"routing/changed_from_rollout is not logged: {said}") == 1
     assert not any(KEYS[0] in row for row in trainer.state.log_history)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        (
-            {"stage": "sft", "rewards": []},
-            "router.replay: only valid for stage grpo, and this is stage sft",
-        ),
-        (
-            {"trainer": {"use_vllm": True}},
-            "router.replay: with trainer.use_vllm TRL does not return",
-        ),
-        ({"method": "gshard"}, "router.replay: method.perturbations.random_second_choice draws"),
-    ],
-)
-def test_a_replay_that_cannot_be_is_refused(changes, said):
-    tree = {
-        "stage": "grpo", "model": {"path": "m"}, "data": {"train": "t.jsonl"},
-        "rewards": ["exact_match"], "router": {"replay": True},
-    }  # fmt: skip
-    assert recipe_from_tree(Tree(tree)).router.replay
-    with pytest.raises(RecipeError) as caught:
-        recipe_from_tree(Tree({**tree, **changes}))
-    assert said in str(caught.value)
 
 
 def test_a_family_with_weights_of_its_own_is_refused():

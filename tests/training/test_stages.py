@@ -137,37 +137,6 @@ def test_a_preference_without_an_adapter_has_a_model_of_its_own_to_measure_from(
 
 
 @pytest.mark.parametrize(
-    ("stage", "changes", "said"),
-    [
-        ("grpo", {"rewards": []}, "rewards: required by stage grpo"),
-        (
-            "dpo",
-            {"rewards": ["exact_match"]},
-            "rewards: only valid for stage grpo, and this is stage",
-        ),
-        ("dpo", {"teacher": "other"}, "teacher: stage distill was dropped"),
-        ("dpo", {"trainer": {"num_generations": 2}}, "it belongs to stage grpo: set stage: grpo"),
-        ("sft", {"trainer": {"beta": 0.3}}, "it belongs to stage dpo or grpo: set stage: dpo"),
-        ("dpo", {"trainer": {"rank": 2}}, "TRL's DPOConfig; did you mean 'lora.rank'?"),
-        ("dpo", {"trainer": {"max_step": 2}}, "DPOConfig; did you mean 'max_steps'?"),
-        ("dpo", {"trainer": {"max_length": 9}}, "trainer.max_length: cannot be set here"),
-        (
-            "grpo",
-            {"rewards": [{"name": "exact_math"}]},
-            "rewards.0.name: unknown reward 'exact_math'; did you mean 'exact_match'",
-        ),
-        ("grpo", {"rewards": [{"file": "none.py"}]}, "rewards.file: none.py does not exist"),
-        ("dop", {}, "stage: unknown stage 'dop'; did you mean 'dpo'"),
-    ],
-)
-def test_what_does_not_fit_a_stage_is_refused(made, tmp_path, stage, changes, said):
-    with pytest.raises(RecipeError) as caught:
-        plan_run(made(stage, rows=ROWS["dpo"], **changes), tmp_path / "run")
-    assert said in str(caught.value)
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
     ("stage", "row", "said"),
     [
         ("dpo", {"prompt": "a", "chosen": "b"}, "no field 'rejected'"),
