@@ -17,7 +17,7 @@ from tests.tiny_heads import HEADS, WEIGHTS, carries, names_of, with_head
 
 
 @pytest.mark.parametrize("family", HEADS)
-def test_a_published_head_is_counted_and_carried(family, tmp_path):
+def test_a_published_head_is_counted(family, tmp_path):
     base, names = tmp_path / "base", names_of(family)
     model, head = with_head(family, base, names)
     opened = open_checkpoint(base)
@@ -26,6 +26,12 @@ def test_a_published_head_is_counted_and_carried(family, tmp_path):
     size = sum(tensor.nbytes for tensor in head.values())
     assert opened.parts_left_out() == {MTP: (len(names), size)}
 
+
+# Layers after the last, heads under names of their own, several of them.
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next", "nemotron_h", "minimax_m2"])
+def test_a_published_head_is_carried(family, tmp_path):
+    base, names = tmp_path / "base", names_of(family)
+    model, head = with_head(family, base, names)
     adapted(model, "lora").save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     report = merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
     assert carries(tmp_path / "merged", head)

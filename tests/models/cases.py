@@ -1,4 +1,4 @@
-"""A family's tiny model with an adapter, and one forward and backward of it."""
+"""Families by kind; a family's tiny model with an adapter, and one forward and backward of it."""
 
 import torch
 
@@ -10,6 +10,27 @@ COMPOSITES = [family.name for family in table.COMPOSITES]
 NAMES = [family.name for family in table.FAMILIES] + COMPOSITES
 NEEDS_A_FILE = {"supervised_routing"}
 STANDARD_WEIGHTS = [name for name in NAMES if FAMILIES[name].own_weights is None]
+
+KINDS = (
+    "afmoe",  # masks are built; the router's weight lies deeper
+    "aria",  # a composite whose router returns the index first, stacks transposed
+    "deepseek_moe",  # our own class
+    "deepseek_v2",  # exported with a bias that it has not
+    "deepseek_v4",  # experts by token, compressed attention, square roots of softplus
+    "gemma4",  # no block, a factor an expert
+    "gpt_oss",  # biases of experts
+    "granitemoehybrid",  # mamba beside stacks
+    "hunyuan_v1_moe",  # padding moves positions
+    "inkling_mm_model",  # rows of gate and up alternate, weights normalized with shared experts'
+    "jamba",  # a router that returns logits alone
+    "nemotron_h_omni",  # experts without a gate, in a space of their own
+    "phimoe",  # experts are sampled one after another
+    "qwen3_next",  # delta nets, a gated shared expert
+    "qwen3_vl_moe",  # stacks stored either way
+)
+"""Families among which every value of a fact occurs, which ``test_every_family`` asks."""
+
+EACH_KIND = [name for name in NAMES if name in KINDS]
 
 
 def adapted(family, router="lora"):

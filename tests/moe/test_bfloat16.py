@@ -1,4 +1,4 @@
-"""Every family and term in bfloat16, as a GPU trains them: beside the same weights in float32.
+"""Every kind of family and term in bfloat16, as a GPU trains them, beside the same in float32.
 
 The tolerances are a few times what rounding to 8 bits alone does: transformers' own forward without
 any loss of ours is up to 0.2 off in the gradients of the adapters (all of them as one vector,
@@ -12,13 +12,14 @@ import torch
 from safetensors.torch import save_file
 
 from moe_finetune.lora.targets import add_lora
-from moe_finetune.models import FAMILIES, table
+from moe_finetune.models import FAMILIES
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.specialization import Specialization
 from tests import tiny, tiny_adapter, tiny_families
+from tests.models.cases import KINDS
 
 LOSS, VALUE, GRADIENT = 1.5e-2, 0.08, 0.35
-UNDER_AUTOCAST = {"inkling_text"}
+UNDER_AUTOCAST = {"inkling_mm_model"}
 """Stock classes that multiply by a float32 router, which a trained one is, without a cast."""
 
 EVERY_TERM = {
@@ -98,10 +99,8 @@ def copied(result):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "family", [*tiny.FAMILY_NAMES, *(family.name for family in table.FAMILIES)]
-)
-def test_every_family(family, tmp_path):
+@pytest.mark.parametrize("family", KINDS)
+def test_every_kind_of_family(family, tmp_path):
     """Stock and recorded, with every term at once.
 
     Autocast ends where the experts' forward begins: each kernel meets one setting of it.

@@ -10,7 +10,7 @@ import yaml
 
 from moe_finetune import Specialization, load_model, run_recipe
 from moe_finetune.cli import main
-from moe_finetune.errors import QuantizationError, RecipeError
+from moe_finetune.errors import QuantizationError
 from moe_finetune.losses import erc
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.models import FAMILIES as FACTS
@@ -20,7 +20,8 @@ from moe_finetune.quantization.weight import QuantizedWeight, quantized
 from moe_finetune.recipe.method import resolve_method
 from moe_finetune.recipe.schema import load_recipe
 from tests import tiny
-from tests.quantization.models import FAMILIES, batch, dequantized, save
+from tests.models.cases import KINDS
+from tests.quantization.models import batch, dequantized, save
 from tests.tiny_adapter import LORA, adapted
 
 NEEDS_A_FILE = {"supervised_routing"}
@@ -62,7 +63,7 @@ def assert_equal(wanted, found):
         assert difference <= 1e-5 * max(float(gradient.norm()), LEAST * largest), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KINDS)
 def test_gradients_are_those_of_the_dequantised_model(family, tmp_path):
     """Routers, LoRA on attention, shared and routed experts, under every loss at once."""
     save(family, tmp_path)
@@ -271,55 +272,3 @@ def test_an_8_bit_optimizer_resumes_exactly(recipe_file, tmp_path):
     shutil.rmtree(run / "checkpoints" / "checkpoint-4")
     run_recipe(recipe, run, resume=True)
     assert adapter.read_bytes() == straight
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        (["lora=null"], "needs an adapter: quantized weights cannot be trained"),
-        (["lora=null", "model.init=random"], "quantizes a checkpoint's weights"),
-        (["model.quantization=int4"], "must be 'none' or 'nf4', not 'int4'"),
-        (["model.quantization=int8"], "model.quantization: 'int8' was dropped; set nf4"),
-    ],
-)
-def test_what_cannot_run_ends_with_2(changes, words, recipe_file, tmp_path, capsys):
-    code = main(["train", str(recipe_file), *changes, "--output", str(tmp_path / "run")])
-    assert code == 2
-    assert words in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-
-
-def test_offloading_activations_needs_an_accelerator(recipe_file, tmp_path):
-    if torch.accelerator.is_available():
-        pytest.skip("this machine has one")
-    recipe = load_recipe(recipe_file, ["trainer.activation_offloading=true"])
-    with pytest.raises(RecipeError, match=r"trainer.activation_offloading: .*there is no GPU"):
-        run_recipe(recipe, tmp_path / "run")
-
-
-@pytest.mark.parametrize(
-    ("launched", "said"),
-    [
-        (
-            {"ACCELERATE_USE_FSDP": "true"},
-            "model.quantization: 'nf4' cannot be combined with FSDP1.*set fsdp_version: 2",
-        ),
-        (
-            {
-                "ACCELERATE_USE_FSDP": "true",
-                "FSDP_VERSION": "2",
-                "FSDP_OFFLOAD_PARAMS": "true",
-            },
-            "be combined with fsdp_offload_params.*set it to false",
-        ),
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "cannot resume.*use FSDP2"),
-    ],
-)
-def test_launchers_that_cannot_share_packed_weights_are_refused(
-    recipe_file, monkeypatch, tmp_path, launched, said
-):
-    for name, value in launched.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(RecipeError, match=said):
-        run_recipe(load_recipe(recipe_file), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
