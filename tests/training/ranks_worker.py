@@ -1,4 +1,4 @@
-"""What each rank of ``test_ranks.py`` runs: every preset through the run's own trainer.
+"""What each rank of ``test_ranks.py`` runs: methods through the run's own trainer.
 
 ``python -m tests.training.ranks_worker OUT`` under RANK and WORLD_SIZE; rank 0 writes OUT.
 """
@@ -15,7 +15,6 @@ from datasets import Dataset
 from safetensors.torch import save_file
 
 from moe_finetune.lora.targets import add_lora
-from moe_finetune.losses.presets import PRESETS
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training import ranks
@@ -25,12 +24,42 @@ from tests import tiny
 from tests.tiny_adapter import random_factors
 
 STEPS, GLOBAL_BATCH, LENGTH = 4, 4, 13
-NEEDS_A_FILE = {"supervised_routing", "supervised_routing_baseline"}
-COMPARED = sorted(set(PRESETS) - NEEDS_A_FILE)
+EVERY_TERM = {
+    "load_balance": {"weight": 0.3, "scope": "global_batch"},
+    # Of a forward's own variance the mean over ranks is another number, by definition.
+    **{name: {"weight": 0.3} for name in ("orthogonality", "specialization", "dpp", "ncl", "erc")},
+    "router_orthogonality": {"weight": 6.0},
+    "z_loss": {"weight": 0.02},
+    "coupling": {"weight": 2.0},
+}
+SHARES = {
+    "load_balance": {"share": 0.5, "scope": "global_batch"},
+    "orthogonality": {"share": 0.3},
+}
 WRONG = "aux_loss, each rank for itself"
 TRANSITION = "coupling, transition"
-SHARE = "shares"
-FINDS_STATE = ("loss_free", TRANSITION, SHARE, "orthogonal_variance_released")
+METHODS = {
+    "every term": {"terms": EVERY_TERM, "strength": {"first": False}},
+    "loss_free": {"preset": "loss_free"},
+    "found weights": {
+        "preset": "orthogonal_variance_released",
+        "terms": {"load_balance": {"scope": "global_batch", "weight": 0.3}},
+    },
+    "shares": {"terms": SHARES},
+}
+CONTROLS = {
+    WRONG: {"terms": {"load_balance": {"weight": 0.3, "scope": "micro_batch"}}},
+    TRANSITION: {"terms": {"coupling": {"weight": 0.1, "pairing": "transition"}}},
+}
+WITHOUT = {
+    f"without {term}": {
+        "terms": {name: options for name, options in EVERY_TERM.items() if name != term},
+        "strength": {"first": False},
+    }
+    for term in EVERY_TERM
+}
+"""What one process trains alone: a term that these do not differ by would not be compared."""
+HAS_STATE = ("loss_free", TRANSITION, "shares", "found weights")
 
 
 def model():
@@ -48,38 +77,11 @@ def rows():
     return Dataset.from_dict({"input_ids": ids, "labels": ids})
 
 
-def method(preset):
-    if preset == WRONG:
-        return {"terms": {"load_balance": {"weight": 0.3, "scope": "micro_batch"}}}
-    if preset == TRANSITION:
-        return {"terms": {"coupling": {"weight": 0.1, "pairing": "transition"}}}
-    if preset == SHARE:
-        return {
-            "terms": {
-                "load_balance": {"share": 0.5, "scope": "global_batch"},
-                "orthogonality": {"share": 0.3},
-            },
-        }
-    # Strength is compared where a share needs it.
-    chosen = {"preset": preset, "strength": {"first": False}}
-    if "load_balance" in PRESETS[preset].terms:
-        chosen["terms"] = {"load_balance": {"scope": "global_batch", "weight": 0.3}}
-    if "variance" in PRESETS[preset].terms:  # a forward's own variance, by definition
-        chosen["terms"]["variance"] = {"weight": 0.0}
-    if PRESETS[preset].perturbations:  # noise is drawn by token, and tokens lie elsewhere
-        chosen["perturbations"] = {
-            "jitter": None,
-            "expert_dropout": None,
-            "random_second_choice": False,
-        }
-    return chosen
-
-
-def train(preset, folder):
+def train(name, method, folder):
     recipe = Recipe.model_validate(
         {
             "model": {"path": "unused", "dtype": "float32"},
-            "method": method(preset),
+            "method": method,
             "lora": {"rank": 4, "alpha": 8.0},
             "data": {"train": "unused", "max_length": LENGTH},
             "trainer": {
@@ -108,10 +110,10 @@ def train(preset, folder):
     ]
     tables = callback.table_state()
     blobs = ranks.gather_bytes(
-        b"".join(tables[name].cpu().numpy().tobytes() for name in sorted(tables))
+        b"".join(tables[key].cpu().numpy().tobytes() for key in sorted(tables))
     )
-    assert all(blob == blobs[0] for blob in blobs), f"{preset}: tables differ between ranks"
-    assert (len(blobs[0]) > 0) == (preset in FINDS_STATE), preset
+    assert all(blob == blobs[0] for blob in blobs), f"{name}: tables differ between ranks"
+    assert (len(blobs[0]) > 0) == (name in HAS_STATE), name
     return logged, {**trained_weights(trainer.model), **tables}
 
 
@@ -121,9 +123,10 @@ def main(out: Path) -> None:
     ranks.join_group()
     results, tensors = {}, {}
     with tempfile.TemporaryDirectory() as folder:
-        for number, preset in enumerate([*COMPARED, SHARE, WRONG, TRANSITION]):
-            results[preset], weights = train(preset, Path(folder) / str(number))
-            tensors |= {f"{preset}/{name}": value for name, value in weights.items()}
+        alone = WITHOUT if ranks.world_size() == 1 else {}
+        for number, (name, method) in enumerate({**METHODS, **CONTROLS, **alone}.items()):
+            results[name], weights = train(name, method, Path(folder) / str(number))
+            tensors |= {f"{name}/{key}": value for key, value in weights.items()}
     if ranks.rank() == 0:
         out.mkdir()
         (out / "logged.json").write_text(json.dumps(results))

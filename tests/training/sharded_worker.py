@@ -1,4 +1,4 @@
-"""What each rank of ``test_sharded.py`` runs: every method plain, sharded, and both sharded and
+"""What each rank of ``test_sharded.py`` runs: methods plain, sharded, and both sharded and
 checkpointed; and checkpointed with the experts spread over the ranks, the rest whole or sharded.
 
 ``python -m tests.training.sharded_worker OUT`` under RANK and WORLD_SIZE 2; rank 0 writes OUT.
@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 from moe_finetune.errors import ObjectiveError
 from moe_finetune.lora.targets import add_lora
+from moe_finetune.losses import TERMS
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.moe.layers import moe_layers
 from moe_finetune.moe.spread import spread_experts, spread_modules
@@ -37,25 +38,30 @@ MODES = ("plain", "sharded", "both", "spread", "spread and sharded")
 SPREAD = MODES[3:]
 WORLD = 2
 # Large enough that a term which is lost or quieter is seen in the gradients.
-WEIGHT = {"z_loss": 0.02, "coupling": 2.0, "orthogonality": 0.5}
+WEIGHT = {
+    **{"z_loss": 0.02, "coupling": 2.0, "orthogonality": 0.5, "variance": 3.0},
+    **{"router_orthogonality": 6.0, "softmax_variance": 3.0},
+}
 COUPLED = {
     "coupling alone": {"coupling": {}},
     # A table of this batch alone: with an older share ranks would begin from another one.
     "coupling, transition": {"coupling": {"pairing": "transition", "decay": 0.0}},
-    "coupling and erc": {"coupling": {}, "erc": {}},
-    "coupling and router_orthogonality": {"coupling": {}, "router_orthogonality": {}},
     "coupling above a layer without balance": {
         "coupling": {"layers": [2]},
         "load_balance": {"layers": [0, 2, 3]},
     },
 }
-CASES = (*PRESETS, *COUPLED)
+EVERY_TERM = "every term"
+# Beside all terms at once those whose weights are gathered for them alone, noise, and the bias.
+CASES = (
+    *("none", EVERY_TERM, "gshard", "st_moe", "loss_free", "orthogonal_variance_released"),
+    *("erc", "router_orthogonality", *COUPLED),
+)
 SHARDED_ALONE = {
-    *("aux_loss", "st_moe", "loss_free", "orthogonal_variance", "specialization_coupling_z"),
-    *("erc", "dpp", "supervised_routing", "coupling above a layer without balance"),
+    *(EVERY_TERM, "st_moe", "loss_free", "erc", "coupling above a layer without balance"),
 }
-"""Every term, without a checkpointed layer; the others are sharded and checkpointed at once."""
-MEASURED = ("erc", "orthogonal_variance", "specialization_coupling_z")
+"""Without a checkpointed layer, too; the others are sharded and checkpointed at once."""
+MEASURED = (EVERY_TERM, "erc")
 """Their strength is compared, too."""
 
 
@@ -66,8 +72,8 @@ def modes(case: str) -> list[str]:
 
 def method(case: str, table: str) -> dict:
     """The case's method with weights that are seen."""
-    coupled = COUPLED.get(case)
-    chosen = {"terms": copy.deepcopy(coupled)} if coupled else PRESETS[case].method()
+    terms = {EVERY_TERM: {name: {} for name in TERMS}, **COUPLED}.get(case)
+    chosen = {"terms": copy.deepcopy(terms)} if terms else PRESETS[case].method()
     for name, options in chosen["terms"].items():
         options["weight"] = WEIGHT.get(name, 0.3)
         if name == "supervised_routing":
@@ -159,6 +165,10 @@ def compare(case: str, table: str, built: torch.nn.Module, without: dict) -> dic
     options = method(case, table)
     plain = run(built, "plain", options, case in MEASURED)
     found = {"plain": {"acts": furthest(plain["gradients"], without)}}
+    for term in TERMS if case == EVERY_TERM else ():
+        others = {"terms": {n: o for n, o in options["terms"].items() if n != term}}
+        lacks = run(built, "plain", others)["gradients"]
+        found["plain"][term] = furthest(plain["gradients"], lacks)
     for mode in modes(case):
         if mode in SPREAD and case == "st_moe":
             # Dropout inside the experts is drawn where they are, in another order.
