@@ -125,17 +125,17 @@ class StageFormer:
 def _check_read(location: str, row: Row, field: str, reward: str) -> None:
     """Refuse a row whose ``field`` the named reward cannot read."""
     if field not in row:
+        known = f"{', '.join(map(str, row))}{did_you_mean(field, row)}"
         raise DataError(
             f"{location}: no field '{field}', which rewards: '{reward}' reads; the row has "
-            f"{', '.join(map(str, row))}{did_you_mean(field, row)}. Map your fields with "
-            f"data.columns: {{{field}: ...}}"
+            f"{known.removesuffix('?')}; map your fields with data.columns: {{{field}: ...}}"
         )
     value = row[field]
     if field == "tests":
         texts = [value] if isinstance(value, str) else value
         good = isinstance(texts, list) and bool(texts)
         good = good and all(isinstance(text, str) and _has_code(text) for text in texts)
-        expected = "Python code, or a list of such texts,"
+        expected = "Python code or a list of such texts"
     else:
         good = isinstance(value, str | int | float) and bool(str(value).strip())
         expected = "text or a number"

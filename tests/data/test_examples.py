@@ -179,30 +179,6 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path, write):
     assert places[2].endswith("a.jsonl:3")
 
 
-@pytest.mark.parametrize(
-    ("lines", "said"),
-    [
-        (['{"text": "a"}', '{"text": '], r"x\.jsonl:2: not JSON"),
-        (['{"text": "a"}', "", "[1]"], r"x\.jsonl:3: must be an object, not \[1\]"),
-        (['{"txt": "a"}'], r"x\.jsonl:1: needs 'messages'.*the row has txt.*data\.columns"),
-        (['{"text": "a"}', '{"text": " "}'], r"x\.jsonl:2: 'text' is empty"),
-        (['{"text": "a"}', '{"text": 4}'], r"x\.jsonl:2: 'text': must be text, not 4"),
-        (['{"text": "a"}', '{"prompt": "b"}'], r"x\.jsonl:2: no field 'text'"),
-        (['{"text": "a", "prompt": "p", "completion": "c"}'], r":1: could be .*set data\.format"),
-        (['{"messages": []}'], r"x\.jsonl:1: 'messages': must be a list of turns"),
-        (['{"messages": ["hi"]}'], r"messages\[0\]: expected {role, content}, got 'hi'"),
-        (['{"messages": [{"role": "usr", "content": "x"}]}'], r"did you mean 'user'"),
-        (['{"messages": [{"role": "user", "content": null}]}'], r"content: must be text, not None"),
-        (['{"messages": [{"role": "user", "content": "x"}]}'], r"none of the 1 rows has an answer"),
-        (['{"messages": [{"role": "assistant", "content": ""}]}'], r"assistant's content is empty"),
-        ([], r"x\.jsonl is empty"),
-    ],
-)
-def test_malformed_rows_name_file_line_and_remedy(write, tokenizer, lines, said):
-    with pytest.raises(DataError, match=said):
-        load_dataset_for(DataSection(train=write("x.jsonl", lines)), tokenizer, 0)
-
-
 def test_damaged_and_missing_files(tmp_path, tokenizer):
     def load(name):
         load_dataset_for(DataSection(train=str(tmp_path / name)), tokenizer, 0)
@@ -243,21 +219,6 @@ def test_columns_template_and_known_layouts():
     assert shared("f:1", {"conversations": turns}) == {
         "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     }
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"columns": {"promt": "a"}}, r"data\.columns\.promt: unknown; did you mean 'prompt'"),
-        ({"columns": {"text": "bdy"}}, r"f:1: no field 'bdy'.*did you mean 'body'"),
-        ({"template": {"text": "{bdy}"}}, r"f:1: data\.template\.text: no field 'bdy'"),
-        ({"template": {"text": "{body.__class__}"}}, "is not a field name"),
-        ({"template": {"text": "{body"}}, "double literal braces"),
-    ],
-)
-def test_wrong_mappings(options, said):
-    with pytest.raises(DataError, match=said):
-        Former(**options)("f:1", {"body": "x"})
 
 
 # -- datasets ---------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
-"""Recipes that cannot train, and what `train` answers before it loads weights: ``refusals.json``.
+"""Recipes that cannot run, and what the verb answers before it loads weights: ``refusals.json``.
 
 A key there is YAML laid over :func:`recipe_of`'s recipe, where `STAGE` or `LAUNCH` and a name may
-come first, or with a space in front an override.
+come first, and `rows` are the lines of its data; or with a space in front it is an override. After
+`STUDY` it is YAML laid over :data:`STUDY`, after `UPCYCLE` overrides with ` + ` between them.
 ``python -m tests.training.refusals`` rewrites the answers; that of a new key may be ``[]``.
 """
 
@@ -21,6 +22,7 @@ import yaml
 from moe_finetune import cli
 from moe_finetune.recipe.tree import merge_mappings
 from tests import tiny
+from tests.upcycle.small import write_recipe
 
 FILE = Path(__file__).with_name("refusals.json")
 ROWS = {
@@ -39,6 +41,7 @@ DPO = "stage: dpo, method: aux_loss, data: {train: pairs.jsonl}"
 GRPO = "stage: grpo, data: {train: prompts.jsonl}, rewards: [exact_match]"
 CUT = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
 FSDP = {"ACCELERATE_USE_FSDP": "true"}
+STUDY = {"base": {"model": {"path": "base"}, "data": {"train": "rows.jsonl"}}, "seeds": [1]}
 ENVIRONMENTS = {
     "deepspeed": {"ACCELERATE_USE_DEEPSPEED": "true"},
     "rows cut": {**CUT, "PARALLELISM_CONFIG_SP_SIZE": "2"},
@@ -63,6 +66,8 @@ def write_inputs(folder: Path) -> None:
     for name, content in {"broken": "{", "dense": '{"model_type": "llama"}'}.items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(content)
+    (folder / "upcycle").mkdir()
+    write_recipe(folder / "upcycle")
 
 
 def recipe_of(text: str) -> dict[str, Any]:
@@ -78,20 +83,37 @@ def recipe_of(text: str) -> dict[str, Any]:
         if text.startswith(f"STAGE {name}, "):
             base = merge_mappings(base, yaml.safe_load(f"{{{stage}}}"))
             text = text.removeprefix(f"STAGE {name}, ")
-    return merge_mappings(base, yaml.safe_load(f"{{{text}}}") or {})
+    recipe = merge_mappings(base, yaml.safe_load(f"{{{text}}}") or {})
+    if "rows" in recipe:
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in recipe.pop("rows")]
+        Path("own.jsonl").write_text("\n".join(lines))
+        recipe["data"]["train"] = "own.jsonl"
+    return recipe
+
+
+def command_of(case: str) -> tuple[list[str], dict[str, str]]:
+    """The verb with its arguments, and the launcher's environment; the recipe is written here."""
+    kind, _, rest = case.partition(" ")
+    if kind == "UPCYCLE":
+        return ["upcycle", "upcycle/recipe.yaml", *rest.split(" + ")], {}
+    if kind == "STUDY":
+        text = yaml.safe_dump(merge_mappings(STUDY, yaml.safe_load(f"{{{rest}}}")))
+        Path("recipe.yaml").write_text(text)
+        return ["study", "recipe.yaml"], {}
+    environment: dict[str, str] = {}
+    text, overrides = ("", [rest]) if not kind else (case, [])
+    if kind == "LAUNCH":
+        launcher, _, text = rest.partition(", ")
+        environment = ENVIRONMENTS[launcher]
+    Path("recipe.yaml").write_text(yaml.safe_dump(recipe_of(text), sort_keys=False))
+    return ["train", "recipe.yaml", *overrides], environment
 
 
 def answer(case: str) -> list[str]:
-    """The message of `train` in the working folder, whose exit code is 2; nothing is written."""
+    """The message in the working folder, with exit code 2; nothing is written."""
     folder = Path.cwd()
-    text, overrides = ("", [case[1:]]) if case.startswith(" ") else (case, [])
-    environment: dict[str, str] = {}
-    if text.startswith("LAUNCH "):
-        launcher, _, text = text.removeprefix("LAUNCH ").partition(", ")
-        environment = ENVIRONMENTS[launcher]
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe_of(text), sort_keys=False))
+    arguments, environment = command_of(case)
     before = sorted(folder.iterdir())
-    arguments = ["train", "recipe.yaml", *overrides, "--output", "run"]
     out, err = StringIO(), StringIO()
     loaded = AssertionError("weights were loaded")
     with (
@@ -101,7 +123,7 @@ def answer(case: str) -> list[str]:
         redirect_stdout(out),
         redirect_stderr(err),
     ):
-        code = cli.main(arguments)
+        code = cli.main([*arguments, "--output", "run"])
     assert sorted(folder.iterdir()) == before and code == 2, f"{case}: {code} {err.getvalue()}"
     message = err.getvalue().partition("error: ")[2].strip().replace(str(folder), "FOLDER")
     message = re.sub(r"this machine has [\d.]+", "this machine has SOME", message)

@@ -136,47 +136,6 @@ def test_a_preference_without_an_adapter_has_a_model_of_its_own_to_measure_from(
     assert margins[0] == 0 and margins[-1] > 0
 
 
-@pytest.mark.parametrize(
-    ("stage", "row", "said"),
-    [
-        ("dpo", {"prompt": "a", "chosen": "b"}, "no field 'rejected'"),
-        ("dpo", {"prompt": "a", "chosen": "b", "rejected": "b"}, "are equal"),
-        ("dpo", {"prompt": "a", "chosen": "b", "rejected": [{"role": "assistant", "content": "c"}]},
-         "mix texts and turns; use only texts, or only"),
-        ("dpo", {"chosen": [{"role": "user", "content": "x"}],
-                 "rejected": [{"role": "user", "content": "y"}]}, "add the field 'prompt'"),
-        ("dpo", {"prompt": "a", "chosen": "b", "rejected": " "}, "'rejected' is empty"),
-        ("grpo", {"question": "a"}, "no field 'prompt'"),
-        ("grpo", {"prompt": [{"role": "robot", "content": "a"}]}, "role 'robot'"),
-    ],
-)  # fmt: skip
-def test_a_row_without_the_form_is_refused_with_its_place(stage, row, said):
-    with pytest.raises(DataError) as caught:
-        StageFormer(STAGES[stage])("rows.jsonl, line 3", row)
-    assert said in str(caught.value) and str(caught.value).startswith("rows.jsonl, line 3")
-
-
-@pytest.mark.parametrize(
-    ("reward", "fields", "said"),
-    [
-        ("exact_match", {"anwser": "4"}, "no field 'answer', which rewards: 'exact_match' reads"),
-        ("boxed", {"answer": None}, "'answer': must be text or a number, which rewards: 'boxed'"),
-        ("code", {"answer": "4"}, "no field 'tests', which rewards: 'code' reads"),
-        ("code", {"tests": ["assert f() == 1", 3]}, "'tests': must be Python code, or a list"),
-        ("code", {"tests": "# nothing\npass"}, "'tests': must be Python code, or a list"),
-    ],
-)
-def test_a_row_that_a_reward_cannot_read_is_refused_with_its_place(
-    made, tmp_path, reward, fields, said
-):
-    right = {"prompt": "2 + 2 = ", "answer": "4", "tests": "assert f() == 4"}
-    rows = [right, right, {"prompt": "1 + 1 = ", **fields}]
-    with pytest.raises(DataError) as caught:
-        plan_run(made("grpo", rows=rows, rewards=[reward]), tmp_path / "run")
-    place = f"{tmp_path / 'grpo.jsonl'}:3: "
-    assert str(caught.value).startswith(place + said), str(caught.value)
-
-
 def test_two_conversations_share_their_prompt():
     ask, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
     other = {"role": "assistant", "content": "z"}
