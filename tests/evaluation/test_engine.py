@@ -1,13 +1,8 @@
 import contextlib
 import json
 import math
-import os
 import shutil
-import signal
 import sqlite3
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +16,7 @@ from moe_finetune.errors import (
     OutputExistsError,
 )
 from moe_finetune.evaluation.backends import open_backend
+from moe_finetune.evaluation.cache import ReplyStore
 from moe_finetune.evaluation.engine import evaluate
 from moe_finetune.evaluation.results import load_results, load_samples
 from moe_finetune.io.hashes import checkpoint_hash
@@ -140,57 +136,31 @@ def test_a_changed_weight_file_is_another_checkpoint(checkpoint, tmp_path):
     assert checkpoint_hash(copy) != checkpoint_hash(checkpoint)
 
 
-@pytest.mark.faults
-@pytest.mark.slow
-def test_killed_again_and_again_gives_the_same_items(warm, checkpoint, tmp_path):
-    suite = write_suite(tmp_path / "data", items=31)
-    command = [sys.executable, "-m", "tests.evaluation.forked", str(checkpoint), str(suite)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    ) as parent:  # fmt: skip
-        assert parent.stdin is not None and parent.stdout is not None
+def test_stopped_again_and_again_gives_the_same_items(backend, checkpoint, tmp_path, monkeypatch):
+    """Each chunk is on the disk before the next one is asked for, where a kill cannot undo it."""
+    suite, add, sizes = write_suite(tmp_path / "data", items=31), ReplyStore.add, []
+    monkeypatch.setattr(backend, "chunk", 4)
 
-        def start(output: Path) -> int:
-            parent.stdin.write(f"{output}\n")
-            parent.stdin.flush()
-            return int(parent.stdout.readline())
+    def add_and_stop(store, replies):
+        add(store, replies)
+        with contextlib.closing(sqlite3.connect(store.path)) as other:
+            sizes.extend(other.execute("SELECT count(*) FROM replies").fetchone())
+        raise KeyboardInterrupt
 
-        start(tmp_path / "whole")
-        assert parent.stdout.readline() == "0\n"
-        replies = tmp_path / "killed" / "cache"
-        sizes = []
+    def score(folder):
+        evaluate(checkpoint, suite, "hf", tmp_path / folder, opened=backend, progress=False)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ReplyStore, "add", add_and_stop)
         for _ in range(5):
-            size = _stored(replies)
-            pid = start(tmp_path / "killed")
-            # Let it add at least one chunk, so that the kills fall on different states.
-            while _stored(replies) <= size and Path(f"/proc/{pid}").exists():
-                time.sleep(0.002)
-            os.kill(pid, signal.SIGKILL)
-            assert parent.stdout.readline() == "-9\n"
-            sizes.append(_stored(replies))
-        assert sizes == sorted(set(sizes))
-        start(tmp_path / "killed")
-        assert parent.stdout.readline() == "0\n"
-        parent.stdin.close()
-    assert _samples(tmp_path / "killed") == _samples(tmp_path / "whole")
-    values = [
-        {name: task["metrics"] for name, task in load_results(tmp_path / folder)["tasks"].items()}
-        for folder in ("killed", "whole")
-    ]
-    assert values[0] == values[1]
-
-
-def _stored(folder: Path) -> int:
-    count = 0
-    for file in folder.rglob("replies.sqlite"):
-        # Before the first chunk there may be no table.
-        with (
-            contextlib.closing(sqlite3.connect(file)) as store,
-            contextlib.suppress(sqlite3.OperationalError),
-        ):
-            ((count,),) = store.execute("SELECT count(*) FROM replies")
-    return count
+            with pytest.raises(KeyboardInterrupt):
+                score("stopped")
+    assert sizes == sorted(set(sizes)) and sizes[0] > 0
+    score("stopped")
+    score("whole")
+    assert _samples(tmp_path / "stopped") == _samples(tmp_path / "whole")
+    stopped, whole = (load_results(tmp_path / name)["tasks"] for name in ("stopped", "whole"))
+    assert all(task["metrics"] == whole[name]["metrics"] for name, task in stopped.items())
 
 
 def test_prompts_that_do_not_fit_are_an_error_that_keeps_finished_tasks(backend, suite, tmp_path):

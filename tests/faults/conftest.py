@@ -15,7 +15,7 @@ from moe_finetune.routing.trace import TraceWriter
 from tests.checkpoint import helpers
 from tests.evaluation.local import write_suite
 from tests.faults.harness import adapter_hash, contents, logged, train, write_inputs
-from tests.placement.traces import topical
+from tests.routing.traces import topical
 
 
 @pytest.fixture(scope="session")

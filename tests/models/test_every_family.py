@@ -10,12 +10,11 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from eval.placement.permute import check, permute_experts
 from moe_finetune.checkpoint import merge_adapter
 from moe_finetune.checkpoint.fit import check_fit
 from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.checkpoint.verify import verify_merge
-from moe_finetune.errors import CaptureError, CheckpointError, ObjectiveError, UnsupportedModelError
+from moe_finetune.errors import CaptureError, ObjectiveError, UnsupportedModelError
 from moe_finetune.lora.coverage import lora_coverage
 from moe_finetune.losses.inject import PerTermLosses
 from moe_finetune.losses.objective import Objective
@@ -177,37 +176,6 @@ def test_merged_equals_base_and_adapter(family, tmp_path):
     if family in KINDS:
         report = verify_merge(base, tmp_path / "adapter", tmp_path / "merged")
         assert report.error < 1e-4 < 1e-2 < report.moved
-
-
-@pytest.mark.parametrize(
-    "family",
-    [name for name in EACH_KIND if FAMILIES[name].disk.fused]
-    + ["deepseek_v4", "jamba", "nemotron_h"],
-)
-def test_permuted_experts_compute_the_same(family, tmp_path):
-    stock = tiny.model(family)
-    stock.save_pretrained(tmp_path / "base")
-    # Every tiny config.json has n_group 2, whose groups stay together.
-    order = [8, 5, 9, 6, 7, 3, 0, 4, 1, 2]
-    layer = FAMILIES[family].moe_layers(stock.config)[1]  # the first may look experts up
-    permute_experts(tmp_path / "base", {layer: order}, tmp_path / "moved")
-    moved = loaded(tmp_path / "moved")
-    with torch.no_grad():
-        wanted, found = stock(**batch()).logits, moved(**batch()).logits
-    assert torch.allclose(wanted, found, rtol=0, atol=1e-5 * float(wanted.abs().max()))
-    before, after = (moe_layers(model)[1].experts.down_proj for model in (stock, moved))
-    assert torch.equal(before[order], after)
-
-
-def test_groups_of_experts_are_the_family_s():
-    """n_group of a config counts where the router has groups."""
-    order = [8, 0, *range(1, 8), 9]
-    for family in ("laguna", "dots1"):
-        layer = moe_layers(tiny.model(family))[1]
-        assert layer.experts.config.n_group == 2
-        refused = pytest.raises(CheckpointError, match="mixes the 2 routing groups")
-        with refused if family == "dots1" else nullcontext():
-            check(layer, order)
 
 
 def test_a_router_that_samples_draws_the_same():

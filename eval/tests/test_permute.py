@@ -1,13 +1,19 @@
 """Reordered experts: the same function, other numbers, and a way back."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from eval.placement.permute import permute_experts
+from eval.placement.permute import check, permute_experts
 from moe_finetune.errors import CheckpointError
-from tests import tiny
+from moe_finetune.models import FAMILIES
+from moe_finetune.models.structure import class_of
+from moe_finetune.moe.layers import moe_layers
+from tests import tiny, tiny_families
 from tests.checkpoint import helpers
+from tests.models.cases import EACH_KIND, batch
 
 PLAN = {
     1: [5, 0, 11, 3, 8, 1, 10, 2, 7, 4, 9, 6],
@@ -64,3 +70,34 @@ def test_groups_stay_together(tmp_path):
     assert (found - wanted).norm() < 1e-6 * wanted.norm()
     with pytest.raises(CheckpointError, match="4 routing groups"):
         permute_experts(base, PLAN, tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [name for name in EACH_KIND if FAMILIES[name].disk.fused]
+    + ["deepseek_v4", "jamba", "nemotron_h"],
+)
+def test_permuted_experts_compute_the_same(family, tmp_path):
+    stock = tiny_families.model(family)
+    stock.save_pretrained(tmp_path / "base")
+    # Every tiny config.json has n_group 2, whose groups stay together.
+    order = [8, 5, 9, 6, 7, 3, 0, 4, 1, 2]
+    layer = FAMILIES[family].moe_layers(stock.config)[1]  # the first may look experts up
+    permute_experts(tmp_path / "base", {layer: order}, tmp_path / "moved")
+    moved = class_of(stock.config).from_pretrained(tmp_path / "moved").eval()
+    with torch.no_grad():
+        wanted, found = stock(**batch()).logits, moved(**batch()).logits
+    assert torch.allclose(wanted, found, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+    before, after = (moe_layers(model)[1].experts.down_proj for model in (stock, moved))
+    assert torch.equal(before[order], after)
+
+
+def test_groups_of_experts_are_the_family_s():
+    """n_group of a config counts where the router has groups."""
+    order = [8, 0, *range(1, 8), 9]
+    for family in ("laguna", "dots1"):
+        layer = moe_layers(tiny_families.model(family))[1]
+        assert layer.experts.config.n_group == 2
+        refused = pytest.raises(CheckpointError, match="mixes the 2 routing groups")
+        with refused if family == "dots1" else nullcontext():
+            check(layer, order)

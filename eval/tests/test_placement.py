@@ -9,7 +9,7 @@ from eval.placement.coactivation import count_coactivation
 from eval.placement.search import _Search
 from moe_finetune.errors import RecipeError, TraceError
 from moe_finetune.metrics import placement_metrics
-from tests.placement.traces import topical
+from tests.routing.traces import topical
 
 
 def index_order(layers: int, experts: int, ranks: int) -> np.ndarray:
