@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from eval.placement import plan_placement
+from eval.placement import search as searching
 from eval.placement.coactivation import count_coactivation
-from eval.placement.search import _Search
 from moe_finetune.errors import RecipeError, TraceError
 from moe_finetune.metrics import placement_metrics
 from tests.routing.traces import topical
@@ -48,7 +48,7 @@ def test_coactivation_against_loop():
 def test_the_objective_counts_pairs_on_one_rank():
     index, _ = topical(tokens=80, experts=12)
     counts = count_coactivation(index, 12)
-    search = _Search(counts, 3, 100.0, seed=0)
+    search = searching._Search(counts, 3, 100.0, seed=0)
     plan = search.random_plan()
     ranks = np.empty((4, 12), int)
     for layer, rank in itertools.product(range(4), range(3)):
@@ -62,7 +62,7 @@ def test_the_objective_counts_pairs_on_one_rank():
             same = ranks[layer][:, None] == ranks[layer + 1][None, :]
             wanted += 2 * (across[layer] * same).sum()
     assert search.value(plan) == pytest.approx(wanted)
-    limited = _Search(counts, 3, 1.01, seed=0)
+    limited = searching._Search(counts, 3, 1.01, seed=0)
     excess = 0.0
     for layer in range(4):
         load = [counts.load_LE[layer][ranks[layer] == rank].sum() for rank in range(3)]
@@ -73,7 +73,7 @@ def test_the_objective_counts_pairs_on_one_rank():
 
 def test_swaps_only_help_and_end_where_no_swap_helps():
     index, _ = topical(tokens=200, layers=3, experts=8, width=2)
-    search = _Search(count_coactivation(index, 8), 2, 1.3, seed=3)
+    search = searching._Search(count_coactivation(index, 8), 2, 1.3, seed=3)
     plan = search.random_plan()
     before = plan.copy()
     after = search.sweep(plan)
@@ -88,7 +88,7 @@ def test_swaps_only_help_and_end_where_no_swap_helps():
 
 def test_stitching_finds_the_best_combination():
     index, _ = topical(tokens=150, layers=3, experts=6, width=2)
-    search = _Search(count_coactivation(index, 6), 3, 1.2, seed=1)
+    search = searching._Search(count_coactivation(index, 6), 3, 1.2, seed=1)
     plans = [search.sweep(search.random_plan()), search.random_plan(), search.random_plan()]
     names = [np.array(order) for order in itertools.permutations(range(3))]
     wanted = max(
@@ -102,7 +102,7 @@ def test_stitching_finds_the_best_combination():
 def test_small_problem_is_solved_exactly():
     index, _ = topical(tokens=300, layers=2, experts=4, width=2, topics=2)
     found = plan_placement(index, 4, 2, max_imbalance=50.0)
-    search = _Search(count_coactivation(index, 4), 2, 50.0, seed=0)
+    search = searching._Search(count_coactivation(index, 4), 2, 50.0, seed=0)
     orders = [np.array(order).reshape(2, 2) for order in itertools.permutations(range(4))]
     best = max(search.value(np.stack([a, b])) for a, b in itertools.product(orders, repeat=2))
     assert search.value(as_slots(found, 2)) == pytest.approx(best)
