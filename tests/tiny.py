@@ -6,19 +6,16 @@ that vLLM's kernels have. The tokenizer is byte-level with a chat template, so a
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV2Config,
-    DeepseekV3Config,
-    MixtralConfig,
-    OlmoeConfig,
-    PreTrainedTokenizerFast,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from moe_finetune.models import FAMILIES
+from moe_finetune.models.deepseek_moe import register
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 VOCABULARY = 400
@@ -72,79 +69,67 @@ _YARN = {
 }
 
 
-def config(family: str):
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 112,
+        "moe_intermediate_size": 48,
+        "num_experts": 12,
+        "norm_topk_prob": True,
+        "router_aux_loss_coef": 0.001,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0},
+    },
+    "deepseek_v2": _DEEPSEEK
+    | _MLA
+    | {
+        "max_position_embeddings": 40 * 64,
+        "rope_parameters": _YARN,
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+    },
+    "deepseek_v3": _DEEPSEEK
+    | _MLA
+    | {
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 50_000.0},
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.446,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+    },
+    "deepseek_moe": _DEEPSEEK
+    | {"num_attention_heads": 6, "num_key_value_heads": 2, "norm_topk_prob": False},
+    "olmoe": {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "num_experts": 12,
+        "norm_topk_prob": False,
+    },
+    "mixtral": {
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 48,
+        "num_local_experts": 12,
+        "sliding_window": None,
+    },
+}
+FAMILY_NAMES = tuple(_CONFIGS)
+
+
+def config(family: str) -> Any:
     """A tiny config of ``family`` that keeps every fact of the real one but its sizes."""
-    if family == "qwen3_moe":
-        return Qwen3MoeConfig(
-            **_COMMON,
-            num_key_value_heads=2,
-            head_dim=32,
-            intermediate_size=112,
-            moe_intermediate_size=48,
-            num_experts=12,
-            norm_topk_prob=True,
-            router_aux_loss_coef=0.001,
-            rope_parameters={"rope_type": "default", "rope_theta": 10_000_000.0},
-        )
-    if family == "olmoe":
-        return OlmoeConfig(
-            **{**_COMMON, "num_attention_heads": 6},
-            num_key_value_heads=2,
-            intermediate_size=48,
-            num_experts=12,
-            norm_topk_prob=False,
-        )
-    if family == "mixtral":
-        return MixtralConfig(
-            **_COMMON,
-            num_key_value_heads=2,
-            head_dim=32,
-            intermediate_size=48,
-            num_local_experts=12,
-            sliding_window=None,
-        )
-    if family == "deepseek_v2":
-        return DeepseekV2Config(
-            **{**_COMMON, "max_position_embeddings": 40 * 64},
-            rope_parameters=dict(_YARN),
-            **_DEEPSEEK,
-            **_MLA,
-            topk_method="greedy",
-            norm_topk_prob=False,
-            routed_scaling_factor=1.0,
-        )
-    if family == "deepseek_v3":
-        config = DeepseekV3Config(
-            **_COMMON,
-            **_DEEPSEEK,
-            **_MLA,
-            rms_norm_eps=1e-5,
-            rope_parameters={"rope_type": "default", "rope_theta": 50_000.0},
-            norm_topk_prob=True,
-            routed_scaling_factor=2.446,
-        )
-        config.topk_method = "noaux_tc"
-        config.scoring_func = "sigmoid"
-        return config
     if family == "deepseek_moe":
-        from moe_finetune.models.deepseek_moe import register
-        from moe_finetune.models.deepseek_moe.configuration import DeepseekConfig
-
         register()
-        return DeepseekConfig(
-            **{**_COMMON, "num_attention_heads": 6},
-            **{**_DEEPSEEK, "num_key_value_heads": 2},
-            norm_topk_prob=False,
-        )
-    raise KeyError(family)
-
-
-FAMILY_NAMES = ("qwen3_moe", "deepseek_v2", "deepseek_v3", "deepseek_moe", "olmoe", "mixtral")
+    kind = CONFIG_MAPPING[FAMILIES[family].model_type]
+    return kind(**copy.deepcopy(_COMMON | _CONFIGS[family]))
 
 
 def model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes):
     """A tiny random model in eval mode; router biases and norms are random too."""
-    cfg = copy.deepcopy(config(family))
+    cfg = config(family)
     for key, value in changes.items():
         setattr(cfg, key, value)
     generator_state = torch.get_rng_state()

@@ -54,7 +54,7 @@ def loss_in_the_last_layer(model, term):
 
 
 @pytest.mark.parametrize("name", REACH)
-@pytest.mark.parametrize("family", tiny.FAMILY_NAMES)
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_gradient_reaches_what_the_term_says(family, name, tmp_path):
     model = tiny.model(family).train()
     term, trained, below = build(name, tmp_path, model_facts(model))

@@ -121,10 +121,10 @@ def test_two_processes_make_the_run_of_one(straight, way):
     assert set(ranks) == {"rank-00000.safetensors", "rank-00001.safetensors"}
 
 
-@pytest.mark.parametrize("way", [WHOLE, SPREAD], ids=["whole", "spread"])
-def test_a_stopped_launch_resumes_to_the_same_adapter(recipe, straight, tmp_path, way):
-    run, whole = tmp_path / "run", straight[1][way]
-    process = start(recipe, run, 2, *way)
+def test_a_stopped_launch_resumes_to_the_same_adapter(recipe, straight, tmp_path):
+    """Resumption with experts whole: ``test_other_ranks`` and ``test_output_on_ranks``."""
+    run, whole = tmp_path / "run", straight[1][SPREAD]
+    process = start(recipe, run, 2, *SPREAD)
     limit = time.monotonic() + 300
     while not (run / "checkpoints" / "checkpoint-2").is_dir():
         assert process.poll() is None and time.monotonic() < limit
@@ -134,7 +134,7 @@ def test_a_stopped_launch_resumes_to_the_same_adapter(recipe, straight, tmp_path
         part.kill()
     process.communicate()
     assert not (run / "adapter").exists()
-    finish(start(recipe, run, 2, *way, "--resume"))
+    finish(start(recipe, run, 2, *SPREAD, "--resume"))
     name = "adapter/adapter_model.safetensors"
     assert (run / name).read_bytes() == (whole / name).read_bytes()
     logged = [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows(run)]

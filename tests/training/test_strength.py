@@ -14,7 +14,7 @@ from tests.training.cases import adapted
 from tests.training.strength import BATCHES, agree, by_hand
 
 
-@pytest.mark.parametrize("family", tiny.FAMILY_NAMES)
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_moe", "deepseek_v3"])
 def test_measured_strength_is_a_separate_backward_of_each_loss(family, terms):
     model = adapted(family).eval()
     names = {name for name, _ in model.named_parameters()}
