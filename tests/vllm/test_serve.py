@@ -44,12 +44,14 @@ def pairs(command: list[str]) -> dict[str, str]:
 def test_the_command_has_our_defaults_and_every_argument():
     folder = Path("runs/first/merged")
     plain = serve_command(folder, "first", cpu=False)
-    assert plain[0] == sys.executable and plain[3:5] == ["serve", str(folder)]
+    assert (
+        plain[0] == sys.executable and plain[1:2] == ["-P"] and plain[4:6] == ["serve", str(folder)]
+    )
     assert pairs(plain)["--host"] == "127.0.0.1" and pairs(plain)["--served-model-name"] == "first"
     assert "--enforce-eager" not in plain and "--dtype" not in plain
     arguments = ["--host=0.0.0.0", "--served_model_name", "mine", "--dtype=bfloat16"]
     command = serve_command(folder, "first", True, arguments)
-    assert command[5:] == ["--enforce-eager", *arguments]
+    assert command[6:] == ["--enforce-eager", *arguments]
     on_cpu = pairs(serve_command(folder, "first", cpu=True))
     assert on_cpu["--dtype"] == "float32" and on_cpu["--attention-backend"] == "CPU_MLA"
 
@@ -90,7 +92,7 @@ def test_a_file_of_options_overrides_our_defaults(tmp_path, tiny_checkpoint):
     file.write_text("host: 0.0.0.0\nserved_model_name: [mine, calm]\nenforce-eager: false\n")
     arguments = ["--config", str(file), "--port", "8123"]
     options = ["--dtype", "float32", "--attention-backend", "CPU_MLA"]
-    assert serve_command(Path("base"), "base", True, arguments)[5:] == [*options, *arguments]
+    assert serve_command(Path("base"), "base", True, arguments)[6:] == [*options, *arguments]
     with pytest.raises(RecipeError, match="--adapter calm: the base already has this name"):
         serve(tiny_checkpoint("qwen3_moe"), ["calm=somewhere"], arguments)
     file.unlink()
@@ -330,7 +332,7 @@ def test_vllm_knows_every_option(tmp_path, tiny_checkpoint):
     assert support == support_in_vllm("Qwen3MoeForCausalLM", [law, plain])
     arguments = adapter_arguments(checkpoint, adapters, support)
     parser = make_arg_parser(FlexibleArgumentParser())
-    found = parser.parse_args(serve_command(base, "base", False, (), arguments)[4:])
+    found = parser.parse_args(serve_command(base, "base", False, (), arguments)[5:])
     assert found.model_tag == str(base) and found.host == "127.0.0.1"
     assert found.served_model_name == ["base"]
     assert found.enable_lora and found.enable_mixed_moe_lora_format
@@ -339,7 +341,7 @@ def test_vllm_knows_every_option(tmp_path, tiny_checkpoint):
         ("law", True),
         ("calm", False),
     ]
-    on_cpu = parser.parse_args(serve_command(base, "base", cpu=True)[4:])
+    on_cpu = parser.parse_args(serve_command(base, "base", cpu=True)[5:])
     assert on_cpu.enforce_eager and on_cpu.dtype == "float32"
 
 
