@@ -18,6 +18,7 @@ class Preset:
         shows: the expected effect compared with ``aux_loss`` or ``none``.
         goal: the routing metric, or logged ``losses/<term>``, that training should raise (+1) or
             lower (-1); None for a method without one.
+        recommended: options of its terms for ``share: recommended``, or None.
         perturbations: ``jitter``, ``expert_dropout``, ``random_second_choice``.
         bias_update: step of the loss-free bias, or None.
     """
@@ -27,6 +28,7 @@ class Preset:
     source: str
     shows: str
     goal: tuple[str, int] | None = None
+    recommended: Mapping[str, Mapping[str, Any]] | None = None
     perturbations: Mapping[str, Any] = field(default_factory=dict)
     bias_update: float | None = None
 
@@ -76,6 +78,7 @@ _ALL = (
         source='P0 "With Aux Loss"; DeepSeek-V2 eq. 23',
         shows="MaxVio below none",
         goal=("max_violation", -1),
+        recommended={"load_balance": {"share": 0.5, "scope": "micro_batch"}},
     ),
     Preset(
         "gshard",
@@ -111,6 +114,11 @@ _ALL = (
         source="P0 eq. 7, 25, summed over tokens as printed; balance: eq. 18 / K",
         shows="score variance above and output overlap below aux_loss, MaxVio about the same",
         goal=("score_variance", 1),
+        recommended={
+            "load_balance": {"share": 0.5, "scope": "micro_batch"},
+            "orthogonality": {"share": 0.02},
+            "variance": {"share": 0.7},
+        },
     ),
     Preset(
         "orthogonal_variance_mean",
@@ -140,6 +148,11 @@ _ALL = (
         source="P1 eq. 4, 6, Table 14 (fine-tuning)",
         shows="activation cosine below and coupling mass above aux_loss",
         goal=("activation_cosine", -1),
+        recommended={
+            "load_balance": {"share": 0.3},
+            "specialization": {"share": 0.7},
+            "coupling": {"share": 0.25},
+        },
     ),
     Preset(
         "specialization_coupling_z",
@@ -168,6 +181,7 @@ _ALL = (
         source="P2 eq. 3, 4, §4.1; balance averaged over layers as in OLMoE",
         shows="ERC table down to 0 at alpha 1 in the trained layers",
         goal=("losses/erc", -1),
+        recommended={"load_balance": {"share": 0.1}, "erc": {"share": 0.3}},
     ),
     Preset(
         "router_orthogonality",

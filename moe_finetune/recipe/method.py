@@ -1,5 +1,6 @@
 """The ``method:`` section: from a preset and its changes to validated losses and perturbations."""
 
+from collections.abc import Mapping
 from math import inf
 from typing import Any, Literal
 
@@ -48,13 +49,12 @@ class Method(Section):
     model_config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)
 
     preset: str | None = Field(default=None, description="a file of `recipes/methods`")
-    share: float | None = Field(
+    share: float | Literal["recommended"] | None = Field(
         default=None,
-        gt=0,
-        allow_inf_nan=False,
         exclude=True,  # becomes the share of each term
         description="share of each of the preset's terms except z-loss and, among others, "
-        "balance, instead of the paper's weight; 0.1 is a start",
+        "balance, instead of the paper's weight, such as 0.1; `recommended`: the measured "
+        "shares of [methods](../methods.md#recommended-shares), balance included",
     )
     terms: dict[str, SerializeAsAny[BaseModel]] = Field(
         default={}, description="loss -> its options, see [losses](losses.md)"
@@ -135,12 +135,36 @@ WEIGHTED = ("load_balance", "z_loss")
 
 def _with_share(preset: str, method: dict[str, Any]) -> dict[str, Any]:
     """Apply ``method.share`` to each of the preset's terms without a strength in ``terms``."""
-    share = method.get("share")
-    if share is None:
+    share, changes = method.get("share"), method.get("terms") or {}
+    if share is None or not isinstance(changes, dict):
         return method
+    shares = {
+        name: dict(options)
+        for name, options in _shares(preset, share).items()
+        if not isinstance(changes.get(name), dict)
+        or not {"weight", "share", "target"} & changes[name].keys()
+    }
+    return {**method, "terms": merge_mappings(shares, changes)}
+
+
+def _shares(preset: str, share: Any) -> Mapping[str, Any]:
+    """Options of the preset's terms for a value of ``method.share``."""
+    from moe_finetune.losses.presets import PRESETS
+
+    if share == "recommended":
+        if recommended := PRESETS[preset].recommended:
+            return recommended
+        raise RecipeError(
+            f"method.share: no shares are recommended for preset '{preset}', only for "
+            f"{', '.join(name for name in PRESETS if PRESETS[name].recommended)}; leave share out "
+            "for the weights of the paper, or give a number such as 0.1"
+        )
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < inf:
-        raise RecipeError(f"method.share: must be a number more than 0, such as 0.1, not {share!r}")
-    terms = _preset(preset).get("terms", {})
+        raise RecipeError(
+            "method.share: must be a number more than 0, such as 0.1, or 'recommended', "
+            f"not {share!r}"
+        )
+    terms = PRESETS[preset].terms
     # Constraints keep their weight, unless balance is all that the preset is for.
     aims = [name for name in terms if name not in WEIGHTED] or [
         name for name in terms if name == "load_balance"
@@ -150,16 +174,7 @@ def _with_share(preset: str, method: dict[str, Any]) -> dict[str, Any]:
             f"method.share: preset '{preset}' has no loss that a share could set; leave share "
             "out, or set method.share=null where another file has one"
         )
-    changes = method.get("terms") or {}
-    if not isinstance(changes, dict):
-        return method
-    shares = {
-        name: {"share": share}
-        for name in aims
-        if not isinstance(changes.get(name), dict)
-        or not {"weight", "share", "target"} & changes[name].keys()
-    }
-    return {**method, "terms": merge_mappings(shares, changes)}
+    return {name: {"share": share} for name in aims}
 
 
 def _terms(terms: Any) -> dict[str, BaseModel]:

@@ -142,7 +142,10 @@ def starter(answers: Answers, changes: Sequence[Change] = (), gpu: float | None 
         lines.insert(
             0, ("stage", answers.stage, f"TRL's {stage.config.replace('Config', 'Trainer')}")
         )
-    if not set(preset.terms) <= set(WEIGHTED):
+    if preset.recommended and answers.stage == "sft":
+        why = "measured, see docs/methods.md; a number is each loss's share; left out: the paper's"
+        lines.append(("method.share", "recommended", why))
+    elif not set(preset.terms) <= set(WEIGHTED):
         why = "each loss's gradient over that of the trainer's loss; left out: the paper's weights"
         lines.append(("method.share", 0.1, why))
     lines += [
@@ -151,7 +154,7 @@ def starter(answers: Answers, changes: Sequence[Change] = (), gpu: float | None 
         (
             "router.train",
             "full",
-            "vLLM serves the merged model; with lora or frozen, the adapter too",
+            "losses on routers need it; vLLM serves the merged model, after lora the adapter too",
         ),
         ("data.train", answers.data, layout(answers.data, answers.stage)),
     ]

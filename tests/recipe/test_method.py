@@ -40,3 +40,29 @@ def test_a_preset_of_balance_takes_a_share():
     st_moe = resolve_method("st_moe", share=0.2).terms
     assert (st_moe["load_balance"].share, st_moe["z_loss"].share) == (0.2, None)
     assert resolve_method("erc", share=0.2).terms["load_balance"].share is None
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if PRESETS[name].recommended])
+def test_recommended_shares_are_numbers_of_every_loss(name):
+    method = resolve_method(name, share="recommended")
+    assert set(method.terms) == set(PRESETS[name].terms)
+    for term, options in PRESETS[name].recommended.items():
+        assert method.terms[term].share == options["share"]
+    # What is written down names the numbers, so a later table changes no run.
+    written = method.model_dump(mode="json")
+    assert "share" not in written and resolve_method(written) == method
+
+
+def test_recommended_shares_give_way_to_the_recipes_own():
+    own = {"variance": {"weight": 0.003}, "load_balance": {"share": 0.1}}
+    terms = resolve_method("orthogonal_variance", share="recommended", terms=own).terms
+    assert (terms["variance"].weight, terms["variance"].share) == (0.003, None)
+    assert (terms["load_balance"].share, terms["load_balance"].scope) == (0.1, "sequence")
+    assert terms["orthogonality"].share == 0.02
+
+
+@pytest.mark.parametrize("name", sorted(n for n in PRESETS if not PRESETS[n].recommended))
+def test_other_presets_have_no_recommended_shares(name):
+    message = f"method.share: no shares are recommended for preset '{name}', only for aux_loss, "
+    with pytest.raises(RecipeError, match=message):
+        resolve_method(name, share="recommended")

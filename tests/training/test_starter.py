@@ -30,7 +30,7 @@ def test_a_starter_is_a_recipe_for_the_checkpoint(tiny_checkpoint, rows, tmp_pat
     assert f"moe-finetune preview {output}" in said
     recipe = load_recipe([output])
     assert (recipe.model.path, recipe.model.dtype) == (str(base), "float32")
-    assert recipe.method.terms["erc"].share == 0.1 and recipe.data.train == str(rows)
+    assert recipe.method.terms["erc"].share == 0.3 and recipe.data.train == str(rows)
     assert recipe.evaluation is not None and recipe.evaluation.suite == "gsm8k"
     text = output.read_text()
     assert "wrapped as 'Question: {question}" in text and "ERC table down to 0" in text
