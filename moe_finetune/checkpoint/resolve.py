@@ -14,7 +14,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from moe_finetune.checkpoint.adapter import CONFIG, Adapter, unused
-from moe_finetune.checkpoint.adapter_layout import grouped_by_expert, outputs_first
+from moe_finetune.checkpoint.adapter_layout import (
+    before_019,
+    grouped_by_expert,
+    outputs_first,
+)
 from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.updates import LowRank, Magnitude, Replace, Update
 from moe_finetune.errors import AdapterError
@@ -52,6 +56,7 @@ class _Resolver:
         self.head = self.base.name_in_files("lm_head.weight")
         self.embedding = self.base.name_in_files(f"{family.backbone}.embed_tokens.weight")
         self.used: list[str] = []
+        self.swapped: set[bool] = set()
 
     def run(self) -> Iterator[tuple[str, Update]]:
         pairs: dict[tuple[str, int], dict[str, str]] = {}
@@ -86,6 +91,14 @@ class _Resolver:
             yield from self._magnitude(key)
         for key in plain:
             yield from self._saved(key)
+        if len(self.swapped) > 1:  # square matrices were read by the version, others by their shape
+            raise AdapterError(
+                f"{self.adapter.folder / CONFIG}: peft_version "
+                f"{self.adapter.config.get('peft_version')!r} contradicts the tensors: the shapes "
+                "of the experts' factors are those of "
+                + ("PEFT 0.19 or newer" if before_019(self.adapter.config) else "PEFT before 0.19")
+                + ". Correct the version: it decides how square matrices are read"
+            )
         self._check_selection()
         unused(self.adapter, self.used)
 
@@ -258,10 +271,12 @@ class _Resolver:
         a_shape, b_shape = (self.adapter.tensors[key].shape for key in (a, b))
         # Where the class has (E, I, O), every version of PEFT has the inputs in A.
         class_transposed = disk.transposed and not disk.either
-        return (
-            grouped_by_expert(config, parameter, config_file),
-            not class_transposed and outputs_first(config, a_shape, b_shape, *sizes, config_file),
-        )
+        grouped = grouped_by_expert(config, parameter, config_file)
+        if class_transposed:
+            return grouped, False
+        swapped = outputs_first(config, a_shape, b_shape, *sizes, config_file)
+        self.swapped.add(swapped)
+        return grouped, swapped
 
     def _saved(self, key: str) -> Iterator[tuple[str, Update]]:
         name = key.replace(".base_layer.", ".")

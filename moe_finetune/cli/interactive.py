@@ -75,9 +75,12 @@ def init(
         raise RecipeError(f"--gpu: must be the GiB of one GPU, such as 24, not {gpu:g}")
     warning = write_starter(answers, output, gpu)
     train = [program(), "train", str(output), "--output", "runs/first"]
+    fits = [*train, "--dry-run"]
+    if gpu is not None:
+        fits = [program(), "inspect", checkpoint, "--recipe", str(output), "--gpu", f"{gpu:g}"]
     following = [
         ("see the tokenized rows", [program(), "preview", str(output)]),
-        ("see whether it fits", [*train, "--dry-run"]),
+        ("see whether it fits", fits),
         ("train", train),
     ]
     if warning:

@@ -38,6 +38,7 @@ from moe_finetune.training import ranks
 from moe_finetune.training.accumulation_window import AccumulationWindow
 from moe_finetune.training.callback_order import add_callbacks
 from moe_finetune.training.host_run import HostRun
+from moe_finetune.training.numerics import CollapseWatch
 from moe_finetune.training.preconditions import OWN_BALANCE_LOSS, check_arguments
 from moe_finetune.training.sample import evaluation_metrics, evaluation_sample
 from moe_finetune.training.save import describe_adapter
@@ -112,6 +113,7 @@ class SpecializationCallback(TrainerCallback, ExportableState):
         self.routing_file: Path | None = None
         self._run: HostRun | None = None
         self._window = AccumulationWindow()
+        self._collapse = CollapseWatch(self)
 
     @classmethod
     def from_section(cls, section: str | Mapping[str, Any]) -> SpecializationCallback:
@@ -217,6 +219,7 @@ class SpecializationCallback(TrainerCallback, ExportableState):
             logs.update(values)
             if state.log_history:
                 state.log_history[-1].update(values)
+            self._collapse.on_log(args, state, control, logs)
         if self._run is not None:
             self._run.log(args, state, control, logs)
 

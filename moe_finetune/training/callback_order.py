@@ -7,7 +7,6 @@ from transformers import TrainerCallback
 FIRST = (
     "SpecializationCallback",  # puts the method's values into the log entry that all others read
     "RunLog",  # writes the entry
-    "CollapseWatch",
     "LiveTable",  # shows what was written
 )
 """Before the trainer's own callbacks and reporters."""

@@ -61,7 +61,7 @@ class CollapseWatch(TrainerCallback):
     """Warns once when routing stays collapsed: MaxVio of the worst layer, or dead experts.
 
     Args:
-        callback: the callback whose values are read; add this one after it.
+        callback: the callback whose values are read; it calls this one.
     """
 
     def __init__(self, callback: SpecializationCallback):

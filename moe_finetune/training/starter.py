@@ -174,7 +174,7 @@ def starter(answers: Answers, changes: Sequence[Change] = (), gpu: float | None 
         )
     for key, value, why in changes:
         place = next((i for i, line in enumerate(lines) if line[0] == key), None)
-        size = f"{gpu or machine_bytes() / GIB:.0f} GiB: {why}"
+        size = f"{gpu or machine_bytes() / GIB:.3g} GiB: {why}"
         if place is None:
             place = max(i for i, line in enumerate(lines) if line[0].startswith(key.split(".")[0]))
             lines.insert(place + 1, (key, value, size))
@@ -300,5 +300,5 @@ def write_starter(answers: Answers, output: Path, gpu: float | None = None) -> s
     with terminal().announced("init"):
         changes, fits = memory_changes(values, gpu)
     write_new(output, starter(answers, changes, gpu))
-    size = f"{gpu or machine_bytes() / GIB:.0f} GiB"
+    size = f"{gpu or machine_bytes() / GIB:.3g} GiB"
     return "" if fits else f"a step does not fit {size} with it; docs/memory.md has what else helps"

@@ -17,7 +17,7 @@ from moe_finetune.training.callback import SpecializationCallback
 from moe_finetune.training.callback_order import add_callbacks
 from moe_finetune.training.generation_batch import SavesBetweenGenerations
 from moe_finetune.training.live_table import LiveTable
-from moe_finetune.training.numerics import CollapseWatch, FiniteTrainer
+from moe_finetune.training.numerics import FiniteTrainer
 from moe_finetune.training.rank_state import accumulation, random_state, set_random_state
 from moe_finetune.training.resumable import ResumableTrainer
 from moe_finetune.training.rollout import FollowsRollouts
@@ -141,7 +141,7 @@ def build_trainer(
     if isinstance(trainer, FollowsRollouts):
         trainer.callback = callback
         trainer.replay = recipe.router.replay
-    add_callbacks(trainer, RunLog(output), CollapseWatch(callback), LiveTable())
+    add_callbacks(trainer, RunLog(output), LiveTable())
     return trainer, callback
 
 

@@ -185,6 +185,14 @@ def test_square_matrices_need_the_version(tmp_path):
         )
         merge_adapter(base, adapter, tmp_path / f"merged_{version}")
         same(logits(helpers.load(tmp_path / f"merged_{version}")), changed_by(base, deltas))
+        # The shapes of the stack that is not square tell a wrong version.
+        wrong, _ = fused(
+            base, tmp_path / f"not_{version}", False, not outputs_first, peft_version=version
+        )
+        with pytest.raises(
+            AdapterError, match="contradicts the tensors: the shapes of the experts"
+        ):
+            merge_adapter(base, wrong, tmp_path / "refused")
     adapter, _ = fused(base, tmp_path / "unknown", False, False)
     with pytest.raises(AdapterError, match="peft_version is missing"):
         merge_adapter(base, adapter, tmp_path / "refused")

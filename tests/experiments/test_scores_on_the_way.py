@@ -110,8 +110,8 @@ def test_scores_that_no_step_is_early_enough_for_are_said(ingredients, tmp_path)
     said = (
         "evaluation.every 3 is not less than the run's 3 steps; the run is scored only at its end"
     )
-    assert said in plan_run(load_recipe(file, ["evaluation.every=3"]), tmp_path / "run").remarks
-    assert said not in plan_run(load_recipe(file), tmp_path / "run").remarks
+    assert said in plan_run(load_recipe(file, ["evaluation.every=3"]), tmp_path / "run").remarks()
+    assert said not in plan_run(load_recipe(file), tmp_path / "run").remarks()
 
 
 def test_a_state_that_cannot_be_written_does_not_end_the_training(ingredients, tmp_path, caplog):

@@ -4,9 +4,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from moe_finetune.evaluation.score import Score
 from moe_finetune.io.terminal import duration
 from moe_finetune.metrics.words import Word, word
-from moe_finetune.report.compare import Difference
+from moe_finetune.report.compare import Difference, score_text
 from moe_finetune.report.context import Report, Section, differ, folded, group
 from moe_finetune.report.markup import DASH, Markup, breakable, is_number, join, number, tag
 from moe_finetune.report.numbers import ends
@@ -51,7 +52,8 @@ def answer_text(report: Report) -> list[str]:
 def _answer(report: Report, run: Run) -> Answer:
     changes, scores = expert_changes(report, run), comparisons(report, run)
     load = [c for c in changes if c.word == word("routing/max_violation")]
-    parts = [("Warning", run.collapse), *_objective(report, run), ("Scores", _scores(scores)),
+    parts = [("Warning", run.collapse), *_objective(report, run),
+             ("Scores", _scores(report, run, scores)),
              ("Experts", _experts([c for c in changes if c not in load])),
              ("Method", goal_text(run)), ("Load", load[0].describe() if load else None),
              ("Cost", _cost(run))]  # fmt: skip
@@ -71,13 +73,13 @@ def _experts(changes: list[Change]) -> str | None:
 
 def _cost(run: Run) -> str | None:
     """Steps, tokens, time and memory of a run."""
-    seconds, memory = run.summary.get("seconds"), run.summary.get("peak_memory")
+    trained, memory = run.curves.get("end/train_runtime"), run.summary.get("peak_memory")
     if of_gpu := run.curves.get("peak_memory_gib"):
         memory = max(of_gpu.values) * 2**30
     count = _tokens(run)
     steps = f"{run.last_step:,.0f} steps" if run.last_step is not None else None
     parts = [steps, f"{count:,.0f} tokens" if math.isfinite(count) else None]
-    parts += [f"{duration(seconds)} with merge and evaluation" if is_number(seconds) else None]
+    parts += [f"{duration(trained.values[-1])} of training" if trained else None]
     parts += [f"at most {memory / 2**30:.1f} GiB" if is_number(memory) else None]
     return ", ".join(part for part in parts if part) or None
 
@@ -88,13 +90,33 @@ def _tokens(run: Run) -> float:
     return tokens.values[-1] if tokens else math.nan
 
 
-def _scores(differences: list[tuple[str, Difference]]) -> str | None:
-    unclear = [task for task, d in differences if d.verdict in ("unclear", "unknown")]
+def _scores(report: Report, run: Run, differences: list[tuple[str, Difference]]) -> str | None:
+    references = report.baseline.scores if report.baseline else run.base_scores
+    pairs = {task: (references[task], run.scores[task]) for task, _ in differences}
+    nothing = [task for task, pair in pairs.items() if all(_never_right(s) for s in pair)]
+    unclear = [
+        task for task, d in differences
+        if d.verdict in ("unclear", "unknown") and task not in nothing
+    ]  # fmt: skip
     parts = _clear(differences)
     if unclear:
-        tasks = ", ".join(unclear) if len(unclear) < 5 else f"{len(unclear)} benchmarks"
+        tasks = f"{len(unclear)} benchmarks"
+        if len(unclear) < 5:
+            tasks = ", ".join(
+                f"{task} ({' → '.join(score_text(score) for score in pairs[task])})"
+                for task in unclear
+            )
         parts.append(f"no clear difference on {tasks}")
+    if nothing:
+        parts.append(
+            f"no reply was right on {', '.join(nothing)}, in either: compare the prompts in "
+            "samples.jsonl with the training rows"
+        )
     return "; ".join(parts) or None
+
+
+def _never_right(score: Score) -> bool:
+    return score.is_share and score.value == 0
 
 
 def _clear(differences: list[tuple[str, Difference]]) -> list[str]:
