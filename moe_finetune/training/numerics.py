@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from moe_finetune.errors import NumericsError
 from moe_finetune.metrics.load import collapse_limit
 from moe_finetune.training import ranks
 from moe_finetune.training.checkpoint import newest_checkpoint
-
-if TYPE_CHECKING:
-    from moe_finetune.training.callback import SpecializationCallback
 
 log = logging.getLogger(__name__)
 _Trainer: Any = object
@@ -61,10 +58,10 @@ class CollapseWatch(TrainerCallback):
     """Warns once when routing stays collapsed: MaxVio of the worst layer, or dead experts.
 
     Args:
-        callback: the callback whose values are read; it calls this one.
+        callback: the SpecializationCallback whose values are read; it calls this one.
     """
 
-    def __init__(self, callback: SpecializationCallback):
+    def __init__(self, callback: Any):
         self.callback = callback
         self._in_a_row = 0
 
