@@ -156,8 +156,8 @@ def _shares(preset: str, share: Any) -> Mapping[str, Any]:
             return recommended
         raise RecipeError(
             f"method.share: no shares are recommended for preset '{preset}', only for "
-            f"{', '.join(name for name in PRESETS if PRESETS[name].recommended)}; leave share out "
-            "for the weights of the paper, or give a number such as 0.1"
+            f"{', '.join(name for name in PRESETS if PRESETS[name].recommended)}; set "
+            "method.share=null for the weights of the paper, or give a number such as 0.1"
         )
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < inf:
         raise RecipeError(

@@ -12,6 +12,7 @@ from moe_finetune.errors import RecipeError
 from moe_finetune.io.terminal import terminal
 from moe_finetune.io.worker import Worker, WorkerError
 from moe_finetune.recipe.tree import load_tree
+from tests.conftest import ROOT
 
 
 def terminal_says(text, level):
@@ -59,7 +60,7 @@ def test_leaving_ends_a_call_that_nobody_waits_for(tmp_path):
 
 
 def test_warnings_of_a_call_are_shown_where_it_is_asked_for(tmp_path, capsys):
-    with Worker(tmp_path / "log") as worker:
+    with Worker(tmp_path / "log", {"PYTHONPATH": str(ROOT)}) as worker:
         worker.call(terminal_says, "the disk is slow", "warning")
         assert capsys.readouterr().err == "the disk is slow\n"
         worker.call(terminal_says, "all is well", "info")

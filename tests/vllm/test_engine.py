@@ -12,6 +12,7 @@ from moe_finetune.evaluation.engine import evaluate
 from moe_finetune.io.worker import Worker
 from moe_finetune.vllm.engine import engine_arguments, engines_environment, open_vllm, shutdown
 from moe_finetune.vllm.install import vllm_status
+from tests.conftest import ROOT
 from tests.evaluation.local import write_suite
 from tests.parity import parity
 
@@ -97,5 +98,5 @@ def test_engines_in_one_process_leave_nothing(checkpoint, tmp_path):
     status = vllm_status(try_import=False)
     if not status.usable:
         pytest.skip(str(status))
-    with Worker(tmp_path / "log", engines_environment()) as worker:
+    with Worker(tmp_path / "log", {**engines_environment(), "PYTHONPATH": str(ROOT)}) as worker:
         assert worker.call(_two_engines, checkpoint) == [True, True]
