@@ -95,6 +95,18 @@ def test_a_single_run_is_compared_with_the_checkpoint_before(tmp_path):
     assert "expert overlap −20\u00a0% (0.500 → 0.400)" in shown
 
 
+def test_a_task_that_nobody_solved_is_no_unclear_difference(tmp_path):
+    run = run_of(tmp_path / "ours", 2)
+    results = json.loads((run / "eval" / "results.json").read_text())
+    results["tasks"]["gsm8k"]["value"] = 0.0
+    for folder in ("eval", "eval_base"):
+        (run / folder / "results.json").write_text(json.dumps(results))
+    shown = text(run)
+    assert "no reply was right on gsm8k, in either: compare the prompts in samples.jsonl" in shown
+    unclear = re.search(r"no clear difference on ([^<;]*)", shown)[1]
+    assert "arithmetic (" in unclear and "gsm8k" not in unclear
+
+
 def test_runs_on_different_data_are_named(tmp_path):
     one, two = run_of(tmp_path / "a", 1), run_of(tmp_path / "b", 2)
     for run in (one, two):

@@ -3,8 +3,12 @@
 from types import SimpleNamespace
 
 import torch
+from transformers import Trainer
 
+from moe_finetune import SpecializationCallback
 from moe_finetune.training.numerics import CollapseWatch
+from tests import tiny
+from tests.training.cases import arguments, collate, rows
 
 EXPERTS, TOP_K, LAYERS = 12, 3, 2
 
@@ -46,3 +50,24 @@ def test_dead_experts(caplog):
 def test_few_tokens_are_no_verdict(caplog):
     few = torch.full((EXPERTS,), 19)
     assert log(watch(few), caplog, 9, 2.9, 11.0) == []
+
+
+def test_a_callback_in_another_trainer_warns(tmp_path, caplog):
+    """Routers without weights choose the same experts for every token."""
+    model = tiny.model("qwen3_moe")
+    for name, parameter in model.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            torch.nn.init.zeros_(parameter)
+    settings = arguments(
+        tmp_path, per_device_train_batch_size=11, logging_steps=1, learning_rate=0.0
+    )
+    settings.max_steps = 6
+    Trainer(
+        model,
+        settings,
+        data_collator=collate,
+        train_dataset=rows(22),
+        callbacks=[SpecializationCallback("none")],
+    ).train()
+    (message,) = [r.message for r in caplog.records if "collapsed" in r.message]
+    assert "for 5 logs up to step 5" in message and "router.train: frozen" in message
