@@ -84,4 +84,5 @@ def test_a_share_gives_the_weight_that_it_gave(family):
     """Four windows, three of the losses measured again; the first line of a run rests on it."""
     expected = json.loads(shares.FILE.read_text())[family]
     for name, found in shares.weights(family).items():
-        assert found == pytest.approx(expected[name], rel=1e-6), name
+        # Another processor's kernels round float32 differently: 4e-6 between two of them.
+        assert found == pytest.approx(expected[name], rel=2e-5), name
