@@ -107,28 +107,42 @@ FAMILIES: Mapping[str, Callable[[Pretraining], dict[str, Any]]] = {
         "norm_topk_prob": True,
     },
     "olmoe": lambda config: {"intermediate_size": config.expert_width},
+    "deepseek_v2": lambda config: {  # one dense layer, and an expert for every token
+        "num_key_value_heads": config.hidden_size // 32,
+        "q_lora_rank": None,
+        "kv_lora_rank": config.hidden_size // 2,
+        "qk_nope_head_dim": 24,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 32,
+        "intermediate_size": 2 * config.hidden_size,
+        "moe_intermediate_size": config.expert_width,
+        "n_routed_experts": config.experts,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "topk_method": "greedy",
+        "routed_scaling_factor": 1.0,
+    },
 }
 
 
 def make_model(config: Pretraining, tokenizer: Any, seed: int) -> Any:
     """A model with random weights; heads of 32, which vLLM's CPU kernels have."""
-    sizes = AutoConfig.for_model(
-        config.family,
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.hidden_size // 32,
-        num_key_value_heads=config.hidden_size // 64,
-        num_experts=config.experts,
-        num_experts_per_tok=config.top_k,
-        max_position_embeddings=2048,
-        initializer_range=0.05,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        **FAMILIES[config.family](config),
-    )
+    usual = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.hidden_size // 32,
+        "num_key_value_heads": config.hidden_size // 64,
+        "num_experts": config.experts,
+        "num_experts_per_tok": config.top_k,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.05,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    sizes = AutoConfig.for_model(config.family, **usual | FAMILIES[config.family](config))
     set_seed(seed)
     model = AutoModelForCausalLM.from_config(sizes)
     turn_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
