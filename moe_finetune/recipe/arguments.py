@@ -12,7 +12,7 @@ from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, Val
 
 from moe_finetune.recipe.owned import OWNED
 from moe_finetune.recipe.stages import STAGES, Stage
-from moe_finetune.recipe.validation import in_words
+from moe_finetune.recipe.validation import expectation
 
 _BATCH = (lambda v: 1 <= v <= 2**20, "from 1 to 1048576")
 _AT_LEAST_1 = (lambda v: v >= 1, "1 or more")
@@ -147,5 +147,5 @@ def _mismatch(hint: Any, value: Any) -> str | None:
     except PydanticSchemaGenerationError:
         return None
     except ValidationError as error:
-        return " or ".join(dict.fromkeys(in_words(e["msg"]) for e in error.errors()))
+        return " or ".join(dict.fromkeys(expectation(e["msg"]) for e in error.errors()))
     return None

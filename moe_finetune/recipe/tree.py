@@ -7,8 +7,6 @@ key of :data:`SHORTHANDS` is short for a mapping: ``method: erc`` is ``method: {
 
 from __future__ import annotations
 
-import copy
-import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +14,9 @@ from typing import Any
 
 import yaml
 
-from moe_finetune.errors import RecipeError, did_you_mean
+from moe_finetune.errors import RecipeError
 from moe_finetune.io.yaml_file import YamlError, parse_file, parse_yaml
-from moe_finetune.recipe.shipped import find_recipe, recipes_folder
+from moe_finetune.recipe.shipped import find_recipe
 
 Key = tuple[str | int, ...]
 SHORTHANDS = {"method": "preset"}
@@ -112,7 +110,7 @@ def _parse(path: Path) -> Tree:
             raise RecipeError(
                 f"{path} is a folder; give a recipe file ('moe-finetune init' writes one)"
             )
-        raise RecipeError(f"there is no recipe file {path}{_near_file(path)}")
+        raise RecipeError(f"there is no recipe file {path}")
     node, values = parse_file(path, RecipeError)
     tree = Tree()
     if node is None:
@@ -122,21 +120,6 @@ def _parse(path: Path) -> Tree:
     tree.values = values
     _mark(node, (), path, tree.origins)
     return tree
-
-
-def _near_file(path: Path) -> str:
-    """The most similar name in the folder of ``path``, or among the package's recipes."""
-    parts = path.parts
-    folder = path.parent
-    if parts[:1] == ("recipes",) and not folder.is_dir():
-        folder = recipes_folder().joinpath(*parts[1:-1])
-    siblings = [file.name for file in folder.glob("*.yaml")] if folder.is_dir() else []
-    near = difflib.get_close_matches(path.name, siblings, n=1, cutoff=0.7)
-    if near:
-        return f"; did you mean '{path.parent / near[0]}'?"
-    elsewhere = sorted(recipes_folder().glob(f"*/{path.name}")) if parts[:1] == ("recipes",) else []
-    same = [Path("recipes", *file.parts[-2:]) for file in elsewhere]
-    return f"; did you mean '{same[0]}'?" if len(same) == 1 else ""
 
 
 def _mark(node: yaml.Node, key: Key, path: Path, origins: dict[Key, str]) -> None:
@@ -151,47 +134,28 @@ def _mark(node: yaml.Node, key: Key, path: Path, origins: dict[Key, str]) -> Non
 
 
 def _apply(tree: Tree, override: str) -> None:
-    """Set one ``a.b.0=value``; the value is parsed as YAML."""
+    """Set one ``a.b=value``; the value is parsed as YAML."""
     path, equals, text = override.partition("=")
     parts = path.strip().split(".")
     if not equals or not all(parts):
         raise RecipeError(f"'{override}': write overrides as key.path=value")
+    if any(part.isdigit() for part in parts):
+        raise RecipeError(
+            f"'{override}': an item of a list cannot be set; give the whole list, such as "
+            "data.train=[a.jsonl,b.jsonl]"
+        )
     try:
         _, value = parse_yaml(text)
     except YamlError as error:
         raise RecipeError(
             f"'{override:.80}': the value is not valid YAML: {error.problem}"
         ) from None
-    key = tuple(int(part) if part.isdigit() else part for part in parts)
-    if any(part.isdigit() for part in parts):
-        _set_in_list(tree, parts, value, override)
-    else:
-        for part in reversed(parts):
-            value = {part: value}
-        tree.merge(Tree(value))
+    key = tuple(parts)
+    for part in reversed(parts):
+        value = {part: value}
+    tree.merge(Tree(value))
     tree.origins = {k: origin for k, origin in tree.origins.items() if k[: len(key)] != key}
     tree.origins[key] = f"override '{override}'"
-
-
-def _set_in_list(tree: Tree, parts: list[str], value: Any, override: str) -> None:
-    """Set a key below an item of a list that a file has set."""
-    tree.values = copy.deepcopy(tree.values)
-    target: Any = tree.values
-    for depth, part in enumerate(parts):
-        parent = ".".join(parts[:depth]) or "the recipe"
-        last = depth == len(parts) - 1
-        index: Any = part
-        if isinstance(target, list):
-            if not part.isdigit() or int(part) >= len(target):
-                raise RecipeError(f"'{override}': {parent} has {len(target)} items, counted from 0")
-            index = int(part)
-        elif not isinstance(target, dict) or (not last and part not in target):
-            hint = did_you_mean(part, target) if isinstance(target, dict) else "; it is not a list"
-            raise RecipeError(f"'{override}': {parent} has no '{part}'{hint}")
-        if last:
-            target[index] = value
-        else:
-            target = target[index]
 
 
 def dotted(key: Key) -> str:

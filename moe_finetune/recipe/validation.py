@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import re
 from collections.abc import Iterator
 from typing import Any, TypeVar, get_args
 
@@ -67,9 +66,11 @@ def describe(model: type[BaseModel], error: ValidationError, prefix: Key = ()) -
             lines.append(f"{key}: required, but missing{needs}")
         elif cause is not None:
             lines.append(f"{key}: {cause}")
-        else:
+        elif item["msg"].startswith("Input should be "):
             got = f"{item['input']!r:.200}"
-            expected.setdefault((key, got), []).append(in_words(item["msg"]))
+            expected.setdefault((key, got), []).append(expectation(item["msg"]))
+        else:
+            lines.append(f"{key}: {item['msg']}")
     keys = [line.partition(": ")[0] for line in lines] + [key for key, _ in expected]
     return lines + [
         f"{key}: must be {' or '.join(dict.fromkeys(texts))}, not {got}"
@@ -79,43 +80,10 @@ def describe(model: type[BaseModel], error: ValidationError, prefix: Key = ()) -
     ]
 
 
-_WORDS = {
-    "a valid string": "text",
-    "a valid integer": "a whole number",
-    "a valid number": "a number",
-    "a valid boolean": "true or false",
-    "a valid list": "a list",
-    "a valid tuple": "a list",
-}
-
-
-_PATTERNS = (
-    (r"a valid dictionary.*", "a mapping"),
-    (r"a valid integer.*", "a whole number"),
-    (r"a valid (number|decimal).*", "a number"),
-    (r"a valid boolean.*", "true or false"),
-    (r"greater than or equal to (.+)", r"\1 or more"),
-    (r"greater than (.+)", r"more than \1"),
-    (r"less than or equal to (.+)", r"\1 or less"),
-    (r"less than (.+)", r"less than \1"),
-    (r"String should have at least 1 character.*", "text that is not empty"),
-    (r"String should have at (least|most) (\d+) characters?.*", r"text of at \1 \2 characters"),
-    (r"\w+ should have at least 1 item.*", "a list of at least one item"),
-    (r"\w+ should have at (least|most) (\d+) items?.*", r"a list of at \1 \2 items"),
-    (r"String should match pattern '(.+)'", r"text that matches \1"),
-    (r"None", "null"),
-)
-
-
-def in_words(message: str) -> str:
-    """What a pydantic message expects, in a recipe's terms: ``a whole number``, ``2 or more``."""
-    text = message.removeprefix("Value error, ").removeprefix("Input should be ")
-    if text in _WORDS:
-        return _WORDS[text]
-    for pattern, words in _PATTERNS:
-        if match := re.fullmatch(pattern, text):
-            return match.expand(words)
-    return text
+def expectation(message: str) -> str:
+    """What a message of pydantic expects (``a valid integer``), with YAML's name for None."""
+    text = message.removeprefix("Input should be ")
+    return "null" if text == "None" else text
 
 
 def _required(model: type[BaseModel], loc: tuple[str | int, ...]) -> list[str]:
