@@ -18,10 +18,11 @@ from torch import Tensor
 from moe_finetune.checkpoint.adapter import Adapter, open_adapter
 from moe_finetune.checkpoint.adapter_layout import OLD_EXPERT
 from moe_finetune.checkpoint.contents import Checkpoint
+from moe_finetune.checkpoint.names import on_meta
 from moe_finetune.checkpoint.packings import as_peft
-from moe_finetune.checkpoint.peft_model import LoraModule, filled, modules_of
+from moe_finetune.checkpoint.peft_model import LoraModule, filled, modules_of, wrap
 from moe_finetune.checkpoint.tensors import read_tensor
-from moe_finetune.models.structure import renamed_as_loaded
+from moe_finetune.checkpoint.updates import LowRank, read_updates
 
 
 @dataclass(frozen=True)
@@ -52,15 +53,17 @@ class Changes:
         self.names: set[str] = set()
         self._base, self._scratch = base, tempfile.TemporaryDirectory()
         self.layout = base.names
-        self._by_matrix = any(map(OLD_EXPERT.fullmatch, adapter.tensors))
         self._adapter = adapter
         self._modules: list[LoraModule] = []
-        if self._by_matrix:
+        self._matrix_updates: list[LowRank] = []
+        if any(map(OLD_EXPERT.fullmatch, adapter.tensors)):
+            self._matrix_updates = read_updates(adapter, base).low_rank
             return
         folder = as_peft(adapter, base, Path(self._scratch.name) / "adapter")
         if folder != adapter.folder:
             self._adapter = open_adapter(folder)
-        self._modules = modules_of(base, self._adapter)
+        with torch.device("meta"):
+            self._modules = list(modules_of(wrap(on_meta(base.model_config), self._adapter)))
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[Change]:
@@ -79,8 +82,7 @@ class Changes:
                             same.setdefault((change.name, change.expert), []).append(change)
             for (name, expert), parts in same.items():
                 yield Change(name, expert, _sum(parts))
-        if self._by_matrix:
-            yield from self._matrices()
+        yield from self._matrices()
         for key, info in self._adapter.tensors.items():
             if ".lora_" not in key:
                 yield from self._saved(key.replace(".base_layer.", "."), read_tensor(info))
@@ -130,22 +132,11 @@ class Changes:
     def _matrices(self) -> Iterator[Change]:
         """Adapters of transformers 4, whose modules are the matrices of the files."""
         stored = self._adapter.tensors
-        for key in stored:
-            path, separator, _ = key.partition(".lora_A.weight")
-            if not separator:
-                continue
-            a, b = (read_tensor(stored[f"{path}.lora_{f}.weight"]).float() for f in "AB")
-            delta = (b @ a) * self._adapter.scaling(path)
-            norms = stored.get(f"{path}.lora_magnitude_vector")
-            parameter = f"{path}.weight"
-            pieces = {parameter: delta}
-            if parameter not in self._base.tensors:
-                loaded = renamed_as_loaded(self._base.model_config, parameter)
-                pieces = self.layout.pieces(loaded, delta)
-            for name, piece in pieces.items():
-                self.names.add(name)
-                norms_O = read_tensor(norms).float() if norms else None
-                yield Change(name, None, _change(piece, norms_O))
+        for update in self._matrix_updates:
+            a, b = (read_tensor(stored[key]).float() for key in (update.a, update.b))
+            norms_O = read_tensor(stored[update.magnitude]).float() if update.magnitude else None
+            self.names.add(update.name)
+            yield Change(update.name, None, _change((b @ a) * update.scale, norms_O))
 
 
 def _change(delta_OI: Tensor, norms_O: Tensor | None) -> Callable[[Tensor], Tensor]:

@@ -6,6 +6,7 @@ Shape legend: O rows and I columns of the tensor, R the sum of its updates' rank
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ from moe_finetune.checkpoint.tensors import (
     thread_buffer,
     typed,
 )
-from moe_finetune.checkpoint.updates import LowRank, Magnitude, Replace
+from moe_finetune.checkpoint.updates import LowRank, Part, Replace
 from moe_finetune.checkpoint.values import all_finite, finite, not_finite
 from moe_finetune.checkpoint.writer import Output
 from moe_finetune.errors import CheckpointError, MoeFinetuneError, NumericsError
@@ -47,31 +48,27 @@ class Factors:
         self._cache: OrderedDict[str, Future[Tensor]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def pair(self, update: LowRank) -> tuple[Tensor, Tensor]:
-        """``left_OR`` (scale included) and ``right_RI`` of one update."""
-        left_Or, right_rI = self.matrices(update)
-        if update.interleaved:
-            left_Or = left_Or.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
-        if update.transposed:
-            left_Or, right_rI = right_rI.T, left_Or.T
-        if update.rows:
-            left_Or = left_Or[slice(*update.rows)]
-        return left_Or * update.scale, right_rI
+    def pair(self, part: Part) -> tuple[Tensor, Tensor]:
+        """``left_OR`` (scale included) and ``right_RI`` of one part."""
+        assert isinstance(part.update, LowRank)
+        left_Or, right_rI = self.matrices(part.update, part.slot)
+        left_Or = left_Or[part.place.rows] * part.update.scale
+        return (right_rI.T, left_Or.T) if part.place.transposed else (left_Or, right_rI)
 
-    def matrices(self, update: LowRank) -> tuple[Tensor, Tensor]:
+    def matrices(self, update: LowRank, slot: int = 0) -> tuple[Tensor, Tensor]:
         """``left_Or`` and ``right_rI``, whose product is the change of the model's matrix."""
+        slots = len(update.experts or [0])
         unpack = _unpack_grouped if update.grouped else _unpack_b
-        b_nOr = self._get(update.b, lambda t: unpack(t, update.slots))
-        a_nrI = self._get(update.a, lambda t: t.view(update.slots, -1, t.shape[1]))
-        left, right = b_nOr[update.slot], a_nrI[update.slot]
-        return (right.T, left.T) if update.outputs_first else (left, right)
+        b_nOr = self._get(update.b, lambda t: unpack(t, slots))
+        a_nrI = self._get(update.a, lambda t: t.view(slots, -1, t.shape[1]))
+        left, right = b_nOr[slot], a_nrI[slot]
+        return (right.T, left.T) if update.transposed else (left, right)
 
-    def norms(self, update: Magnitude) -> Tensor:
-        """DoRA's norm for each row of the tensor, (O,)."""
-        norms_O = self._get(update.key, lambda t: t)
-        return norms_O[slice(*update.rows)] if update.rows else norms_O
+    def norms(self, key: str) -> Tensor:
+        """DoRA's norm for each row of a matrix, (O,)."""
+        return self._get(key, lambda t: t)
 
-    def _get(self, key: str, unpack) -> Tensor:
+    def _get(self, key: str, unpack: Callable[[Tensor], Tensor]) -> Tensor:
         with self._lock:
             future = self._cache.get(key)
             mine = future is None
@@ -148,8 +145,7 @@ class Merged:
                 work_OI = _buffer("work", rows_here.stop - top, columns, "F32")
                 work_OI.copy_(chunk_OI[rows_here])
                 matrix_rows = slice(first + rows_here.start, first + rows_here.stop)
-                at_element = begin + top * columns
-                self.change(work_OI, matrix_rows, at_element, left_OR, right_RI)
+                self.change(work_OI, matrix_rows, expert, left_OR, right_RI)
                 _check_range(work_OI, target)
                 out_OI[rows_here].copy_(work_OI)
                 if not finite(out_OI[rows_here]):
@@ -160,7 +156,7 @@ class Merged:
         self,
         work_OI: Tensor,
         rows: slice,
-        first: int,
+        expert: int,
         left_OR: Tensor | None,
         right_RI: Tensor | None,
     ) -> None:
@@ -168,24 +164,23 @@ class Merged:
 
         Args:
             work_OI: the base's float32 values of those rows.
-            first: index of their first element in the flattened tensor.
             left_OR, right_RI: the pair from :meth:`low_rank`.
         """
-        for update in self.plan.updates:
-            if isinstance(update, Replace):
+        for part in self._parts(expert):
+            if isinstance(part.update, Replace):
                 if not finite(work_OI):
                     raise self.not_finite()
-                self._replace(work_OI, update, first)
+                self._replace(work_OI, part.update, part.first + rows.start * work_OI.shape[1])
         if left_OR is None or right_RI is None:
             return
         work_OI.addmm_(left_OR[rows], right_RI)
-        if self._magnitude and self.factors:
-            norms_O = self.factors.norms(self._magnitude)[rows]
-            work_OI.mul_((norms_O / work_OI.norm(dim=1))[:, None])
+        for part in self._parts(expert):
+            if isinstance(part.update, LowRank) and part.update.magnitude and self.factors:
+                norms_O = self.factors.norms(part.update.magnitude)[part.place.rows][rows]
+                work_OI.mul_((norms_O / work_OI.norm(dim=1))[:, None])
 
-    @property
-    def _magnitude(self) -> Magnitude | None:
-        return next((u for u in self.plan.updates if isinstance(u, Magnitude)), None)
+    def _parts(self, expert: int) -> list[Part]:
+        return [part for part in self.plan.updates if part.place.expert in (None, expert)]
 
     def not_finite(self) -> MoeFinetuneError:
         """The error for a result that is not finite; it names the base's tensor or the adapter."""
@@ -205,9 +200,9 @@ class Merged:
         if self.factors is None:
             return None, None
         pairs = [
-            self.factors.pair(update)
-            for update in self.plan.updates
-            if isinstance(update, LowRank) and update.expert in (None, expert)
+            self.factors.pair(part)
+            for part in self._parts(expert)
+            if isinstance(part.update, LowRank)
         ]
         if len(pairs) < 2:
             return pairs[0] if pairs else (None, None)
@@ -218,7 +213,7 @@ class Merged:
         assert self.factors is not None
         info, count = self.factors.adapter.tensors[update.key], work_OI.numel()
         size = ITEM_BYTES[info.dtype]
-        raw = read_bytes(info.file, info.offset + (update.first + first) * size, count * size)
+        raw = read_bytes(info.file, info.offset + first * size, count * size)
         work_OI.copy_(typed(raw, info.dtype).view(work_OI.shape))
 
 

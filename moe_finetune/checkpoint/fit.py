@@ -4,8 +4,7 @@ The expected tensors are those of the model, built on the meta device, under the
 disk.
 """
 
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -204,33 +203,6 @@ _BIAS = "e_score_correction_bias"
 def _biased(config: Any) -> bool:
     """Return whether vLLM's class for this config has a bias that transformers' class lacks."""
     return getattr(config, "topk_method", None) == "noaux_tc"
-
-
-def places_on_disk(
-    state: Shapes, family: Family, config: Any
-) -> Iterator[tuple[str, list[tuple[str, tuple[int, ...]]]]]:
-    """Each tensor of a loaded model with the tensors in the files that it stacks."""
-    layers = re.escape(f"{family.backbone}.layers.")
-    stack = re.compile(rf"{layers}(\d+)\.{re.escape(family.experts_path)}\.(\w+)")
-    disk, mapping = family.disk, config.to_dict()
-    for name, shape in state.items():
-        match = stack.fullmatch(name)
-        if match is None or match[2] not in family.expert_parameters:
-            yield name, [(name_on_disk(mapping, name, disk.spelling), shape)]
-            continue
-        parts = disk.parts(match[2])
-        if disk.fused:
-            yield name, [(disk.name(parts[0], int(match[1])), shape)]
-            continue
-        part_shape = (shape[1] // len(parts), shape[2])
-        yield (
-            name,
-            [
-                (disk.name(part, int(match[1]), expert), part_shape)
-                for expert in range(shape[0])
-                for part in parts
-            ],
-        )
 
 
 def _tied_head(name: str, config: Any) -> bool:

@@ -4,26 +4,29 @@ Nothing is computed or written here; an impossible merge raises while it is plan
 ``MergePlan.text`` is what ``--dry-run`` prints.
 """
 
+from __future__ import annotations
+
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe_finetune.checkpoint.adapter import Adapter
 from moe_finetune.checkpoint.adapter_layout import lacks_experts, names_experts
 from moe_finetune.checkpoint.bias import plan_bias
 from moe_finetune.checkpoint.carried import carried_files
 from moe_finetune.checkpoint.contents import Checkpoint
-from moe_finetune.checkpoint.resolve import resolve
 from moe_finetune.checkpoint.untrained import stale_head
-from moe_finetune.checkpoint.updates import LowRank, Magnitude, Replace, Update
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io.checkpoint_files import COPY_AGAIN, INDEX, SINGLE, index_text
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.safetensors_header import FLOATS, ITEM_BYTES, Header, TensorInfo, build_header
 from moe_finetune.models.base import CORRECTION_BIASES
+
+if TYPE_CHECKING:
+    from moe_finetune.checkpoint.updates import Part
 
 # Names of the --dtype option as stored in safetensors.
 STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -38,7 +41,7 @@ class TensorPlan:
     Attributes:
         target: name, dtype, shape and place in the output (``file`` is the output's file name).
         source: the base tensor; None if the base has none.
-        updates: what is added to the source or replaces it, in order.
+        updates: what replaces the source or is added to it, in order.
         value: raw bytes that replace the source.
         float_name: the float tensor that the updates change, where this tensor is a packed part of
             it.
@@ -46,19 +49,15 @@ class TensorPlan:
 
     target: TensorInfo
     source: TensorInfo | None
-    updates: tuple[Update, ...] = ()
+    updates: tuple[Part, ...] = ()
     value: bytes | None = field(default=None, repr=False)
     float_name: str | None = None
 
     @property
     def stacked(self) -> int:
         """Number of stacked expert matrices in the tensor; 1 for a single matrix."""
-        if any(
-            u.stacked if isinstance(u, Replace) else isinstance(u, LowRank) and u.expert is not None
-            for u in self.updates
-        ):
-            return self.target.shape[0]
-        return 1
+        in_stack = any(part.place.expert is not None for part in self.updates)
+        return self.target.shape[0] if in_stack else 1
 
     @property
     def copied(self) -> bool:
@@ -99,11 +98,13 @@ class MergePlan:
 
     def kinds(self) -> list[str]:
         """A line for each kind of changed tensor: name without numbers, update and count."""
+        from moe_finetune.checkpoint.updates import Replace
+
         counts: Counter[tuple[str, str]] = Counter()
         for plan in self.changed:
             name = ".".join("*" if part.isdigit() else part for part in plan.target.name.split("."))
             how = "routing bias" if plan.value is not None else "low-rank update"
-            if any(isinstance(update, Replace) for update in plan.updates):
+            if any(isinstance(part.update, Replace) for part in plan.updates):
                 how = "replaced by the adapter's tensor"
             if plan.float_name is not None:
                 how += ", requantized"
@@ -137,7 +138,7 @@ def plan_merge(
         bias: loss-free routing bias by decoder layer, one number per expert.
 
     Raises:
-        AdapterError: see :func:`moe_finetune.checkpoint.resolve.resolve`.
+        AdapterError: see :func:`moe_finetune.checkpoint.updates.read_updates`.
         CheckpointError: a tensor to change has a dtype that cannot be added to, or ``dtype`` is set
             and the base is stored quantized.
         UnsupportedModelError: the family cannot store a bias.
@@ -150,9 +151,11 @@ def plan_merge(
             "checkpoint keeps that format; leave dtype out, or merge into an unquantized base"
         )
     packed = base.quantized.packed() if base.quantized is not None else {}
-    updates: dict[str, list[Update]] = {}
-    for name, update in resolve(adapter, base) if adapter is not None else ():
-        updates.setdefault(name, []).append(update)
+    parts: dict[str, list[Part]] = {}
+    if adapter is not None:
+        from moe_finetune.checkpoint.updates import parts_in_files, read_updates  # need torch
+
+        parts = parts_in_files(read_updates(adapter, base), base, adapter)
     values, config_changes, notes = plan_bias(base, bias)
     files: dict[str, Header] = {}
     tensors: dict[str, TensorPlan] = {}
@@ -163,11 +166,11 @@ def plan_merge(
         for target in files[file].tensors.values():
             value = values.get(target.name)
             quantized_name = packed.get(target.name)
-            changes = updates.get(quantized_name or target.name, ())
+            changes = parts.get(quantized_name or target.name, ())
             tensors[target.name] = TensorPlan(
                 target,
                 header.tensors.get(target.name),
-                tuple(_in_order(changes)) if value is None else (),
+                tuple(changes) if value is None else (),
                 value.content if value else None,
                 quantized_name,
             )
@@ -206,11 +209,6 @@ def index_file(base: Checkpoint, files: Mapping[str, Header]) -> dict[str, bytes
         if index["weight_map"] == weight_map and (total_size == total or total == base.size):
             return {INDEX: content}
     return {} if list(files) == [SINGLE] else {INDEX: index_text(infos).encode()}
-
-
-def _in_order(updates: Sequence[Update]) -> list[Update]:
-    """Sort updates as PEFT applies them: replacements, then low-rank sums, then DoRA's norms."""
-    return sorted(updates, key=lambda update: (Replace, LowRank, Magnitude).index(type(update)))
 
 
 def _target_header(

@@ -8,7 +8,9 @@ Shape legend: E experts, O rows and I columns of a matrix.
 """
 
 import copy
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +18,23 @@ from torch import Tensor
 
 from moe_finetune.errors import CheckpointError
 from moe_finetune.models.structure import class_of
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where rows of a matrix of the loaded model lie in the files.
+
+    Attributes:
+        name: the tensor in the files.
+        expert: which matrix of a stack there; None if the tensor is the matrix.
+        rows: which rows of the loaded matrix, in the files' order.
+        transposed: the files have the transpose of these rows.
+    """
+
+    name: str
+    expert: int | None = None
+    rows: slice | Tensor = field(default_factory=lambda: slice(None))
+    transposed: bool = False
 
 
 class Names:
@@ -26,6 +45,7 @@ class Names:
         shapes: shape of every tensor of the model.
         files: loaded name -> names in the files. A name may be in several entries: some classes
             split a stored tensor.
+        loaded: name in the files -> loaded name.
     """
 
     def __init__(self, config: Any, stored: Mapping[str, tuple[int, ...]]):
@@ -53,9 +73,32 @@ class Names:
                 loaded = unchanged if unchanged in state else loaded
             self.files.setdefault(loaded, []).append(name)
         self.model._weight_conversions = [change for change in mapping if change.was_used()]
+        self.loaded = {name: loaded for loaded, names in self.files.items() for name in names}
         self._groups: dict[str, list[str]] = {}
         self._groups = self._split_tensors()
         self._by_expert: dict[str, list[list[str]]] = {}
+        self._rows: dict[Any, list[tuple[slice | Tensor, bool]]] = {}
+
+    def places(self, loaded: str) -> list[list[Place]]:
+        """For the matrix of a loaded tensor, or for each one of a stack, where its rows lie."""
+        shape = self.shapes[loaded]
+        stack = len(shape) == 3
+        names = self.names_of_experts(loaded) if stack else [self.files[loaded]]
+        # Layers are alike: what happens to the rows is asked once for all of them.
+        kind = shape, *(_NUMBER.sub("#", name) for name in (loaded, *names[0]))
+        if kind not in self._rows:
+            sizes = shape[1:] if stack else shape
+            rows_OI = torch.arange(sizes[0] if sizes else 1, dtype=torch.float32)
+            rows_OI = rows_OI.view(-1, *[1] * (len(sizes) - 1)).expand(sizes)
+            pieces = self.of_expert(loaded, 0, rows_OI) if stack else self.pieces(loaded, rows_OI)
+            self._rows[kind] = [_rows_of(pieces[name]) for name in names[0]]
+        return [
+            [
+                Place(name, expert if stack and self.stacked(name) else None, *rows)
+                for name, rows in zip(of_expert, self._rows[kind], strict=True)
+            ]
+            for expert, of_expert in enumerate(names)
+        ]
 
     def pieces(self, loaded: str, value: Tensor) -> dict[str, Tensor]:
         """Split ``value``, of the loaded tensor's shape, as the files store it.
@@ -109,11 +152,10 @@ class Names:
         if not orphans:
             return {}
         groups: dict[str, list[str]] = {}
-        in_files = {name: loaded for loaded, names in self.files.items() for name in names}
         prefix = f"{self.model.base_model_prefix}."
         for orphan, name in orphans.items():
             for other in (name, name.removeprefix(prefix), prefix + name):
-                if (first := in_files.get(other)) is not None:
+                if (first := self.loaded.get(other)) is not None:
                     groups.setdefault(first, [first]).append(orphan)
                     self.files[orphan] = [other]
                     break
@@ -169,6 +211,21 @@ class _Part:
     def get_parameter(self, name: str) -> Tensor:
         parameter: Tensor = self._model.get_parameter(name)[: self._experts]
         return parameter[:, : self._size, : self._size]
+
+
+_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.)")
+
+
+def _rows_of(piece_OI: Tensor) -> tuple[slice | Tensor, bool]:
+    """Which rows a piece has, by their numbers in it, and whether it is transposed."""
+    if piece_OI.ndim == 0:
+        return slice(None), False
+    rows = piece_OI.flatten(1) if piece_OI.ndim > 1 else piece_OI[:, None]
+    transposed = bool((rows != rows[:, :1]).any())
+    ids = (rows[0] if transposed else rows[:, 0]).long()
+    first, last = int(ids[0]), int(ids[-1]) + 1
+    consecutive = torch.equal(ids, torch.arange(first, first + len(ids)))
+    return (slice(first, last) if consecutive else ids), transposed
 
 
 def on_meta(config: Any) -> Any:

@@ -14,11 +14,11 @@ import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,20 +31,18 @@ from moe_finetune.checkpoint.adapter import (
     Adapter,
     open_adapter,
 )
-from moe_finetune.checkpoint.adapter_layout import OLD_EXPERT, lacks_experts, stacks_of_files
 from moe_finetune.checkpoint.adapter_metadata import METADATA, write_metadata
 from moe_finetune.checkpoint.compute import Factors
 from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.gate import check_adapter
-from moe_finetune.checkpoint.names import Names
+from moe_finetune.checkpoint.names import Names, on_meta
 from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.checkpoint.peft_model import LoraModule, fill, filled, modules_of, wrap
-from moe_finetune.checkpoint.resolve import resolve
 from moe_finetune.checkpoint.tensors import read_tensor
-from moe_finetune.checkpoint.updates import LowRank
+from moe_finetune.checkpoint.updates import LowRank, Updates, read_updates
 from moe_finetune.errors import AdapterError
 from moe_finetune.io import check_output, one_writer, output_folder, sync
-from moe_finetune.models.structure import meta_model, renamed_as_loaded
+from moe_finetune.models.structure import meta_model
 
 # PEFT 0.21 treats modules with these names as parts of the expert stacks.
 _TAKEN = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
@@ -93,36 +91,50 @@ def as_peft(adapter: Adapter, base: Checkpoint, output: Path, rewrite: bool = Fa
     Raises:
         AdapterError, CheckpointError: as for a merge, or PEFT has no form for the adapter.
     """
-    updates = resolve(adapter, base)
-    low_rank = [update for _, update in updates if isinstance(update, LowRank)]
-    foreign = lacks_experts(adapter, base) or stacks_of_files(adapter, base)
-    if not rewrite and not foreign and ordinary(adapter, low_rank):
+    updates = read_updates(adapter, base)
+    if not rewrite and updates.as_loaded and ordinary(adapter, updates.low_rank):
         return adapter.folder
-    by_tensor: dict[str, list[LowRank]] = {}
-    for name, update in updates:
-        if isinstance(update, LowRank):
-            by_tensor.setdefault(name, []).append(update)
-    tensors, ranks, used = _stacks(adapter, base, by_tensor)
-    config, model = base.model_config, meta_model(base.model_config)
+    model, factors = meta_model(base.model_config), Factors(adapter)
+    tensors: dict[str, Tensor] = {}
+    ranks: dict[str, int] = {}
+    scales: dict[str, float] = {}
     modules: set[str] = set()
-    scales = dict.fromkeys(ranks, 1.0)
-    of_key = {update.a: update for of_tensor in by_tensor.values() for update in of_tensor}
-    for key, info in adapter.tensors.items():
-        if key in used:
+    stacks: dict[str, dict[str, tuple[Tensor, Tensor]]] = {}
+    for loaded, terms in _by_loaded(updates, base).items():
+        path, _, parameter = loaded.rpartition(".")
+        shape = base.names.shapes[loaded]
+        if len(shape) == 3:
+            a_nI, b_On = _packed(factors, terms, shape)
+            stacks.setdefault(path, {})[parameter] = a_nI, b_On
+            ranks[loaded], scales[loaded] = a_nI.shape[0] // shape[0], 1.0
             continue
-        path, _, factor = key.partition(".lora_")
-        if not factor:
-            tensors[renamed_as_loaded(config, key)] = read_tensor(info)
-            continue
-        parameter = renamed_as_loaded(config, f"{path}.weight")
-        path = parameter.removesuffix(".weight")
         module = path.rpartition(".")[2] not in _TAKEN and _is_layer(model, path)
         if module:
             modules.add(path)
-        if key in of_key:
-            target = path if module else parameter
-            ranks[target], scales[target] = of_key[key].rank, of_key[key].scale
-        tensors[f"{path}.lora_{factor}"] = read_tensor(info)
+        target, update = path if module else loaded, terms[0].update
+        if len(terms) == 1 and (
+            shape[0] == adapter.tensors[update.b].shape[0] or update.transposed
+        ):
+            ranks[target], scales[target] = update.rank, update.scale
+            keys = [update.a, update.b, *([update.magnitude] if update.magnitude else [])]
+            for key in keys:
+                tensors[f"{path}.lora_{key.partition('.lora_')[2]}"] = read_tensor(
+                    adapter.tensors[key]
+                )
+        else:
+            a_rI, b_Or = _packed(factors, terms, (1, *shape))
+            tensors |= {f"{path}.lora_A.weight": a_rI, f"{path}.lora_B.weight": b_Or}
+            ranks[target], scales[target] = a_rI.shape[0], 1.0
+    for path, pairs in stacks.items():
+        inner_last = [
+            pairs[name] for name in reversed(base.family.expert_parameters) if name in pairs
+        ]
+        for depth, (a_nI, b_On) in enumerate(inner_last):
+            key = path + ".base_layer" * depth
+            tensors |= {f"{key}.lora_A.weight": a_nI, f"{key}.lora_B.weight": b_On}
+    for replaced in updates.replaced:
+        name = base.names.loaded[replaced.name] if updates.of_files else replaced.key
+        tensors[name] = read_tensor(adapter.tensors[replaced.key])
     parameters = sorted(set(ranks) - modules)
     if adapter.config.get("use_dora") and parameters:
         raise AdapterError(
@@ -154,8 +166,7 @@ def _is_layer(model: Any, path: str) -> bool:
 def ordinary(adapter: Adapter, updates: list[LowRank]) -> bool:
     """Return whether PEFT reads the adapter correctly without a rewrite."""
     return adapter.metadata.experts is None and not any(
-        update.grouped or update.outputs_first or OLD_EXPERT.fullmatch(update.a)
-        for update in updates
+        update.grouped or update.swapped for update in updates
     )
 
 
@@ -178,61 +189,51 @@ def with_adapter(model: Any, adapter: Adapter, base: Checkpoint, layers: int | N
     return wrapped.eval()
 
 
-def _stacks(
-    adapter: Adapter, base: Checkpoint, by_tensor: Mapping[str, list[LowRank]]
-) -> tuple[dict[str, Tensor], dict[str, int], set[str]]:
-    """PEFT's factors of all stacks, each stack's rank by its parameter, and the keys used."""
-    family, disk = base.family, base.family.disk
-    factors = Factors(adapter)
-    tensors: dict[str, Tensor] = {}
-    ranks: dict[str, int] = {}
-    used: set[str] = set()
-    # An expert may have several pairs, of single matrices and of stacks. They lie side by side
-    # in the stack's one pair, each over the rows of B that belong to its part.
-    for layer, experts in base.experts.items():
-        path = f"{family.backbone}.layers.{layer}.{family.experts_path}"
-        packed: dict[str, tuple[Tensor, Tensor]] = {}
-        for parameter in family.expert_parameters:
-            # By expert: the first row of B, and the factors; both halves of a pair appear once.
-            pairs: dict[int, dict[tuple[str, int], tuple[int, Tensor, Tensor]]] = {}
-            rows = 0
-            for part in disk.parts(parameter):
-                for expert in range(1 if disk.fused else experts):
-                    name = disk.name(part, layer, None if disk.fused else expert)
-                    for update in by_tensor.get(name, ()):
-                        used |= {update.a, update.b}
-                        left_Or, right_rI = factors.matrices(update)
-                        where = expert if update.expert is None else update.expert
-                        first = rows if OLD_EXPERT.fullmatch(update.a) else 0
-                        pairs.setdefault(where, {})[update.a, update.slot] = (
-                            first, left_Or * update.scale, right_rI,
-                        )  # fmt: skip
-                if not disk.fused:
-                    rows += base.tensors[disk.name(part, layer, 0)].shape[0]
-            if pairs:
-                out_size = rows or next(iter(next(iter(pairs.values())).values()))[1].shape[0]
-                packed[parameter] = _packed(pairs, experts, out_size)
-                ranks[f"{path}.{parameter}"] = packed[parameter][0].shape[0] // experts
-        for depth, (a, b) in enumerate(reversed(packed.values())):
-            key = path + ".base_layer" * depth
-            tensors |= {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": b}
-    return tensors, ranks, used
+class _Term(NamedTuple):
+    """Factors that add to one matrix of a tensor of the loaded model, from row ``first`` on."""
+
+    update: LowRank
+    slot: int
+    expert: int
+    first: int
+
+
+def _by_loaded(updates: Updates, base: Checkpoint) -> dict[str, list[_Term]]:
+    """All factors by the tensor of the loaded model that they change."""
+    terms: dict[str, list[_Term]] = {}
+    names = base.names
+    rows: dict[str, tuple[str, int, int]] = {}
+    if updates.of_files:
+        changed = {names.loaded[update.name] for update in updates.low_rank}
+        for loaded in changed:
+            for expert, places in enumerate(names.places(loaded)):
+                for place in places:
+                    first = place.rows.start or 0 if isinstance(place.rows, slice) else 0
+                    rows[place.name] = loaded, expert, first
+    for update in updates.low_rank:
+        loaded, own, first = rows.get(update.name, (update.name, 0, 0))
+        for slot, expert in enumerate(update.experts or [own]):
+            terms.setdefault(loaded, []).append(_Term(update, slot, expert, first))
+    return terms
 
 
 def _packed(
-    pairs: Mapping[int, Mapping[Any, tuple[int, Tensor, Tensor]]], experts: int, out_size: int
+    factors: Factors, terms: Sequence[_Term], shape: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """``lora_A`` (E·R, I) and ``lora_B`` (O, R·E) of one stack; a part's factors side by side."""
-    rank = max(sum(right.shape[0] for *_, right in factors.values()) for factors in pairs.values())
-    in_size = next(iter(next(iter(pairs.values())).values()))[2].shape[1]
+    """``lora_A`` (E·R, I) and ``lora_B`` (O, R·E) of one stack; a matrix's factors side by side."""
+    experts, out_size, in_size = shape
+    used = [0] * experts
+    for term in terms:
+        used[term.expert] += term.update.rank
+    rank = max(used)
     a_ERI, b_EOR = torch.zeros(experts, rank, in_size), torch.zeros(experts, out_size, rank)
-    for expert, factors in pairs.items():
-        at = 0
-        for first, left_Or, right_rI in factors.values():
-            columns = slice(at, at + right_rI.shape[0])
-            a_ERI[expert, columns] = right_rI
-            b_EOR[expert, first : first + left_Or.shape[0], columns] = left_Or
-            at = columns.stop
+    used = [0] * experts
+    for update, slot, expert, first in terms:
+        left_Or, right_rI = factors.matrices(update, slot)
+        columns = slice(used[expert], used[expert] + update.rank)
+        a_ERI[expert, columns] = right_rI
+        b_EOR[expert, first : first + left_Or.shape[0], columns] = left_Or * update.scale
+        used[expert] = columns.stop
     return a_ERI.flatten(0, 1), b_EOR.permute(1, 2, 0).flatten(1)
 
 
@@ -258,7 +259,9 @@ def as_per_expert(adapter: Adapter, base: Checkpoint, output: Path) -> Path:
         names = base.names
         tensors: dict[str, Tensor] = {}
         scales: dict[str, tuple[int, float]] = {}
-        for adapted in modules_of(base, written):
+        with torch.device("meta"):
+            wrapped = wrap(on_meta(base.model_config), written)
+        for adapted in modules_of(wrapped):
             module = adapted.module
             embedding = f"{adapted.path}.lora_embedding_A" in written.tensors
             suffix = "embedding_{}" if embedding else "{}.weight"

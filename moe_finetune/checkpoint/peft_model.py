@@ -13,10 +13,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from torch import nn
 
 from moe_finetune.checkpoint.adapter import CONFIG, PREFIX, Adapter
-from moe_finetune.checkpoint.contents import Checkpoint
-from moe_finetune.checkpoint.names import on_meta
 from moe_finetune.checkpoint.tensors import read_tensor
 from moe_finetune.errors import AdapterError, reason_of
 from moe_finetune.io.safetensors_header import TensorInfo
@@ -36,9 +35,13 @@ def wrap(model: Any, adapter: Adapter) -> Any:
     options = {key: value for key, value in adapter.config.items() if key in names}
     # Every initial value is replaced; some of them need weights.
     options |= {"init_lora_weights": True, "inference_mode": True}
+    if not hasattr(model, "config") and options.get("target_modules") == "all-linear":
+        linear = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+        options["target_modules"] = [name for name in linear if not name.endswith("lm_head")]
     try:
         config = LoraConfig(**options)
-        kind = PeftModelForCausalLM if config.task_type == "CAUSAL_LM" else PeftModel
+        generates = config.task_type == "CAUSAL_LM" and hasattr(model, "config")
+        kind = PeftModelForCausalLM if generates else PeftModel
         with warnings.catch_warnings(), quiet_patterns():
             warnings.simplefilter("ignore")
             return kind(model, config)
@@ -93,32 +96,40 @@ class LoraModule:
     module: Any
 
 
-def modules_of(base: Checkpoint, adapter: Adapter) -> list[LoraModule]:
-    """PEFT's modules for the adapter, on the meta device, without factors.
-
-    Raises:
-        AdapterError: a module has no factors in the adapter, or the other way round.
-    """
+def modules_of(wrapped: Any) -> Iterator[LoraModule]:
+    """PEFT's modules with factors."""
     from peft.tuners.lora import LoraLayer
 
-    with torch.device("meta"):
-        wrapped = wrap(on_meta(base.model_config), adapter)
-    modules, used = [], set()
     for name, module in wrapped.named_modules():
-        path = name.removeprefix(PREFIX)
-        if not isinstance(module, LoraLayer) or "default" not in module.scaling:
-            continue
-        factors = [f"{path}.{f}" for f in ("lora_A.weight", "lora_embedding_A")]
-        if not any(key in adapter.tensors for key in factors):
-            raise AdapterError(f"{adapter.folder}: adapter tensor '{factors[0]}' is missing")
-        used.add(path)
-        parameter = getattr(module, "parameter_name", "weight")
-        loaded = f"{path.replace('.base_layer', '')}.{parameter}"
-        modules.append(LoraModule(path, loaded, module))
-    unused = {key.partition(".lora_")[0] for key in adapter.tensors if ".lora_" in key} - used
-    if unused:
-        raise AdapterError(f"{adapter.folder}: PEFT has no module for '{min(unused)}'")
-    return modules
+        if isinstance(module, LoraLayer) and "default" in module.scaling:
+            path = name.removeprefix(PREFIX)
+            parameter = getattr(module, "parameter_name", "weight")
+            loaded = f"{path.replace('.base_layer', '')}.{parameter}"
+            yield LoraModule(path, loaded, module)
+
+
+def modules_for(shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
+    """A module for each tensor by its name, which PEFT adapts as it did those of transformers 4."""
+    root = nn.Module()
+    for name in sorted((name for name in shapes if "." in name), key=lambda name: name.count(".")):
+        path, _, leaf = name.rpartition(".")
+        shape, matrix = shapes[name], len(shapes.get(f"{path}.weight", ())) == 2
+        parent = root
+        for part in path.split(".")[:-1]:
+            if part not in parent._modules:
+                parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
+        last = path.rpartition(".")[2]
+        if matrix and leaf == "weight":
+            linear = nn.Linear(shape[1], shape[0], f"{path}.bias" in shapes)
+            embeds = last == "embed_tokens"
+            parent.add_module(last, nn.Embedding(shape[0], shape[1]) if embeds else linear)
+        elif not (matrix and leaf == "bias"):
+            if last not in parent._modules:
+                parent.add_module(last, nn.Module())
+            value = nn.Parameter(torch.empty(shape), requires_grad=False)
+            parent.get_submodule(last).register_parameter(leaf, value)
+    return root
 
 
 @contextmanager

@@ -120,8 +120,7 @@ class Requantized:
         before_OI = self.stored.values(name, parts)
         left_OR, right_RI = merged.low_rank(expert)
         work_OI = before_OI.clone()
-        rows, first = slice(0, len(work_OI)), expert * work_OI.numel()
-        merged.change(work_OI, rows, first, left_OR, right_RI)
+        merged.change(work_OI, slice(0, len(work_OI)), expert, left_OR, right_RI)
         if not finite(work_OI):
             raise merged.not_finite()
         packed = self.stored.pack(work_OI, parts)
