@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,21 +47,6 @@ class Adapter:
     @property
     def size(self) -> int:
         return sum(info.size for info in self.tensors.values())
-
-    def targets_parameter(self, key: str) -> bool:
-        """Return whether ``target_parameters`` names the parameter ``key`` (PEFT's suffix rule)."""
-        names = self.config.get("target_parameters") or ()
-        return any(key == name or key.endswith(f".{name}") for name in names)
-
-    def rank(self, key: str) -> int:
-        """Rank that the config sets for ``key`` (``module`` or ``module.parameter``)."""
-        return int(_by_pattern(self.config.get("rank_pattern"), key, self.config["r"]))
-
-    def scaling(self, key: str) -> float:
-        """Factor of ``B @ A``: alpha / r, or alpha / sqrt(r) with ``use_rslora``."""
-        alpha = float(_by_pattern(self.config.get("alpha_pattern"), key, self.config["lora_alpha"]))
-        rank = self.rank(key)
-        return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
 
 def open_adapter(path: str | Path | Adapter) -> Adapter:
@@ -179,21 +163,3 @@ def _patterns(config: dict[str, Any], key: str, file: Path) -> dict[str, Any]:
         raise AdapterError(
             f"{file}: {key} must map regular expressions to numbers ({error})"
         ) from None
-
-
-def _by_pattern(patterns: dict[str, Any] | None, key: str, default: Any) -> Any:
-    """PEFT's rule: the first pattern that matches the end of ``key`` at a dot decides."""
-    return next(
-        (value for p, value in (patterns or {}).items() if re.match(rf"(.*\.)?({p})$", key)),
-        default,
-    )
-
-
-def unused(adapter: Adapter, used: Iterable[str]) -> None:
-    """Raise AdapterError when a tensor of the adapter is not in ``used``."""
-    unmerged = sorted(set(adapter.tensors) - set(used))
-    if unmerged:
-        raise AdapterError(
-            f"{adapter.folder / WEIGHTS}: {len(unmerged)} tensors would not be merged, the first "
-            f"is '{unmerged[0]}'; they are not LoRA factors or saved modules"
-        )

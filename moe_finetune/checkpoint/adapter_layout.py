@@ -112,12 +112,13 @@ def lacks_experts(adapter: Adapter, base: Checkpoint) -> bool:
     translates the names. What was trained and saved is complete without the experts.
     """
     stack = f".{base.family.experts_path}."
-    parameters = [f"{base.family.experts_path}.{name}" for name in base.family.expert_parameters]
+    parameters = [f".{base.family.experts_path}.{name}" for name in base.family.expert_parameters]
+    targets = adapter.config.get("target_parameters") or ()
     return (
         adapter.metadata.experts is None
         and before_019(adapter.config)
         and not any(stack in key or OLD_EXPERT.fullmatch(key) for key in adapter.tensors)
-        and not any(map(adapter.targets_parameter, parameters))
+        and not any(p.endswith(f".{target}") for p in parameters for target in targets)
     )
 
 

@@ -14,9 +14,8 @@ from typing import Any
 
 from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
-from moe_finetune.models.base import Family
+from moe_finetune.models.base import CORRECTION_BIASES, Family
 
-_NAME = "gate.e_score_correction_bias"
 _NOAUX = {"topk_method": "noaux_tc", "scoring_func": "softmax", "n_group": 1, "topk_group": 1}
 
 
@@ -29,10 +28,26 @@ class BiasValue:
 
 
 def bias_name(family: Family, layer: int) -> str:
-    """Name of a layer's bias in a checkpoint that can have one."""
+    """Name of a layer's bias in a model that can have one, as its class saves it."""
     if family.disk.router_bias is not None:
         return family.disk.name("router_bias", layer)
-    return f"{family.disk.block.format(layer=layer)}.{_NAME}"
+    return f"{family.disk.block.format(layer=layer)}.gate.{CORRECTION_BIASES[0]}"
+
+
+def _name_in_files(base: Checkpoint, layer: int) -> str:
+    """Name of a layer's bias in the base's files, where it may be missing."""
+    inside = f"{base.family.backbone}.layers.{layer}."
+    for loaded, names in base.names.files.items():
+        if loaded.startswith(inside) and loaded.endswith(CORRECTION_BIASES):
+            return names[0]
+    return f"{router_name(base, layer).rpartition('.')[0]}.{CORRECTION_BIASES[0]}"
+
+
+def router_name(base: Checkpoint, layer: int) -> str:
+    """Name of a layer's router weight in the files."""
+    family = base.family
+    path = (family.backbone, "layers", str(layer), family.block_path, family.router_name)
+    return base.names.files[".".join([*filter(None, path), family.router_weight])][0]
 
 
 def bias_config(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,13 +111,12 @@ def plan_bias(
     tensors: dict[str, BiasValue] = {}
     for layer in sorted(bias):
         content = struct.pack(f"<{len(bias[layer])}f", *(float(value) for value in bias[layer]))
-        router = base.tensors[family.disk.name("router", layer)]
-        name = bias_name(family, layer)
+        name = _name_in_files(base, layer)
         if family.bias_export == "tensor" and name not in base.tensors:
             raise UnsupportedModelError(
                 f"{family.title}: this checkpoint's routers have no bias ('{name}'), so it "
                 "cannot store a routing bias; export with bias 'drop'"
             )
-        file = base.tensors[name].file.name if name in base.tensors else router.file.name
+        file = base.tensors[name if name in base.tensors else router_name(base, layer)].file.name
         tensors[name] = BiasValue(file, content)
     return tensors, changes, notes

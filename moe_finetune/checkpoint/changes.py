@@ -67,21 +67,9 @@ class Changes:
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[Change]:
-        groups: dict[tuple[str, ...], list[LoraModule]] = {}
         for module in self._modules:
-            groups.setdefault(self.layout.siblings(module.loaded), []).append(module)
-        for group in groups.values():
-            # Where loading splits a stored tensor, its parts' changes are one change of it.
-            same: dict[tuple[str, int | None], list[Change]] = {}
-            for module in group:
-                with filled(self._adapter, module):
-                    for change in self._of_module(module):
-                        if len(group) == 1:
-                            yield change
-                        else:
-                            same.setdefault((change.name, change.expert), []).append(change)
-            for (name, expert), parts in same.items():
-                yield Change(name, expert, _sum(parts))
+            with filled(self._adapter, module):
+                yield from self._of_module(module)
         yield from self._matrices()
         for key, info in self._adapter.tensors.items():
             if ".lora_" not in key:
@@ -140,17 +128,12 @@ class Changes:
 
 
 def _change(delta_OI: Tensor, norms_O: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """A fixed change; with DoRA one of a matrix whose rows get ``norms_O`` (0: not this one's)."""
+    """A fixed change; with DoRA one of a matrix whose rows get the norms ``norms_O``."""
 
     def of(base_OI: Tensor) -> Tensor:
         if norms_O is None:
             return delta_OI
         new_OI = base_OI + delta_OI
-        scaled_OI = (norms_O / torch.linalg.norm(new_OI, dim=1))[:, None] * new_OI
-        return torch.where(norms_O[:, None] != 0, scaled_OI - base_OI, 0.0)
+        return (norms_O / torch.linalg.norm(new_OI, dim=1))[:, None] * new_OI - base_OI
 
     return of
-
-
-def _sum(changes: list[Change]) -> Callable[[Tensor], Tensor]:
-    return lambda base_OI: torch.stack([each.apply(base_OI) for each in changes]).sum(0)

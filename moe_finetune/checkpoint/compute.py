@@ -101,7 +101,7 @@ class Merged:
     """Content of a changed or converted tensor: ``source + sum of updates``, cast and written."""
 
     plan: TensorPlan
-    factors: Factors | None
+    factors: Factors
 
     def write(self, out: Output, target: TensorInfo) -> None:
         source = self.plan.source
@@ -175,7 +175,7 @@ class Merged:
             return
         work_OI.addmm_(left_OR[rows], right_RI)
         for part in self._parts(expert):
-            if isinstance(part.update, LowRank) and part.update.magnitude and self.factors:
+            if isinstance(part.update, LowRank) and part.update.magnitude:
                 norms_O = self.factors.norms(part.update.magnitude)[part.place.rows][rows]
                 work_OI.mul_((norms_O / work_OI.norm(dim=1))[:, None])
 
@@ -188,17 +188,14 @@ class Merged:
         assert source is not None
         if source.dtype in FLOATS and not all_finite(source):
             return CheckpointError(not_finite(source.file, source.name))
-        cause = self.factors.adapter.folder if self.factors else "this dtype"
         return NumericsError(
-            f"'{source.name}' is not finite with {cause}: its values times "
+            f"'{source.name}' is not finite with {self.factors.adapter.folder}: its values times "
             "lora_alpha are too large; use an earlier checkpoint, or check lora_alpha in "
             "adapter_config.json"
         )
 
     def low_rank(self, expert: int) -> tuple[Tensor | None, Tensor | None]:
         """All low-rank updates of the expert's matrix as one pair: their factors side by side."""
-        if self.factors is None:
-            return None, None
         pairs = [
             self.factors.pair(part)
             for part in self._parts(expert)
@@ -210,7 +207,6 @@ class Merged:
 
     def _replace(self, work_OI: Tensor, update: Replace, first: int) -> None:
         """Replace ``work_OI`` by the saved tensor's values."""
-        assert self.factors is not None
         info, count = self.factors.adapter.tensors[update.key], work_OI.numel()
         size = ITEM_BYTES[info.dtype]
         raw = read_bytes(info.file, info.offset + first * size, count * size)

@@ -91,7 +91,7 @@ def named_tensors(base: Checkpoint) -> tuple[str, list[TensorInfo]]:
 def _check_tables(adapter: Adapter, base: Checkpoint) -> None:
     """Check that integer tensors of a saved module equal the base's, which a merge keeps."""
     for key, info in adapter.tables.items():
-        name = base.name_in_files(key)
+        name = base.names.files.get(key, [key])[0]
         table = base.tensors.get(name)
         if (
             table is None

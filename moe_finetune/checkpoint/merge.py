@@ -59,7 +59,6 @@ def merge_adapter(
     overwrite: bool = False,
     bias: Mapping[int, Sequence[float]] | None = None,
     progress: Progress | None = None,
-    workers: int | None = None,
     format: Form = "float",
 ) -> MergeReport:
     """Write ``base + adapter`` as an ordinary checkpoint with the base's names, files and config.
@@ -75,7 +74,6 @@ def merge_adapter(
         bias: loss-free routing bias by decoder layer, a number per expert, written where the family
             stores it. Without it the output keeps the base's.
         progress: called with (bytes done, total bytes).
-        workers: threads; by default one per core, at most 8, plus two that wait for the disk.
         format: "float", or "base" to also accept a quantized base and keep its format: changed
             tensors are requantized, all others keep their bytes.
 
@@ -97,7 +95,7 @@ def merge_adapter(
     requantized = None
     if not dry_run:
         sums: dict[str, Sums] = {}
-        apply_plan(plan, output, overwrite, progress, workers, sums)
+        apply_plan(plan, output, overwrite, progress, sums)
         if opened.quantized is not None:
             from moe_finetune.checkpoint.requantized import Requantization
 
@@ -134,7 +132,6 @@ def apply_plan(
     output: Path,
     overwrite: bool = False,
     progress: Progress | None = None,
-    workers: int | None = None,
     sums: dict[str, Sums] | None = None,
 ) -> None:
     """Carry out ``plan``; ``sums`` receives the error sums of each requantized tensor, by name."""
@@ -146,7 +143,7 @@ def apply_plan(
     sums = {} if sums is None else sums
     replaced = [t.source for t in plan.tensors.values() if t.value is not None and t.source]
     check_values(replaced, CheckpointError)
-    factors = Factors(plan.adapter) if plan.adapter is not None else None
+    factors = Factors(plan.adapter)
     contents: dict[str, Content] = {}
     for name, tensor in plan.tensors.items():
         if tensor.value is not None:
@@ -159,9 +156,7 @@ def apply_plan(
             if tensor.float_name is not None and plan.base.quantized is not None:
                 contents[name] = Requantized(merged, plan.base.quantized, sums)
     with _one_thread_each():
-        write_checkpoint(
-            output, plan.files, contents, plan.small_files, overwrite, progress, workers
-        )
+        write_checkpoint(output, plan.files, contents, plan.small_files, overwrite, progress)
 
 
 @contextmanager

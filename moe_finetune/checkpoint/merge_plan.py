@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_finetune.checkpoint.adapter import Adapter
-from moe_finetune.checkpoint.adapter_layout import lacks_experts, names_experts
 from moe_finetune.checkpoint.bias import plan_bias
 from moe_finetune.checkpoint.carried import carried_files
 from moe_finetune.checkpoint.contents import Checkpoint
@@ -81,7 +80,7 @@ class MergePlan:
     """
 
     base: Checkpoint
-    adapter: Adapter | None
+    adapter: Adapter
     files: dict[str, Header]
     tensors: dict[str, TensorPlan]
     small_files: dict[str, bytes] = field(repr=False)
@@ -127,7 +126,7 @@ class MergePlan:
 
 def plan_merge(
     base: Checkpoint,
-    adapter: Adapter | None,
+    adapter: Adapter,
     dtype: str | None = None,
     bias: Mapping[int, Sequence[float]] | None = None,
 ) -> MergePlan:
@@ -143,6 +142,8 @@ def plan_merge(
             and the base is stored quantized.
         UnsupportedModelError: the family cannot store a bias.
     """
+    from moe_finetune.checkpoint.updates import parts_in_files, read_updates  # need torch
+
     if dtype is not None and dtype not in STORED:
         raise CheckpointError(f"dtype '{dtype}' must be one of {', '.join(STORED)}")
     if dtype is not None and base.quantized is not None:
@@ -151,12 +152,14 @@ def plan_merge(
             "checkpoint keeps that format; leave dtype out, or merge into an unquantized base"
         )
     packed = base.quantized.packed() if base.quantized is not None else {}
-    parts: dict[str, list[Part]] = {}
-    if adapter is not None:
-        from moe_finetune.checkpoint.updates import parts_in_files, read_updates  # need torch
-
-        parts = parts_in_files(read_updates(adapter, base), base, adapter)
     values, config_changes, notes = plan_bias(base, bias)
+    updates = read_updates(adapter, base)
+    parts = parts_in_files(updates, base, adapter)
+    if updates.attention_only:
+        notes.append(
+            f"{adapter.folder.name}: attention only. Its target_modules name matrices of the "
+            "experts, but PEFT before 0.19 found none of them in the stacks of transformers 5"
+        )
     files: dict[str, Header] = {}
     tensors: dict[str, TensorPlan] = {}
     for name, header in base.files.items():
@@ -185,11 +188,6 @@ def plan_merge(
         keys = [key for key in ("dtype", "torch_dtype") if key in base.config] or ["dtype"]
         config_changes |= {key: dtype for key in keys if base.config.get(key) != dtype}
     notes += [f"config.json: {k} becomes {json.dumps(v)}" for k, v in config_changes.items()]
-    if adapter is not None and lacks_experts(adapter, base) and names_experts(adapter):
-        notes.append(
-            f"{adapter.folder.name}: attention only. Its target_modules name matrices of the "
-            "experts, but PEFT before 0.19 found none of them in the stacks of transformers 5"
-        )
     if any(plan.updates or plan.value for plan in tensors.values()):
         notes += stale_head(base)
     small = carried_files(base.folder, config_changes)

@@ -9,7 +9,7 @@ Shape legend: E experts, O rows and I columns of a matrix.
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_finetune.errors import CheckpointError
-from moe_finetune.models.structure import class_of
+from moe_finetune.models.structure import class_of, without_weights
 
 
 @dataclass(frozen=True)
@@ -41,43 +41,89 @@ class Names:
     """The names in a checkpoint's files and in the model that transformers loads from them.
 
     Attributes:
-        model: the model on the meta device, in float32.
         shapes: shape of every tensor of the model.
         files: loaded name -> names in the files. A name may be in several entries: some classes
             split a stored tensor.
         loaded: name in the files -> loaded name.
+        split: tensors of the model that loading makes from a part of a stored one.
     """
 
     def __init__(self, config: Any, stored: Mapping[str, tuple[int, ...]]):
         """``stored`` has the shape of each tensor in the files."""
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import (
-            WeightConverter,
-            WeightRenaming,
-            rename_source_key,
-        )
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
 
-        self.model = on_meta(config)
-        state = self.model.state_dict()
-        self.shapes = {name: tuple(value.shape) for name, value in state.items()}
+        self._meta = without_weights(config)
+        self._state = self._meta.state_dict()
+        self.shapes = {name: tuple(value.shape) for name, value in self._state.items()}
         self._stored = stored
-        mapping = get_model_conversion_mapping(self.model)
-        renamings = [change for change in mapping if isinstance(change, WeightRenaming)]
-        converters = [change for change in mapping if isinstance(change, WeightConverter)]
-        prefix = self.model.base_model_prefix
+        mapping = get_model_conversion_mapping(self._meta)
+        self._renamings = [change for change in mapping if isinstance(change, WeightRenaming)]
+        self._converters = [change for change in mapping if isinstance(change, WeightConverter)]
+        self._prefix = self._meta.base_model_prefix
         self.files: dict[str, list[str]] = {}
+        used: set[int] = set()  # only conversions that led to a name of the model are reverted
         for name in stored:
-            loaded, _ = rename_source_key(name, renamings, converters, prefix, state)
-            if loaded not in state:  # as on loading: a name that was right already
-                unchanged, _ = rename_source_key(name, [], [], prefix, state)
-                loaded = unchanged if unchanged in state else loaded
+            for change in mapping:
+                change._was_used = False
+            loaded, changed = self._load(name)
+            if changed:
+                used.update(n for n, change in enumerate(mapping) if change.was_used())
             self.files.setdefault(loaded, []).append(name)
-        self.model._weight_conversions = [change for change in mapping if change.was_used()]
+        self._model: Any = _Part(self._meta, [mapping[number] for number in sorted(used)])
         self.loaded = {name: loaded for loaded, names in self.files.items() for name in names}
-        self._groups: dict[str, list[str]] = {}
-        self._groups = self._split_tensors()
+        self.split = self._split_tensors()
         self._by_expert: dict[str, list[list[str]]] = {}
         self._rows: dict[Any, list[tuple[slice | Tensor, bool]]] = {}
+
+    def needed(self) -> dict[str, Tensor]:
+        """Every tensor of the files that the model needs, as the files store it, without values."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        reverted = revert_weight_conversion(self._model, self._state)
+        stored_as = {name: self._known_as(name, self._stored) or name for name in reverted}
+        lacking: dict[str, list[str]] = {}
+        for name, stored in stored_as.items():
+            if stored not in self._stored:
+                lacking.setdefault(self._load(name)[0], []).append(name)
+        found = set(stored_as.values())
+        for loaded, names in lacking.items():
+            others = [name for name in self.files.get(loaded, ()) if name not in found]
+            stored_as |= self._stored_as(names, others)
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in reverted.items():
+            shapes = tuple(tensor.shape), tuple(tensor.mT.shape) if tensor.ndim == 3 else ()
+            turned = self.turns and shapes[0] != shapes[1] == self._stored.get(stored_as[name])
+            tensors[stored_as[name]] = tensor.mT if turned else tensor
+        return tensors
+
+    def _load(self, name: str) -> tuple[str, bool]:
+        """The loaded name for one in the files, and whether it went through the conversions."""
+        from transformers.core_model_loading import rename_source_key
+
+        loaded, _ = rename_source_key(
+            name, self._renamings, self._converters, self._prefix, self._state
+        )
+        if loaded in self._state:
+            return loaded, True
+        unchanged, _ = rename_source_key(name, [], [], self._prefix, self._state)
+        # As on loading: a name that was right already.
+        return (unchanged, False) if unchanged in self._state else (loaded, False)
+
+    @property
+    def turns(self) -> bool:
+        """Whether transformers transposes stacks if their shape says so."""
+        changes = self._model._weight_conversions
+        operations = [op for change in changes for op in getattr(change, "operations", ())]
+        return any(getattr(operation, "check_dims", False) for operation in operations)
+
+    def stack(self, backbone: str) -> str:
+        """How the names of the decoder's layers begin in the files."""
+        inside = f"{backbone}.layers."
+        for loaded, names in self.files.items():
+            if loaded in self.shapes and loaded.startswith(inside):
+                return f"{names[0].partition('layers.')[0]}layers."
+        return inside
 
     def places(self, loaded: str) -> list[list[Place]]:
         """For the matrix of a loaded tensor, or for each one of a stack, where its rows lie."""
@@ -101,18 +147,15 @@ class Names:
         ]
 
     def pieces(self, loaded: str, value: Tensor) -> dict[str, Tensor]:
-        """Split ``value``, of the loaded tensor's shape, as the files store it.
-
-        Where the files' tensor belongs to several of the model, the others' part is zero.
-        """
-        return self._named(loaded, self._reverted(self.model, loaded, value))
+        """Split ``value``, of the loaded tensor's shape, as the files store it."""
+        return self._named(loaded, self._reverted(self._model, loaded, value))
 
     def of_expert(self, loaded: str, expert: int, value_OI: Tensor) -> dict[str, Tensor]:
         """Split one matrix of a stack: a name in the files -> the part that lies there.
 
         Where the files also have a stack, the part belongs to its entry ``expert``.
         """
-        parts = self._reverted(_Part(self.model, 1), loaded, value_OI[None]).values()
+        parts = self._reverted(self._model.part(1), loaded, value_OI[None]).values()
         names = self.names_of_experts(loaded)[expert]
         matrices = [part[0] if part.ndim == 3 else part for part in parts]
         return {n: self._turned(n, m) for n, m in zip(names, matrices, strict=True)}
@@ -123,7 +166,7 @@ class Names:
             experts = self.shapes[loaded][0]
             numbers_E44 = torch.arange(experts, dtype=torch.float32)[:, None, None].expand(-1, 4, 4)
             names: list[list[str]] = [[] for _ in range(experts)]
-            reverted = self._reverted(_Part(self.model, experts, 4), loaded, numbers_E44)
+            reverted = self._reverted(self._model.part(experts, 4), loaded, numbers_E44)
             for name, piece in self._named(loaded, reverted, turned=False).items():
                 if piece.ndim == 3:
                     for of_expert in names:
@@ -133,65 +176,68 @@ class Names:
             self._by_expert[loaded] = names
         return self._by_expert[loaded]
 
-    def siblings(self, loaded: str) -> tuple[str, ...]:
-        """All tensors of the model that loading splits from the stored tensor of ``loaded``."""
-        return tuple(self._groups.get(loaded, (loaded,)))
-
     def stacked(self, name: str) -> bool:
         """Return whether the tensor of the files has a matrix for each expert."""
         return len(self._stored[name]) == 3
 
-    def _split_tensors(self) -> dict[str, list[str]]:
-        """Tensors of the model that loading splits from one of the files, and their siblings."""
-        orphans: dict[str, str] = {}
+    def _split_tensors(self) -> set[str]:
+        split = set()
         for loaded, shape in self.shapes.items():
-            if loaded not in self.files and self.files:
-                names = list(self._reverted(self.model, loaded, torch.empty(shape, device="meta")))
-                if len(names) == 1:  # else a stack that the files lack
-                    orphans[loaded] = names[0]
-        if not orphans:
-            return {}
-        groups: dict[str, list[str]] = {}
-        prefix = f"{self.model.base_model_prefix}."
-        for orphan, name in orphans.items():
-            for other in (name, name.removeprefix(prefix), prefix + name):
-                if (first := self.loaded.get(other)) is not None:
-                    groups.setdefault(first, [first]).append(orphan)
-                    self.files[orphan] = [other]
-                    break
-        return {loaded: group for group in groups.values() for loaded in group}
+            if loaded in self.files or not self.files:
+                continue
+            names = list(self._reverted(self._model, loaded, torch.empty(shape, device="meta")))
+            # Several names are those of a stack that the files lack.
+            stored = self._known_as(names[0], self.loaded) if len(names) == 1 else None
+            if stored is not None:
+                split |= {loaded, self.loaded[stored]}
+                self.files[loaded] = [stored]
+        return split
 
     def _reverted(self, model: Any, loaded: str, value: Tensor) -> dict[str, Tensor]:
         from transformers.core_model_loading import revert_weight_conversion
 
-        values = {loaded: value}
-        for sibling in self._groups.get(loaded, ()):
-            if sibling != loaded:
-                sizes = self.shapes[sibling]
-                given = value.shape if value.shape != self.shapes[loaded] else sizes
-                values[sibling] = value.new_zeros(given)
-        reverted: dict[str, Tensor] = revert_weight_conversion(model, values)
+        reverted: dict[str, Tensor] = revert_weight_conversion(model, {loaded: value})
         return reverted
 
     def _named(
         self, loaded: str, values: Mapping[str, Tensor], turned: bool = True
     ) -> dict[str, Tensor]:
         """``values`` under the files' names: the reverted ones may have a prefix too many."""
-        known, prefix = set(self.files[loaded]), f"{self.model.base_model_prefix}."
-        pieces = {}
-        for name, value in values.items():
-            others = (name, name.removeprefix(prefix), prefix + name)
-            known_as = next((other for other in others if other in known), None)
-            if known_as is None and len(known) == len(values) == 1:
-                (known_as,) = known
-            if known_as is not None:
-                pieces[known_as] = self._turned(known_as, value) if turned else value
+        known = set(self.files[loaded])
+        stored_as = self._stored_as(values, known)
+        pieces = {
+            stored_as[name]: self._turned(stored_as[name], value) if turned else value
+            for name, value in values.items()
+            if name in stored_as
+        }
         if pieces.keys() != known:
             raise CheckpointError(
                 f"'{loaded}' is stored as {sorted(known)[:2]}, but transformers would write "
                 f"{sorted(values)[:2]}; save the checkpoint again with transformers"
             )
         return pieces
+
+    def _stored_as(self, names: Iterable[str], known: Collection[str]) -> dict[str, str]:
+        """Which one of ``known`` each reverted name means.
+
+        A class may write another path than it reads, such as that of a dense layer's matrices where
+        the files of MoE layers have it.
+        """
+        pairs = {n: stored for n in names if (stored := self._known_as(n, known)) is not None}
+        rest = [name for name in names if name not in pairs]
+        others = sorted(set(known) - set(pairs.values()))
+        for name in rest:
+            ends = [o for o in others if o.split(".")[-2:] == name.split(".")[-2:]]
+            same = others if len(rest) == len(others) == 1 else ends
+            pairs |= {name: same[0]} if len(same) == 1 else {}
+        return pairs
+
+    def _known_as(self, name: str, known: Container[str]) -> str | None:
+        """The one of ``known`` that a reverted name means: it may have a prefix too many."""
+        prefix = f"{self._prefix}."
+        return next(
+            (n for n in (name, name.removeprefix(prefix), prefix + name) if n in known), None
+        )
 
     def _turned(self, name: str, value: Tensor) -> Tensor:
         """``value`` as the files store it: transformers transposes some stacks by their shape."""
@@ -202,15 +248,27 @@ class Names:
 
 
 class _Part:
-    """Stands for the model where a conversion compares a shape: with few experts, or small ones."""
+    """Stands for the model in conversions, some of which compare shapes with its parameters'."""
 
-    def __init__(self, model: Any, experts: int, size: int | None = None):
-        self.config, self._weight_conversions = model.config, model._weight_conversions
+    def __init__(
+        self,
+        model: Any,
+        conversions: list[Any],
+        experts: int | None = None,
+        size: int | None = None,
+    ):
+        self.config, self._weight_conversions = model.config, conversions
         self._model, self._experts, self._size = model, experts, size
 
+    def part(self, experts: int, size: int | None = None) -> "_Part":
+        """The same with few experts, or small ones."""
+        return _Part(self._model, self._weight_conversions, experts, size)
+
     def get_parameter(self, name: str) -> Tensor:
-        parameter: Tensor = self._model.get_parameter(name)[: self._experts]
-        return parameter[:, : self._size, : self._size]
+        parameter: Tensor = self._model.get_parameter(name)
+        if self._experts is None:
+            return parameter
+        return parameter[: self._experts, : self._size, : self._size]
 
 
 _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.)")
@@ -221,7 +279,7 @@ def _rows_of(piece_OI: Tensor) -> tuple[slice | Tensor, bool]:
     if piece_OI.ndim == 0:
         return slice(None), False
     rows = piece_OI.flatten(1) if piece_OI.ndim > 1 else piece_OI[:, None]
-    transposed = bool((rows != rows[:, :1]).any())
+    transposed = bool((rows[0] != rows[0, 0]).any())
     ids = (rows[0] if transposed else rows[:, 0]).long()
     first, last = int(ids[0]), int(ids[-1]) + 1
     consecutive = torch.equal(ids, torch.arange(first, first + len(ids)))

@@ -14,7 +14,7 @@ import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,11 +35,16 @@ from moe_finetune.checkpoint.adapter_metadata import METADATA, write_metadata
 from moe_finetune.checkpoint.compute import Factors
 from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.gate import check_adapter
-from moe_finetune.checkpoint.names import Names, on_meta
 from moe_finetune.checkpoint.opened import open_checkpoint
-from moe_finetune.checkpoint.peft_model import LoraModule, fill, filled, modules_of, wrap
+from moe_finetune.checkpoint.peft_model import fill, wrap
 from moe_finetune.checkpoint.tensors import read_tensor
-from moe_finetune.checkpoint.updates import LowRank, Updates, read_updates
+from moe_finetune.checkpoint.updates import (
+    LowRank,
+    Replace,
+    Updates,
+    parts_in_files,
+    read_updates,
+)
 from moe_finetune.errors import AdapterError
 from moe_finetune.io import check_output, one_writer, output_folder, sync
 from moe_finetune.models.structure import meta_model
@@ -92,7 +97,8 @@ def as_peft(adapter: Adapter, base: Checkpoint, output: Path, rewrite: bool = Fa
         AdapterError, CheckpointError: as for a merge, or PEFT has no form for the adapter.
     """
     updates = read_updates(adapter, base)
-    if not rewrite and updates.as_loaded and ordinary(adapter, updates.low_rank):
+    foreign = any(update.grouped or update.swapped for update in updates.low_rank)
+    if not (rewrite or foreign or adapter.metadata.experts is not None) and updates.as_loaded:
         return adapter.folder
     model, factors = meta_model(base.model_config), Factors(adapter)
     tensors: dict[str, Tensor] = {}
@@ -161,13 +167,6 @@ def _is_layer(model: Any, path: str) -> bool:
         return type(model.get_submodule(path)) in (nn.Linear, nn.Embedding)
     except AttributeError:
         return True  # PEFT refuses it, with its name
-
-
-def ordinary(adapter: Adapter, updates: list[LowRank]) -> bool:
-    """Return whether PEFT reads the adapter correctly without a rewrite."""
-    return adapter.metadata.experts is None and not any(
-        update.grouped or update.swapped for update in updates
-    )
 
 
 def with_adapter(model: Any, adapter: Adapter, base: Checkpoint, layers: int | None = None) -> Any:
@@ -254,31 +253,36 @@ def as_per_expert(adapter: Adapter, base: Checkpoint, output: Path) -> Path:
     Raises:
         AdapterError: the base has stacks, or the adapter changes a tensor that is no matrix.
     """
+    tensors: dict[str, Tensor] = {}
+    scales: dict[str, tuple[int, float]] = {}
     with TemporaryDirectory() as scratch:
         written = open_adapter(as_peft(adapter, base, Path(scratch) / "adapter"))
-        names = base.names
-        tensors: dict[str, Tensor] = {}
-        scales: dict[str, tuple[int, float]] = {}
-        with torch.device("meta"):
-            wrapped = wrap(on_meta(base.model_config), written)
-        for adapted in modules_of(wrapped):
-            module = adapted.module
-            embedding = f"{adapted.path}.lora_embedding_A" in written.tensors
-            suffix = "embedding_{}" if embedding else "{}.weight"
-            with filled(written, adapted):
-                for path, *factors, norms_O in _matrices(written, names, adapted):
-                    for factor, tensor in zip("AB", factors, strict=True):
-                        # Gate and up share their A; in a file each has its own.
-                        tensors[f"{path}.lora_{suffix.format(factor)}"] = tensor.detach().clone()
-                    if norms_O is not None:
-                        tensors[f"{path}.lora_magnitude_vector"] = norms_O
-                    scales[path] = module.r["default"], module.scaling["default"]
-        for key, info in written.tensors.items():
-            if ".lora_" not in key:
-                (name,) = names.files.get(key.replace(".base_layer.", "."), [""])
-                if not name or names.stacked(name):
-                    raise AdapterError(f"{adapter.folder}: '{key}' has no tensor of its own there")
-                tensors[name] = read_tensor(info)
+        factors = Factors(written)
+        parts = parts_in_files(read_updates(written, base), base, written)
+        for name, (part, *_) in parts.items():
+            update, path = part.update, name.removesuffix(".weight")
+            if isinstance(update, Replace):
+                tensors[name] = read_tensor(written.tensors[update.key])
+                if tensors[name].shape != base.tensors[name].shape:
+                    raise AdapterError(
+                        f"{adapter.folder}: '{update.key}' has no tensor of its own there"
+                    )
+                continue
+            if path == name or part.place.expert is not None:
+                raise AdapterError(
+                    f"{adapter.folder}: the base's files have '{name}', so that no program has a "
+                    f"module for each matrix of '{update.name}'; convert --to peft instead"
+                )
+            scales[path] = update.rank, update.scale
+            left_Or, right_rI = factors.matrices(update, part.slot)
+            pair = {"A.weight": right_rI, "B.weight": left_Or[part.place.rows]}
+            if "lora_embedding" in update.a:
+                pair = {"embedding_A": left_Or.T, "embedding_B": right_rI.T}
+            # Gate and up share their A; in a file each has its own.
+            tensors |= {f"{path}.lora_{key}": factor.clone() for key, factor in pair.items()}
+            if update.magnitude:
+                norms_O = factors.norms(update.magnitude)[part.place.rows]
+                tensors[f"{path}.lora_magnitude_vector"] = norms_O.clone()
     root = 0.5 if adapter.config.get("use_rslora") else 1
     (rank, scale), _ = Counter(scales.values()).most_common(1)[0]
     others = {_kind(path): value for path, value in scales.items() if value != (rank, scale)}
@@ -293,45 +297,6 @@ def as_per_expert(adapter: Adapter, base: Checkpoint, output: Path) -> Path:
         "alpha_pattern": {kind: s * float(r) ** root for kind, (r, s) in others.items()},
     }
     return _write(output, config, tensors)
-
-
-def _matrices(
-    adapter: Adapter, names: Names, adapted: LoraModule
-) -> Iterator[tuple[str, Tensor, Tensor, Tensor | None]]:
-    """Path in the files, A, B and DoRA's norms of each matrix that a module of PEFT changes."""
-    key, loaded, module = adapted.path, adapted.loaded, adapted.module
-    shape = names.shapes[loaded]
-
-    def path_of(name: str) -> str:
-        if not name.endswith(".weight") or names.stacked(name) or len(names.siblings(loaded)) > 1:
-            raise AdapterError(
-                f"{adapter.folder}: the base's files have '{name}', so that no program has a "
-                f"module for each matrix of '{loaded}'; convert --to peft instead"
-            )
-        return name.removesuffix(".weight")
-
-    rows_OI = torch.arange(shape[-2], dtype=torch.float32)[:, None].expand(shape[-2:])
-    if len(shape) == 3:
-        lhs_EOr, rhs_ErI, _ = module.get_delta_factors("default")
-        pieces = names.of_expert(loaded, 0, rows_OI).values()
-        rows = [piece[:, 0].long() for piece in pieces]
-        for expert, of_expert in enumerate(names.names_of_experts(loaded)):
-            for name, ids in zip(of_expert, rows, strict=True):
-                yield path_of(name), rhs_ErI[expert], lhs_EOr[expert][ids], None
-        return
-    embedding = f"{key}.lora_embedding_A" in adapter.tensors
-    if embedding:
-        a_rI, b_Or = (getattr(module, f"lora_embedding_{factor}")["default"] for factor in "AB")
-    else:
-        a_rI, b_Or = (getattr(module, f"lora_{factor}")["default"].weight for factor in "AB")
-    stored = adapter.tensors.get(f"{key}.lora_magnitude_vector")
-    norms_O = None if stored is None else read_tensor(stored)
-    if len(names.files[loaded]) == 1:
-        yield path_of(names.files[loaded][0]), a_rI, b_Or, norms_O
-        return
-    for name, piece in names.pieces(loaded, rows_OI).items():
-        ids = piece[:, 0].long()
-        yield path_of(name), a_rI, b_Or[ids], None if norms_O is None else norms_O[ids]
 
 
 def _kind(path: str) -> str:

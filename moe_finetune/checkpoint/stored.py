@@ -7,12 +7,12 @@ A tensor, or one expert of a stack, is dequantized when it is read; the formats 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_finetune.checkpoint.tensors import DTYPES, read_bytes, read_tensor
+from moe_finetune.checkpoint.tensors import DTYPES, read_bytes
 from moe_finetune.checkpoint.values import DAMAGED, finite, not_finite
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io.config_file import QUANTIZATION
@@ -25,35 +25,6 @@ _RAW = DTYPES | {
     "I32": torch.int32,
     "I64": torch.int64,
 }
-
-
-class Stored(Protocol):
-    """The tensors of a checkpoint's files, by name, as floats."""
-
-    def read(self, name: str) -> Tensor:
-        """The whole tensor."""
-
-    def read_expert(self, name: str, expert: int) -> Tensor:
-        """One matrix of a stored stack."""
-
-    def __contains__(self, name: object) -> bool:
-        """Return whether the files contain the tensor."""
-
-
-class PlainTensors:
-    """Float tensors of safetensors files."""
-
-    def __init__(self, tensors: Mapping[str, TensorInfo]):
-        self._tensors = tensors
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
-
-    def read(self, name: str) -> Tensor:
-        return read_tensor(self._tensors[name])
-
-    def read_expert(self, name: str, expert: int) -> Tensor:
-        return _read(self._tensors[name], expert)
 
 
 class QuantizedTensors:
@@ -86,7 +57,7 @@ class QuantizedTensors:
             parts.update(part.name for part in infos)
             self._parts[float_name] = infos
             self.tensors[float_name] = replace(
-                infos[0], name=float_name, dtype="BF16", shape=form.shape(infos, _read)
+                infos[0], name=float_name, dtype="BF16", shape=form.shape(infos, read_entry)
             )
         if not parts:
             raise CheckpointError(
@@ -116,16 +87,13 @@ class QuantizedTensors:
     def __contains__(self, name: object) -> bool:
         return name in self.tensors
 
-    def read(self, name: str) -> Tensor:
-        """The whole tensor, in float32 if it is stored quantized."""
-        return self.values(name, self.read_parts(name))
-
-    def read_expert(self, name: str, expert: int) -> Tensor:
+    def read(self, name: str, expert: int | None = None) -> Tensor:
+        """A tensor, or one matrix of a stack, in float32 if it is stored quantized."""
         return self.values(name, self.read_parts(name, expert))
 
     def read_parts(self, name: str, expert: int | None = None) -> list[Tensor]:
         """The stored parts in their own dtypes, or those of one matrix of a stack."""
-        return [_read(part, expert) for part in self._parts[name]]
+        return [read_entry(part, expert) for part in self._parts[name]]
 
     def slices(self, dtype: torch.dtype) -> dict[str, Any]:
         """All tensors by name, each decoded when ``from_pretrained`` reads it for ``dtype``."""
@@ -165,7 +133,7 @@ class _Slice:
             return self._checked(self.stored.read(self.name))[index]
         stack = torch.empty(shape, dtype=self.dtype)
         for expert in range(shape[0]):  # decoded values take twice the memory of most dtypes
-            stack[expert] = self._checked(self.stored.read_expert(self.name, expert))
+            stack[expert] = self._checked(self.stored.read(self.name, expert))
         return stack[index]
 
     def _checked(self, values: Tensor) -> Tensor:
@@ -177,8 +145,8 @@ class _Slice:
         return values
 
 
-def _read(info: TensorInfo, expert: int | None = None) -> Tensor:
-    """A stored tensor in its own dtype, or one entry of its first dimension."""
+def read_entry(info: TensorInfo, expert: int | None = None) -> Tensor:
+    """A stored tensor in its own dtype, or one entry of its first dimension, such as an expert."""
     shape, size, offset = info.shape, info.size, info.offset
     if expert is not None:
         size //= shape[0]

@@ -11,9 +11,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from moe_finetune.checkpoint.contents import Checkpoint, layer_numbers
-from moe_finetune.models import Family
-from moe_finetune.models.structure import ignored_names, renamed_as_loaded
+from moe_finetune.checkpoint.contents import Checkpoint
+from moe_finetune.models.structure import ignored_names
 
 MTP = "the MTP head"
 COMPUTED = "buffers that loaders compute"
@@ -35,29 +34,36 @@ _COUNTS = (
 _NUMBERED = re.compile(r"layers\\\.(\d+)")
 
 
-def untrained(names: Iterable[str], config: Any, family: Family | None) -> dict[str, str]:
-    """The tensors among ``names`` that loaders ignore, each with the part it belongs to.
+def untrained(names: Mapping[str, str], config: Any, stack: str) -> dict[str, str]:
+    """The tensors that loaders ignore, each with the part it belongs to.
 
     Args:
-        names: all tensors of a checkpoint's files, including those that the model needs.
+        names: the tensors of a checkpoint's files that the model does not need, and the name under
+            which transformers would load each.
         config: transformers' config.
-        family: the family that names the tensors; None for a dense model.
+        stack: how the names of the decoder's layers begin in the files.
     """
-    layers = layer_numbers(names, family)
     patterns = list(_patterns(config))
-    predicting = _predicting_layers(layers, config)
+    predicting = _predicting_layers(names, config, stack)
     tied = bool(getattr(config, "tie_word_embeddings", False))
     parts = {}
-    for name, layer in layers.items():
+    for name, loaded in names.items():
+        layer = layer_of(name, stack)
         if name.endswith(_INVERSE_FREQUENCIES):
             parts[name] = COMPUTED
         elif tied and name.endswith(HEAD):
             parts[name] = TIED
         elif layer in predicting:
             parts[name] = MTP
-        elif any(p.search(name) or p.search(renamed_as_loaded(config, name)) for p in patterns):
+        elif any(pattern.search(name) or pattern.search(loaded) for pattern in patterns):
             parts[name] = MTP if layer is not None or "mtp" in name else OTHER
     return parts
+
+
+def layer_of(name: str, stack: str) -> int | None:
+    """The decoder layer of a tensor in the files; None outside the decoder layers."""
+    number = name.removeprefix(stack).partition(".")[0]
+    return int(number) if name.startswith(stack) and number.isdigit() else None
 
 
 def stale_head(checkpoint: Checkpoint, carried: bool = True) -> list[str]:
@@ -93,13 +99,13 @@ def _patterns(config: Any) -> Iterator[re.Pattern[str]]:
             yield re.compile(pattern)
 
 
-def _predicting_layers(layers: Mapping[str, int | None], config: Any) -> set[int]:
+def _predicting_layers(names: Iterable[str], config: Any, stack: str) -> set[int]:
     """MTP layers: those after the decoder's last, as in DeepSeek-V3."""
     text = config.get_text_config()
     first = text.num_hidden_layers
     in_class = any(_NUMBERED.search(pattern) for pattern in ignored_names(config))
     allowed = range(first, first + max(*_counts(text), in_class))
-    joined = {layer or 0 for name, layer in layers.items() if name.endswith(_JOINT)}
+    joined = {layer_of(name, stack) or 0 for name in names if name.endswith(_JOINT)}
     return {layer for layer in joined if layer in allowed}
 
 

@@ -10,8 +10,9 @@ Shape legend: E experts, n those with factors, r rank, O rows and I columns of a
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ from moe_finetune.checkpoint.adapter_layout import (
 )
 from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.names import Place, on_meta
-from moe_finetune.checkpoint.peft_model import LoraModule, modules_for, modules_of, wrap
+from moe_finetune.checkpoint.peft_model import modules_for, modules_of, wrap
 from moe_finetune.errors import AdapterError, did_you_mean
 
 # A router's buffer is saved only where the router trains.
@@ -84,10 +85,12 @@ class Updates:
     Attributes:
         of_files: names are those in the base's files; otherwise those of the loaded model.
         as_loaded: the adapter's modules are those of transformers' class.
+        attention_only: its config names matrices of experts, of which PEFT found none.
     """
 
     of_files: bool
     as_loaded: bool
+    attention_only: bool
     low_rank: list[LowRank] = field(default_factory=list)
     replaced: list[Replace] = field(default_factory=list)
 
@@ -120,20 +123,28 @@ def read_updates(adapter: Adapter, base: Checkpoint) -> Updates:
         trained = {n: i.shape for n, i in base.tensors.items() if n not in base.untrained}
     else:
         trained = base.names.shapes
-    if bare and names_experts(adapter):
+    attention_only = bare and names_experts(adapter)
+    if attention_only:
         stacks = f".{base.family.experts_path}."
         trained = {name: shape for name, shape in trained.items() if stacks not in name}
+    alike = _alike(trained, adapter) if old else {}
     with torch.device("meta"):
-        by_class = not old and trained is base.names.shapes
-        model = on_meta(base.model_config) if by_class else modules_for(trained)
+        if old:
+            model = modules_for({first: trained[names[0]] for first, names in alike.items()})
+        elif trained is base.names.shapes:
+            model = on_meta(base.model_config)
+        else:
+            model = modules_for(trained)
         wrapped = wrap(model, adapter)
     reader = _Reader(adapter, base, trained)
     _check_biases(adapter)
-    reader.check_keys(wrapped)
-    updates = Updates(of_files=old, as_loaded=not old and not bare)
+    reader.check_keys(_expected(wrapped, alike))
+    updates = Updates(old, not old and not bare, attention_only)
     for module in modules_of(wrapped):
-        if (update := reader.low_rank(module)) is not None:
-            updates.low_rank.append(update)
+        for name in alike.get(module.loaded, [module.loaded]):
+            path = name.removesuffix(".weight") if alike else module.path
+            if (update := reader.low_rank(path, name, module.module)) is not None:
+                updates.low_rank.append(update)
     for key, info in adapter.tensors.items():
         if ".lora_" not in key:
             name = key.replace(".base_layer.", ".")
@@ -141,6 +152,36 @@ def read_updates(adapter: Adapter, base: Checkpoint) -> Updates:
             updates.replaced.append(Replace(name, key))
     reader.check_version()
     return updates
+
+
+def _alike(names: Iterable[str], adapter: Adapter) -> dict[str, list[str]]:
+    """One name for all experts of a layer -> their names; a config can tell experts apart.
+
+    PEFT takes a millisecond for a module, and a model may have a hundred thousand.
+    """
+    keys = ("target_modules", "exclude_modules", "modules_to_save", "target_parameters",
+            "rank_pattern", "alpha_pattern")  # fmt: skip
+    rules = [adapter.config.get(key) or () for key in keys]
+    patterns = "\n".join(r if isinstance(r, str) else "\n".join(map(str, r)) for r in rules)
+    others = re.sub(r"\\d|\bw[123]\b|layers\W+[\d|]*", "", patterns)
+    numbered = re.search(r"\d", others) is not None
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        first = name if numbered else re.sub(r"\.experts\.\d+\.", ".experts.0.", name)
+        alike.setdefault(first, []).append(name)
+    return alike
+
+
+def _expected(wrapped: object, alike: Mapping[str, list[str]]) -> set[str]:
+    """The keys that PEFT would save."""
+    from peft import get_peft_model_state_dict
+
+    keys = set()
+    for key in get_peft_model_state_dict(wrapped, save_embedding_layers=False):
+        path, lora, factor = key.removeprefix(PREFIX).partition(".lora_")
+        names = alike.get(f"{path}.weight" if lora else path, [f"{path}.weight" if lora else path])
+        keys |= {f"{n.removesuffix('.weight')}{lora}{factor}" if lora else n for n in names}
+    return keys
 
 
 def parts_in_files(updates: Updates, base: Checkpoint, adapter: Adapter) -> dict[str, list[Part]]:
@@ -161,7 +202,7 @@ def _places(
     name: str, key: str, base: Checkpoint, adapter: Adapter, of_files: bool
 ) -> list[list[Place]]:
     if not of_files:
-        if len(base.names.siblings(name)) > 1:
+        if name in base.names.split:
             raise AdapterError(
                 f"{adapter.folder}: adapter tensor '{key}': the files have this matrix and others "
                 f"in one tensor, '{base.names.files[name][0]}', into which it cannot be merged; "
@@ -205,13 +246,9 @@ class _Reader:
             both = head, f"{base.family.backbone}.embed_tokens.weight"
             self._tied = {*both, *(name for loaded in both for name in files.get(loaded, ()))}
 
-    def check_keys(self, wrapped: object) -> None:
+    def check_keys(self, expected: set[str]) -> None:
         """Check for all keys that PEFT would save for this config and model, and for no others."""
-        from peft import get_peft_model_state_dict
-
         adapter = self.adapter
-        state = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
-        expected = {key.removeprefix(PREFIX) for key in state}
         stored = adapter.tensors.keys() | adapter.tables.keys()
         extra = [key for key in stored if key not in expected and not key.endswith(_MAY_ADD)]
         for key in sorted(stored):
@@ -229,11 +266,10 @@ class _Reader:
                 f"({len(extra)} such tensors); use the config of this adapter"
             )
 
-    def low_rank(self, adapted: LoraModule) -> LowRank | None:
-        """The update of one of PEFT's modules; None for experts that were not chosen."""
+    def low_rank(self, path: str, name: str, module: Any) -> LowRank | None:
+        """The update of tensor ``name`` by one of PEFT's modules; None for experts not chosen."""
         from peft.tuners.lora.layer import ParamWrapper
 
-        path, name, module = adapted.path, adapted.loaded, adapted.module
         shape, rank = self.trained[name], module.r["default"]
         embedding = "default" in module.lora_embedding_A
         names = ("embedding_A", "embedding_B") if embedding else ("A.weight", "B.weight")

@@ -24,7 +24,7 @@ from moe_finetune.checkpoint.changes import Change, Changes
 from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.checkpoint.packings import with_adapter
-from moe_finetune.checkpoint.stored import PlainTensors
+from moe_finetune.checkpoint.stored import read_entry
 from moe_finetune.checkpoint.tensors import DTYPES, read_tensor
 from moe_finetune.checkpoint.values import digest
 from moe_finetune.errors import AdapterError, CheckpointError, NumericsError, reason_of
@@ -196,10 +196,9 @@ def _compare_requantized(
 
 
 def _read(checkpoint: Checkpoint, change: Change) -> Tensor:
-    stored = checkpoint.quantized or PlainTensors(checkpoint.tensors)
-    if change.expert is None:
-        return stored.read(change.name)
-    return stored.read_expert(change.name, change.expert)
+    if checkpoint.quantized is None:
+        return read_entry(checkpoint.tensors[change.name], change.expert)
+    return checkpoint.quantized.read(change.name, change.expert)
 
 
 def _check_bias(

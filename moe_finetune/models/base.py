@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from moe_finetune.errors import UnsupportedModelError
-from moe_finetune.models.structure import Spelling
 from moe_finetune.registry import Registry
 
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
@@ -43,14 +42,8 @@ class DiskLayout:
 
     Most families store one matrix per expert and projection; in memory transformers fuses them to
     ``gate_up_proj (E, 2D, H)``, gate rows first, and ``down_proj (E, H, D)``. If ``gate_up`` is
-    given, the files contain these two stacks under the names ``gate_up`` and ``down``,
-    ``transposed`` if the class stores (E, in, out). Experts without a gate have ``gate`` None.
-
-    ``per_expert``: other tensors of the block with one row per expert; ``expert_ids``: one whose
-    values are expert numbers; a layer may lack these and the ``router_bias``. With ``either``, some
-    checkpoints store the stacks transposed, which loaders detect from the shape. ``interleaved``
-    stacks alternate rows of gate and up. ``spelling`` is set if the files' names differ from those
-    that the class saves.
+    given, the files contain these two stacks under the names ``gate_up`` and ``down``.
+    Experts without a gate have ``gate`` None.
     """
 
     block: str = "model.layers.{layer}.mlp"
@@ -61,12 +54,6 @@ class DiskLayout:
     down: str = "experts.{expert}.down_proj.weight"
 
     gate_up: str | None = None
-    transposed: bool = False
-    either: bool = False
-    interleaved: bool = False
-    per_expert: tuple[str, ...] = ()
-    expert_ids: str | None = None
-    spelling: Spelling | None = None
 
     @property
     def fused(self) -> bool:

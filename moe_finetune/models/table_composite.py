@@ -97,7 +97,6 @@ FAMILIES = (
         router_bias="gate.bias",
         gate_up="experts.w13_weight",
         down="experts.w2_weight",
-        interleaved=True,
     ),
     composite("internvl", "InternVL3.5-30B-A3B", _ALONE["qwen3_moe"], LLAVA),
     composite(
@@ -128,7 +127,7 @@ FAMILIES = (
         backbone="language_model.model",
     ),
     composite("qwen3_5_moe", "Qwen3.5-35B-A3B", _ALONE["qwen3_5_moe_text"]),
-    composite("qwen3_vl_moe", "Qwen3-VL-30B-A3B", _QWEN3_VL, either=True),
+    composite("qwen3_vl_moe", "Qwen3-VL-30B-A3B", _QWEN3_VL),
     composite("qwen4_exp", "Qwen4-Exp", _ALONE["qwen4_exp_text"]),
 )
 

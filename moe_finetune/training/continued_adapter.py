@@ -34,11 +34,13 @@ def continue_adapter(model: Any, path: Path, checkpoint: Checkpoint) -> None:
     from moe_finetune.checkpoint.gate import check_adapter
     from moe_finetune.checkpoint.packings import as_peft
     from moe_finetune.checkpoint.tensors import read_tensor
+    from moe_finetune.checkpoint.updates import read_updates
     from moe_finetune.training.full_weights import live_weights
 
     with tempfile.TemporaryDirectory() as scratch:
         written = as_peft(check_adapter(path, checkpoint), checkpoint, Path(scratch), True)
         adapter = open_adapter(written)
+        scales = {update.a: update.scale for update in read_updates(adapter, checkpoint).low_rank}
         tensors = {key: read_tensor(info).float() for key, info in adapter.tensors.items()}
     live = {name.removeprefix(PREFIX): tensor for name, tensor in live_weights(model).items()}
     for name, module in model.named_modules():
@@ -53,11 +55,7 @@ def continue_adapter(model: Any, path: Path, checkpoint: Checkpoint) -> None:
                 f"{path}: '{key}' has rank {rank}, but the recipe gives it {target_rank}; set "
                 f"lora.rank or lora.parts to {rank} or more"
             )
-        parameter = getattr(module, "parameter_name", "weight")
-        rule = f"{key.replace('.base_layer', '')}.{parameter}"
-        if not adapter.targets_parameter(rule):
-            rule = key
-        scale = adapter.scaling(rule) / module.scaling[model.active_adapter]
+        scale = scales[f"{key}.lora_A.weight"] / module.scaling[model.active_adapter]
         _fill(live[f"{key}.lora_A.weight"], a, experts, rank, target_rank, in_a=True)
         _fill(live[f"{key}.lora_B.weight"], b * scale, experts, rank, target_rank, in_a=False)
     for key in list(tensors):

@@ -165,7 +165,8 @@ CHECKPOINTS = {
     "expert gone": (without(EXPERT), EXPERT, "is missing"),
     "router gone": (without(ROUTER), ROUTER, "is missing"),
     "layer gone": (
-        lambda base: configure(base / "config.json", num_hidden_layers=4), "no tensor of layer 3",
+        lambda base: configure(base / "config.json", num_hidden_layers=4),
+        "model.layers.3.", "is missing",
     ),
     "more experts": (experts(13), "experts.12.", "is missing"),
     "fewer experts": (experts(11), "experts.11.", "not belong"),

@@ -11,7 +11,6 @@ import torch
 from transformers import AutoConfig
 
 from moe_finetune.checkpoint import merge_adapter
-from moe_finetune.checkpoint.fit import check_fit
 from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.errors import CaptureError, ObjectiveError, UnsupportedModelError
@@ -74,15 +73,15 @@ NAMED = {
 }
 """Names and numbers, which the contract alone reads: they differ by family."""
 WHETHER = {
-    *("shared_targets", "fixed_layers", "part", "architecture", "per_sequence", "spelling"),
-    *("router_bias", "gate", "up", "down", "gate_up", "per_expert", "expert_ids"),
+    *("shared_targets", "fixed_layers", "part", "architecture", "per_sequence"),
+    *("router_bias", "gate", "up", "down", "gate_up"),
 }
 """Names of which counts whether there are any."""
 
 
 def test_every_value_of_a_fact_occurs_among_the_kinds():
     missing = {value for family in FAMILIES for value in values(family)}
-    assert len(missing) > 60
+    assert len(missing) > 50
     assert missing == {value for family in KINDS for value in values(family)}
 
 
@@ -159,7 +158,6 @@ def test_merged_equals_base_and_adapter(family, tmp_path):
     base = tmp_path / "base"
     tiny.model(family).save_pretrained(base)
     opened = open_checkpoint(base)
-    check_fit(opened)
     layers = FAMILIES[family].moe_layers(tiny.config(family))
     assert opened.experts == dict.fromkeys(layers, tiny.EXPERTS)
     model = adapted(family)

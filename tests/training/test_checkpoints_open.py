@@ -5,7 +5,6 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from moe_finetune import SpecializationCallback
-from moe_finetune.checkpoint.fit import check_fit
 from moe_finetune.checkpoint.loading import load_model
 from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.lora.targets import add_lora
@@ -60,7 +59,6 @@ def test_a_model_without_an_adapter(tmp_path, family):
         model = add_lora(model, LoraSection(rank=4, alpha=8.0, targets=[]), "full")
     folder, _ = trained(tmp_path, model, "none")
     opened = open_checkpoint(folder)
-    check_fit(opened)
     assert {info.file.name for info in opened.tensors.values()} == {"model.safetensors"}
     # vLLM takes every safetensors file beside the weights for weights.
     assert [file.name for file in folder.glob("*.safetensors")] == ["model.safetensors"]
