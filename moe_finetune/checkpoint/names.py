@@ -70,7 +70,7 @@ class Names:
             if changed:
                 used.update(n for n, change in enumerate(mapping) if change.was_used())
             self.files.setdefault(loaded, []).append(name)
-        self._model: Any = _Part(self._meta, [mapping[number] for number in sorted(used)])
+        self._model: Any = _Part(self._meta, [mapping[index] for index in sorted(used)])
         self.loaded = {name: loaded for loaded, names in self.files.items() for name in names}
         self.split = self._split_tensors()
         self._by_expert: dict[str, list[list[str]]] = {}
@@ -86,9 +86,9 @@ class Names:
         for name, stored in stored_as.items():
             if stored not in self._stored:
                 lacking.setdefault(self._load(name)[0], []).append(name)
-        found = set(stored_as.values())
+        named = set(stored_as.values())
         for loaded, names in lacking.items():
-            others = [name for name in self.files.get(loaded, ()) if name not in found]
+            others = [name for name in self.files.get(loaded, ()) if name not in named]
             stored_as |= self._stored_as(names, others)
         tensors: dict[str, Tensor] = {}
         for name, tensor in reverted.items():
@@ -203,40 +203,40 @@ class Names:
         self, loaded: str, values: Mapping[str, Tensor], turned: bool = True
     ) -> dict[str, Tensor]:
         """``values`` under the files' names: the reverted ones may have a prefix too many."""
-        known = set(self.files[loaded])
-        stored_as = self._stored_as(values, known)
+        files = set(self.files[loaded])
+        stored_as = self._stored_as(values, files)
         pieces = {
             stored_as[name]: self._turned(stored_as[name], value) if turned else value
             for name, value in values.items()
             if name in stored_as
         }
-        if pieces.keys() != known:
+        if pieces.keys() != files:
             raise CheckpointError(
-                f"'{loaded}' is stored as {sorted(known)[:2]}, but transformers would write "
+                f"'{loaded}' is stored as {sorted(files)[:2]}, but transformers would write "
                 f"{sorted(values)[:2]}; save the checkpoint again with transformers"
             )
         return pieces
 
-    def _stored_as(self, names: Iterable[str], known: Collection[str]) -> dict[str, str]:
-        """Which one of ``known`` each reverted name means.
+    def _stored_as(self, names: Iterable[str], stored: Collection[str]) -> dict[str, str]:
+        """Which one of ``stored`` each reverted name means.
 
         A class may write another path than it reads, such as that of a dense layer's matrices where
         the files of MoE layers have it.
         """
-        pairs = {n: stored for n in names if (stored := self._known_as(n, known)) is not None}
-        rest = [name for name in names if name not in pairs]
-        others = sorted(set(known) - set(pairs.values()))
-        for name in rest:
+        pairs = {n: file for n in names if (file := self._known_as(n, stored)) is not None}
+        unmatched = [name for name in names if name not in pairs]
+        others = sorted(set(stored) - set(pairs.values()))
+        for name in unmatched:
             ends = [o for o in others if o.split(".")[-2:] == name.split(".")[-2:]]
-            same = others if len(rest) == len(others) == 1 else ends
+            same = others if len(unmatched) == len(others) == 1 else ends
             pairs |= {name: same[0]} if len(same) == 1 else {}
         return pairs
 
-    def _known_as(self, name: str, known: Container[str]) -> str | None:
-        """The one of ``known`` that a reverted name means: it may have a prefix too many."""
+    def _known_as(self, name: str, stored: Container[str]) -> str | None:
+        """The one of ``stored`` that a reverted name means: it may have a prefix too many."""
         prefix = f"{self._prefix}."
         return next(
-            (n for n in (name, name.removeprefix(prefix), prefix + name) if n in known), None
+            (n for n in (name, name.removeprefix(prefix), prefix + name) if n in stored), None
         )
 
     def _turned(self, name: str, value: Tensor) -> Tensor:

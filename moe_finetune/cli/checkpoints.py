@@ -15,7 +15,7 @@ from moe_finetune.io.run_folder import RunFolder, checkpoint_in
 from moe_finetune.io.terminal import terminal
 
 if TYPE_CHECKING:
-    from moe_finetune.training.proof import Proof
+    from moe_finetune.training.check import FamilyCheck
 
 
 class StoredAs(StrEnum):
@@ -86,11 +86,11 @@ def inspect(
         raise typer.Exit(1)
 
 
-def _prove(checkpoint: str) -> Proof:
+def _prove(checkpoint: str) -> FamilyCheck:
     from moe_finetune.models.loading import open_config
-    from moe_finetune.training.proof import prove
+    from moe_finetune.training.check import check_family
 
-    return prove(*open_config(checkpoint))
+    return check_family(*open_config(checkpoint))
 
 
 class AdapterForm(StrEnum):

@@ -11,7 +11,8 @@ from typing import Any
 from torch import nn
 
 _EXPERTS = re.compile(r"(?P<stack>(?:^|.*\.)layers)\.(?P<layer>\d+)\.(?P<path>.+)")
-_MOST_SHARED = 8
+MOST_SHARED = 8
+"""Rows of a router's weight after those of the routed experts."""
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 
@@ -50,7 +51,7 @@ class Site:
             for name, parameter in self.block.named_parameters()
             if parameter.dim() == 2
             and parameter.shape[1] == self.hidden
-            and 0 <= parameter.shape[0] - self.num_experts <= _MOST_SHARED
+            and 0 <= parameter.shape[0] - self.num_experts <= MOST_SHARED
             and (parts := name.partition("."))[0] != self.experts_name
             and parts[2]
         ]

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from moe_finetune.errors import CheckpointError, RecipeError
 from moe_finetune.models import Family, table
-from moe_finetune.training.proof_model import random_model
+from moe_finetune.models.layout import sites
+from moe_finetune.models.structure import class_of
 
 BOUND = 1e-4
 """Bound on the relative difference of float32 logits; leaks cause more than 1e-2."""
@@ -79,3 +80,20 @@ def check_packing(config: Any, family: Family) -> None:
     problem = packing_problem(config, family)
     if problem is not None:
         raise RecipeError(f"data.packing: {problem}; or set data.packing: false")
+
+
+def random_model(config: Any) -> nn.Module:
+    """A float32 model in eval mode whose routers, biases and norms are random too."""
+    torch.manual_seed(0)
+    model = class_of(config).from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.uniform_(0.5, 1.5)
+        for site in sites(model):
+            tensors = dict([*site.block.named_parameters(), *site.block.named_buffers()])
+            for name, path in site.routers:
+                tensors[f"{name}.{path}"].normal_(0, 0.1)
+            for name in site.biases:
+                tensors[name].normal_(0, 0.1)
+    return model

@@ -13,7 +13,7 @@ from moe_finetune.moe.lora_selected import SelectedExpertsLora
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.routing.trace import RoutingTrace
 from moe_finetune.routing.tracing import trace_model
-from moe_finetune.training.proof_model import watch
+from moe_finetune.training.check import watch
 from tests import tiny_families as tiny
 from tests.models.cases import EACH_KIND
 
@@ -28,7 +28,7 @@ def test_analysed_and_selected(family, tmp_path):
     trace = RoutingTrace.open(tmp_path / "trace")
     index_TLK, weights_TLK = trace.load("ids").astype(np.int64), trace.load("weights")
     assert trace.info.layers == tuple(layers) and trace.info.model_type == facts.model_type
-    stock = torch.stack([seen.given[0][0].reshape(51, -1) for seen in watch(model, facts)], 1)
+    stock = torch.stack([given.index_TK for given in watch(model)], 1)
     assert np.array_equal(np.sort(index_TLK), stock.sort(-1).values.numpy())
     values = measures.per_layer()
     assert all(value is not None for value in values["entropy"] + values["router_cosine"])

@@ -1,0 +1,354 @@
+"""Check that a family's facts are those of transformers' class, on a small random model.
+
+What the class shows (places, sizes, names) is read from it; the rest follows from five comparisons:
+recorded = stock, the record = what the class computes, gradients of recorded LoRA = stock's,
+merged = base + adapter, packed = alone. ``inspect --prove``, the tests of every family and authors
+of plugins call :func:`check_family`. It is not in ``models`` because it trains and merges.
+
+Shape legend: T tokens, E experts, K selected.
+"""
+
+import contextlib
+import io
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_finetune.errors import reason_of
+from moe_finetune.models.base import Family
+from moe_finetune.models.find import using
+from moe_finetune.models.layout import MOST_SHARED, Site, sites
+from moe_finetune.models.shrink import shrunk_config
+from moe_finetune.models.structure import class_of, patterns_on_disk, shapes_on_disk
+from moe_finetune.training.packed import BOUND as PACKED
+from moe_finetune.training.packed import packed_difference, random_model
+
+RECORDED, GRADIENTS, MERGED = 2e-5, 2e-4, 1e-4
+"""Bounds on relative differences of float32 sums in another order; PEFT's merges round more."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison.
+
+    Attributes:
+        difference: the largest, relative to the largest value; ``bound`` is what is allowed.
+        problem: what does not agree, if it is no difference of numbers.
+    """
+
+    name: str
+    difference: float = 0.0
+    bound: float = 0.0
+    problem: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.problem and self.difference <= self.bound
+
+    def line(self) -> str:
+        numbers = f"{self.difference:.1e} (bound {self.bound:.0e})" if self.bound else "as declared"
+        return f"{'ok   ' if self.ok else 'WRONG'}  {self.name:<28} {self.problem or numbers}"
+
+
+@dataclass
+class FamilyCheck:
+    """The comparisons of one family; ``sizes`` describe the model that ran."""
+
+    family: str
+    model_type: str
+    sizes: dict[str, int]
+    checks: list[Check] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    @property
+    def problems(self) -> list[str]:
+        return [check.line() for check in self.checks if not check.ok]
+
+    def to_mapping(self) -> dict[str, Any]:
+        return asdict(self) | {"ok": self.ok}
+
+    def text(self) -> str:
+        sizes = ", ".join(f"{value} {name}" for name, value in self.sizes.items())
+        end = "proved: the declared facts are those of transformers' class"
+        if not self.ok:
+            end = "not proved: correct the family's facts by the code of transformers' class"
+        head = f"{self.model_type} as declared by family {self.family}, on a model of {sizes}"
+        return "\n".join([head, *(check.line() for check in self.checks), end])
+
+
+def check_family(config: Any, family: Family) -> FamilyCheck:
+    """Compare ``family`` with transformers' class for ``config``; takes seconds and little memory.
+
+    The first comparison that fails is the last, because the later ones depend on it.
+
+    Args:
+        config: transformers' config of a checkpoint; a small one is used unchanged.
+
+    Raises:
+        CheckpointError: no small model of this type can be built.
+    """
+    compared: dict[str, Callable[[Any, Family], Iterator[Check]]] = {
+        "facts": _facts,
+        "record": _recorded,
+        "gradients": _gradients,
+        "merged = base + adapter": _merged,
+        "packed rows = rows alone": _packed,
+    }
+    with torch.random.fork_rng(devices=[]), using(family):
+        smaller = shrunk_config(config, family)
+        text = smaller.get_text_config()
+        sizes = {
+            "layers": text.num_hidden_layers,
+            "hidden": text.hidden_size,
+            "tokens of vocabulary": text.vocab_size,
+        }
+        result = FamilyCheck(family.name, config.model_type, sizes)
+        for name, compare in compared.items():
+            try:
+                result.checks += compare(random_model(smaller), family)
+            except Exception as error:  # a wrong fact can lead anywhere
+                result.checks.append(Check(name, problem=reason_of(error)))
+            if not result.ok:
+                break
+    return result
+
+
+def _facts(model: Any, family: Family) -> Iterator[Check]:
+    """What modules and files show without a forward."""
+    text, all_sites = model.config.get_text_config(), sites(model)
+    first = all_sites[0]
+    for name, declared, real in (
+        ("moe_layers", list(family.moe_layers(text)), [site.index for site in all_sites]),
+        ("block_path", family.block_path, first.block_path),
+        ("experts_name", family.experts_name, first.experts_name),
+        ("num_experts", family.num_experts(text), first.num_experts),
+        ("expert_width", family.expert_width(text), first.width),
+    ):
+        problem = f"declared as {declared!r}, but the class has {real!r}"
+        yield Check(name, problem="" if declared == real else problem)
+    router = first.block.get_submodule(family.router_name).get_parameter(family.router_weight)
+    rows = f"it has the shape {tuple(router.shape)}, not one row per expert"
+    right = router.dim() == 2 and 0 <= len(router) - first.num_experts <= MOST_SHARED
+    yield Check("router_name, router_weight", problem="" if right else rows)
+    yield _linears(family, all_sites, text.hidden_size)
+    yield _names(family, model.config, all_sites[-1])
+
+
+def _linears(family: Family, all_sites: Sequence[Site], hidden: int) -> Check:
+    """Every linear layer except routers and experts is attention's or shared.
+
+    Projections into a space of the experts' own are neither.
+    """
+    attention = {target.partition(".")[0] for target in family.attention_targets}
+    real = {
+        name
+        for site in all_sites
+        for name in (*site.other_linears, *site.next_to(attention))
+        if site.hidden == hidden or site.hidden not in site.layer.get_submodule(name).weight.shape
+    }
+    problem = ""
+    if missing := sorted(real - set(family.shared_targets)):
+        problem = f"shared_targets lacks {', '.join(missing)}"
+    return Check("attention and shared_targets", problem=problem)
+
+
+def _names(family: Family, config: Any, site: Site) -> Check:
+    """transformers writes the names that ``disk`` has."""
+    stored, disk = shapes_on_disk(config), family.disk
+    first = family.expert_parameters[0]
+    names = {"router": f"{family.router_name}.{family.router_weight}"}
+    if site.biases and family.own_weights is None:
+        names["router_bias"] = site.biases[0]
+    names |= dict.fromkeys(disk.parts(first), f"{family.experts_name}.{first}")
+    names["down"] = f"{family.experts_name}.down_proj"
+    if disk.router_bias and not site.biases and family.bias_export != "noaux_tc":
+        return Check("disk", problem="router_bias: the block has no value per expert")
+    for part, loaded in names.items():
+        declared = getattr(disk, part)
+        if declared and disk.name(part, site.index, site.num_experts - 1) in stored:
+            continue
+        layer = f"{family.backbone}.layers.{site.index}"
+        path = ".".join(filter(None, (layer, family.block_path, loaded)))
+        real = patterns_on_disk(config.to_dict(), path)
+        return Check("disk", problem=f"{part} is {declared!r}, but the files have {real}")
+    return Check("disk")
+
+
+@dataclass
+class Routing:
+    """What one layer of the stock model gave its experts."""
+
+    index_TK: Tensor
+    weights_TK: Tensor
+
+
+def watch(model: nn.Module) -> list[Routing]:
+    """Run the stock model on :func:`batch` with hooks that only read."""
+    routings: list[Routing] = []
+
+    def note(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        named = dict(zip(("hidden_states", "top_k_index", "top_k_weights"), args, strict=False))
+        index, weights = ((named | kwargs)[f"top_k_{part}"] for part in ("index", "weights"))
+        routings.append(Routing(*(part.reshape(-1, part.shape[-1]) for part in (index, weights))))
+
+    experts = [site.block.get_submodule(site.experts_name) for site in sites(model)]
+    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in experts]
+    try:
+        with torch.no_grad():
+            model(**batch(model))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return routings
+
+
+def _recorded(model: Any, family: Family) -> Iterator[Check]:
+    from moe_finetune.moe.hooks import Recorder
+    from moe_finetune.moe.layers import moe_layers
+
+    records: list[Any] = []
+    stock = watch(model)
+    with torch.no_grad():
+        expected = model(**batch(model)).logits
+        with Recorder(model, observers=[lambda r, _: records.append(r)], observe="all"):
+            actual = model(**batch(model)).logits
+    yield Check("logits", _difference(expected, actual), RECORDED)
+    text, layers = model.config.get_text_config(), moe_layers(model)
+    worst, selection = {"experts' weights": 0.0, "score, renormalize, scaling": 0.0}, ""
+    for layer, routing, record in zip(layers, stock, records, strict=True):
+        if record.index_TK.shape[1] != family.top_k(text):
+            yield Check("top_k", problem=f"the class selects {record.index_TK.shape[1]}")
+            return
+        if not torch.equal(routing.index_TK, record.index_TK):
+            yield Check("experts' index", problem="the record has others than the class used")
+            return
+        pairs = {"experts' weights": (routing.weights_TK.float(), record.weights_TK.float())}
+        if family.own_weights is None:
+            by_rule = record.probs_TE.gather(-1, record.index_TK)
+            if family.renormalize(text):
+                by_rule = by_rule / by_rule.sum(-1, keepdim=True)
+            by_rule = by_rule * family.scaling(text)
+            pairs["score, renormalize, scaling"] = (routing.weights_TK.float(), by_rule)
+            if layer.index not in family.fixed_layers(text):
+                reselected_TK = _selected(family, text, layer.block, record)
+                if not torch.equal(reselected_TK, record.index_TK.sort(-1).values):
+                    selection = "scores, groups and bias select other experts than the class"
+        worst |= {name: max(worst[name], _difference(*pair)) for name, pair in pairs.items()}
+    yield from (Check(name, difference, RECORDED) for name, difference in worst.items())
+    yield Check("groups, bias", problem=selection)
+
+
+def _selected(family: Family, text: Any, block: nn.Module, record: Any) -> Tensor:
+    """Index (T, K), ascending, of the selection by scores, bias and groups."""
+    from moe_finetune.losses.record import scores_of
+    from moe_finetune.moe.biased_choice import correction_bias
+
+    choice_TE = scores_of(record.logits_TE.float(), family.score)
+    if (bias_E := correction_bias(block)) is not None:
+        choice_TE = choice_TE + bias_E.float()
+    count, top_groups = family.groups(text)
+    if count > 1:
+        grouped = choice_TE.unflatten(-1, (count, -1))
+        # Softmax routers take a group by its best expert, others by the two best.
+        best_TG = grouped.topk(1 if family.score == "softmax" else 2, dim=-1).values.sum(-1)
+        keep_TG = torch.zeros_like(best_TG).scatter(1, best_TG.topk(top_groups).indices, 1).bool()
+        choice_TE = grouped.masked_fill(~keep_TG.unsqueeze(-1), float("-inf")).flatten(1)
+    return choice_TE.topk(record.index_TK.shape[1], dim=-1).indices.sort(-1).values
+
+
+def _gradients(model: nn.Module, family: Family) -> Iterator[Check]:
+    from moe_finetune.lora.coverage import group_of
+    from moe_finetune.moe.hooks import Recorder
+    from moe_finetune.moe.layers import backbone_of
+
+    layers = set(family.moe_layers(backbone_of(model).config))
+    model = adapted(model)
+    stock = _run(model)
+    with Recorder(model):
+        actual = _run(model)
+    needed = {"attention", "router", "routed experts"}
+    needed |= {"shared experts"} if family.shared_targets else set()
+    groups: dict[str, list[str]] = {}
+    for name in stock:
+        groups.setdefault(group_of(name, family, layers), []).append(name)
+    for group in sorted(needed - groups.keys()):
+        yield Check(f"gradients, {group}", problem="LoRA reaches none of its modules")
+    for group, names in sorted(groups.items()):
+        pairs = (
+            torch.cat([gradients[n].flatten() for n in names]) for gradients in (stock, actual)
+        )
+        yield Check(f"gradients, {group}", _difference(*pairs), GRADIENTS)
+
+
+def _merged(stock: Any, family: Family) -> Iterator[Check]:
+    from moe_finetune.checkpoint import merge_adapter
+
+    tokens = batch(stock)
+    quiet = contextlib.redirect_stderr(io.StringIO())  # progress bars of one file
+    with torch.no_grad(), tempfile.TemporaryDirectory() as name, quiet:
+        base, adapter, merged = (Path(name, part) for part in ("base", "adapter", "merged"))
+        untouched = stock(**tokens).logits
+        stock.save_pretrained(base)
+        model: Any = adapted(stock)
+        model.save_pretrained(adapter, save_embedding_layers=False)
+        merge_adapter(base, adapter, merged)
+        load = partial(class_of(stock.config).from_pretrained, dtype=torch.float32)
+        expected, actual = model(**tokens).logits, load(merged).eval()(**tokens).logits
+    problem = ""
+    if _difference(expected, untouched) < 100 * MERGED:
+        problem = "the adapter has no effect; check LoRA's targets"
+    yield Check("merged = base + adapter", _difference(expected, actual), MERGED, problem)
+
+
+def _packed(model: nn.Module, family: Family) -> Iterator[Check]:
+    difference = packed_difference(model)
+    problem = ""
+    if difference > PACKED:
+        problem = (
+            f"sequences of a row see each other ({difference:.1e}); see rows.per_sequence and "
+            "rows.masks_by_position"
+        )
+    yield Check("packed rows = rows alone", difference, PACKED, problem)
+
+
+def batch(model: Any) -> dict[str, Any]:
+    """Random tokens as a training batch of text."""
+    most = min(260, model.config.get_text_config().vocab_size)
+    ids = torch.randint(4, most, (3, 17), generator=torch.Generator().manual_seed(5))
+    return {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def adapted(model: nn.Module) -> nn.Module:
+    """Add LoRA with random factors to everything that a recipe can target."""
+    from moe_finetune.lora.targets import add_lora
+    from moe_finetune.recipe.lora import LoraSection
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft_model = add_lora(model, LoraSection(rank=4, alpha=12.0), "lora")
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in peft_model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.05)
+    return peft_model
+
+
+def _run(model: nn.Module) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(**batch(model)).loss.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _difference(expected: Tensor, actual: Tensor) -> float:
+    return float((expected - actual).abs().max()) / (float(expected.abs().max()) + 1e-12)
