@@ -116,7 +116,7 @@ def test_a_target_gives_way_to_a_share_and_refuses_what_it_cannot_be():
     terms = resolve_method("orthogonal_variance_released", share=0.1).terms
     for name in TERMS:
         assert (terms[name].share, terms[name].target) == (0.1, None)
-    with pytest.raises(RecipeError, match="target: must be more than 0"):
+    with pytest.raises(RecipeError, match="target: must be greater than 0"):
         resolve_method("orthogonal_variance_released", terms={"softmax_variance": {"target": 0}})
     facts = model_facts(tiny.model("qwen3_moe", num_experts_per_tok=1))
     with pytest.raises(ObjectiveError, match="a token has only one expert, so there are no"):
