@@ -86,7 +86,7 @@ def open_adapter(path: str | Path | Adapter) -> Adapter:
 
 def check_finite(adapter: Adapter) -> None:
     """Read every tensor once; raise AdapterError for the first one with a NaN or infinity."""
-    from moe_finetune.checkpoint.values import check_values
+    from moe_finetune.checkpoint.files import check_values
 
     remedy = "the training diverged; use an earlier checkpoint"
     check_values(adapter.tensors.values(), AdapterError, remedy)
@@ -104,7 +104,7 @@ def read_bias(folder: Path) -> dict[int, list[float]] | None:
         if read_metadata(folder).extra.get("router_bias"):
             raise AdapterError(f"{file}: is missing; copy the adapter's folder again")
         return None
-    from moe_finetune.checkpoint.tensors import read_tensor
+    from moe_finetune.checkpoint.files import read_tensor
 
     bias: dict[int, list[float]] = {}
     for name, info in read_header(file, AdapterError).tensors.items():

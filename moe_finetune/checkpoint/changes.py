@@ -18,10 +18,10 @@ from torch import Tensor
 from moe_finetune.checkpoint.adapter import Adapter, open_adapter
 from moe_finetune.checkpoint.adapter_layout import OLD_EXPERT
 from moe_finetune.checkpoint.contents import Checkpoint
+from moe_finetune.checkpoint.files import read_tensor
 from moe_finetune.checkpoint.names import on_meta
 from moe_finetune.checkpoint.packings import as_peft
 from moe_finetune.checkpoint.peft_model import LoraModule, filled, modules_of, wrap
-from moe_finetune.checkpoint.tensors import read_tensor
 from moe_finetune.checkpoint.updates import LowRank, read_updates
 
 

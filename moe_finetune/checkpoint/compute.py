@@ -3,10 +3,9 @@
 Shape legend: O rows and I columns of the tensor, R the sum of its updates' ranks.
 """
 
-import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -14,18 +13,16 @@ import torch
 from torch import Tensor
 
 from moe_finetune.checkpoint.adapter import Adapter
-from moe_finetune.checkpoint.merge_plan import TensorPlan
-from moe_finetune.checkpoint.tensors import (
-    as_bytes,
-    read_bytes,
-    read_into,
+from moe_finetune.checkpoint.files import (
+    DTYPES,
+    all_finite,
+    finite,
+    not_finite,
+    read_elements,
     read_tensor,
-    thread_buffer,
-    typed,
 )
+from moe_finetune.checkpoint.merge_plan import TensorPlan
 from moe_finetune.checkpoint.updates import LowRank, Part, Replace
-from moe_finetune.checkpoint.values import all_finite, finite, not_finite
-from moe_finetune.checkpoint.writer import Output
 from moe_finetune.errors import CheckpointError, MoeFinetuneError, NumericsError
 from moe_finetune.io.safetensors_header import FLOATS, ITEM_BYTES, TensorInfo
 
@@ -103,54 +100,38 @@ class Merged:
     plan: TensorPlan
     factors: Factors
 
-    def write(self, out: Output, target: TensorInfo) -> None:
+    def __call__(self, target: TensorInfo) -> Iterator[Tensor]:
         source = self.plan.source
         assert source is not None
         stacked = self.plan.stacked
         columns = target.shape[-1] if len(target.shape) > 1 else 1
         rows = target.size // ITEM_BYTES[target.dtype] // columns // stacked
-        file = os.open(source.file, os.O_RDONLY)
-        try:
-            for expert in range(stacked):
-                self._matrix(out, target, source, file, expert, rows, columns)
-        finally:
-            os.close(file)
+        for expert in range(stacked):
+            yield from self._matrix(target, source, expert, rows, columns)
 
     def _matrix(
-        self,
-        out: Output,
-        target: TensorInfo,
-        source: TensorInfo,
-        file: int,
-        expert: int,
-        rows: int,
-        columns: int,
-    ) -> None:
-        """Write the tensor's only matrix, or one expert's."""
+        self, target: TensorInfo, source: TensorInfo, expert: int, rows: int, columns: int
+    ) -> Iterator[Tensor]:
+        """The tensor's only matrix, or one expert's."""
         left_OR, right_RI = self.low_rank(expert)
         # A chunk is the unit of reads and writes; a block is the part of it that fits into a cache.
-        start_row, step, block = expert * rows, max(1, _CHUNK // columns), max(1, _BLOCK // columns)
+        step, block = max(1, _CHUNK // columns), max(1, _BLOCK // columns)
         for first in range(0, rows, step):
             last = min(first + step, rows)
-            begin = (start_row + first) * columns
-            at = target.offset + begin * ITEM_BYTES[target.dtype]
-            chunk_OI = _buffer("in", last - first, columns, source.dtype, at)
-            start = source.offset + begin * ITEM_BYTES[source.dtype]
-            read_into(file, as_bytes(chunk_OI), start)
+            begin = (expert * rows + first) * columns
+            chunk_OI = read_elements(source, begin, (last - first) * columns).view(-1, columns)
             out_OI = chunk_OI
             if target.dtype != source.dtype:
-                out_OI = _buffer("out", last - first, columns, target.dtype, at)
+                out_OI = torch.empty(chunk_OI.shape, dtype=DTYPES[target.dtype])
             for top in range(0, last - first, block):
-                rows_here = slice(top, min(top + block, last - first))
-                work_OI = _buffer("work", rows_here.stop - top, columns, "F32")
-                work_OI.copy_(chunk_OI[rows_here])
-                matrix_rows = slice(first + rows_here.start, first + rows_here.stop)
-                self.change(work_OI, matrix_rows, expert, left_OR, right_RI)
+                bottom = min(top + block, last - first)
+                work_OI = chunk_OI[top:bottom].to(torch.float32, copy=True)
+                self.change(work_OI, slice(first + top, first + bottom), expert, left_OR, right_RI)
                 _check_range(work_OI, target)
-                out_OI[rows_here].copy_(work_OI)
-                if not finite(out_OI[rows_here]):
+                out_OI[top:bottom] = work_OI
+                if not finite(out_OI[top:bottom]):
                     raise self.not_finite()
-            out.write(out_OI.view(-1).view(torch.uint8), at)
+            yield out_OI
 
     def change(
         self,
@@ -207,18 +188,8 @@ class Merged:
 
     def _replace(self, work_OI: Tensor, update: Replace, first: int) -> None:
         """Replace ``work_OI`` by the saved tensor's values."""
-        info, count = self.factors.adapter.tensors[update.key], work_OI.numel()
-        size = ITEM_BYTES[info.dtype]
-        raw = read_bytes(info.file, info.offset + first * size, count * size)
-        work_OI.copy_(typed(raw, info.dtype).view(work_OI.shape))
-
-
-def _buffer(name: str, rows: int, columns: int, dtype: str, offset: int = 0) -> Tensor:
-    """This thread's buffer as (rows, columns) of a stored dtype, to be written at ``offset``."""
-    item = ITEM_BYTES[dtype]
-    # Rounded down to whole items; other offsets are written buffered anyway.
-    raw = thread_buffer(name, rows * columns * item, offset - offset % item)
-    return typed(raw, dtype).view(rows, columns)
+        info = self.factors.adapter.tensors[update.key]
+        work_OI.copy_(read_elements(info, first, work_OI.numel()).view(work_OI.shape))
 
 
 def _check_range(work_OI: Tensor, target: TensorInfo) -> None:

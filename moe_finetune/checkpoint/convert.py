@@ -34,7 +34,7 @@ def convert_checkpoint(source: str | Path, output: str | Path) -> Path:
         OutputExistsError, OutputBusyError, DiskSpaceError: ``output`` is not empty, is being
             written, or does not fit on the disk.
     """
-    from moe_finetune.checkpoint.values import check_values  # needs torch
+    from moe_finetune.checkpoint.files import check_values  # needs torch
 
     output = Path(output)
     check_output(output)

@@ -11,9 +11,8 @@ from moe_finetune.checkpoint.adapter import Adapter, check_finite, open_adapter,
 from moe_finetune.checkpoint.adapter_metadata import METADATA
 from moe_finetune.checkpoint.bias import check_bias
 from moe_finetune.checkpoint.contents import Checkpoint
-from moe_finetune.checkpoint.tensors import read_tensor
+from moe_finetune.checkpoint.files import check_values, fingerprint, read_tensor
 from moe_finetune.checkpoint.updates import read_updates
-from moe_finetune.checkpoint.values import check_values, fingerprint
 from moe_finetune.errors import AdapterError, CheckpointError
 from moe_finetune.io.checkpoint_files import tensors_of
 from moe_finetune.io.safetensors_header import TensorInfo

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -19,8 +19,11 @@ from moe_finetune.errors import CheckpointError
 from moe_finetune.io import check_output, one_writer
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moe_finetune.checkpoint.files import Content
     from moe_finetune.checkpoint.requantized import Requantization, Sums
-    from moe_finetune.checkpoint.writer import Content
+    from moe_finetune.io.safetensors_header import TensorInfo
 
 Progress = Callable[[int, int], None]
 Form = Literal["float", "base"]
@@ -136,9 +139,8 @@ def apply_plan(
 ) -> None:
     """Carry out ``plan``; ``sums`` receives the error sums of each requantized tensor, by name."""
     from moe_finetune.checkpoint.compute import Factors, Merged
+    from moe_finetune.checkpoint.files import check_values, copy_of, write_checkpoint
     from moe_finetune.checkpoint.requantized import Requantized
-    from moe_finetune.checkpoint.values import check_values
-    from moe_finetune.checkpoint.writer import Copy, Literal, write_checkpoint
 
     sums = {} if sums is None else sums
     replaced = [t.source for t in plan.tensors.values() if t.value is not None and t.source]
@@ -147,26 +149,18 @@ def apply_plan(
     contents: dict[str, Content] = {}
     for name, tensor in plan.tensors.items():
         if tensor.value is not None:
-            contents[name] = Literal(tensor.value)
+            contents[name] = partial(_literal, tensor.value)
         elif tensor.copied and tensor.source is not None:
-            contents[name] = Copy(tensor.source)
+            contents[name] = copy_of(tensor.source)
         else:
             merged = Merged(tensor, factors)
             contents[name] = merged
             if tensor.float_name is not None and plan.base.quantized is not None:
                 contents[name] = Requantized(merged, plan.base.quantized, sums)
-    with _one_thread_each():
-        write_checkpoint(output, plan.files, contents, plan.small_files, overwrite, progress)
+    write_checkpoint(output, plan.files, contents, plan.small_files, overwrite, progress)
 
 
-@contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """Limit torch to one thread per worker, and restore its threads afterwards."""
+def _literal(value: bytes, _target: TensorInfo) -> Iterator[Tensor]:
     import torch
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+    yield torch.frombuffer(bytearray(value), dtype=torch.uint8)

@@ -102,7 +102,7 @@ def check_folder(folder: Path, config: Any) -> None:
 
 
 def _check_values(tensors: dict[str, TensorInfo]) -> None:
-    from moe_finetune.checkpoint.values import check_values
+    from moe_finetune.checkpoint.files import check_values
 
     check_values(tensors.values(), CheckpointError)
 

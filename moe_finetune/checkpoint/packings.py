@@ -34,10 +34,10 @@ from moe_finetune.checkpoint.adapter import (
 from moe_finetune.checkpoint.adapter_metadata import METADATA, write_metadata
 from moe_finetune.checkpoint.compute import Factors
 from moe_finetune.checkpoint.contents import Checkpoint
+from moe_finetune.checkpoint.files import read_tensor
 from moe_finetune.checkpoint.gate import check_adapter
 from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.checkpoint.peft_model import fill, wrap
-from moe_finetune.checkpoint.tensors import read_tensor
 from moe_finetune.checkpoint.updates import (
     LowRank,
     Replace,

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from moe_finetune.checkpoint.adapter import CONFIG, PREFIX, Adapter
-from moe_finetune.checkpoint.tensors import read_tensor
+from moe_finetune.checkpoint.files import read_tensor
 from moe_finetune.errors import AdapterError, reason_of
 from moe_finetune.io.safetensors_header import TensorInfo
 

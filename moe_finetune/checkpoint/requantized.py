@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 
 from moe_finetune.checkpoint.compute import Merged
+from moe_finetune.checkpoint.files import finite
 from moe_finetune.checkpoint.stored import QuantizedTensors
-from moe_finetune.checkpoint.values import finite
-from moe_finetune.checkpoint.writer import Output
 from moe_finetune.io.safetensors_header import TensorInfo
 
 
@@ -97,16 +97,15 @@ class Requantized:
     stored: QuantizedTensors
     sums: dict[str, Sums] = field(default_factory=dict)
 
-    def write(self, out: Output, target: TensorInfo) -> None:
+    def __call__(self, target: TensorInfo) -> Iterator[torch.Tensor]:
         plan = self.merged.plan
         assert plan.float_name is not None
         index = [info.name for info in self.stored.stored(plan.float_name)].index(target.name)
         matrices = plan.stacked
-        size = target.size // matrices
         all_sums = []
         for expert in range(matrices):
             part, sums = self._matrix(plan.float_name, expert, matrices, index)
-            out.write(part.contiguous().view(-1).view(torch.uint8), target.offset + expert * size)
+            yield part.contiguous()
             all_sums.append(sums)
         if index == 0:
             self.sums[plan.float_name] = sum(all_sums, Sums())

@@ -6,25 +6,16 @@ A tensor, or one expert of a stack, is dequantized when it is read; the formats 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_finetune.checkpoint.tensors import DTYPES, read_bytes
-from moe_finetune.checkpoint.values import DAMAGED, finite, not_finite
+from moe_finetune.checkpoint.files import DAMAGED, finite, not_finite, read_tensor
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io.config_file import QUANTIZATION
 from moe_finetune.io.safetensors_header import TensorInfo
 from moe_finetune.quantization.formats import Format
-
-_RAW = DTYPES | {
-    "F8_E4M3": torch.float8_e4m3fn,
-    "U8": torch.uint8,
-    "I32": torch.int32,
-    "I64": torch.int64,
-}
 
 
 class QuantizedTensors:
@@ -57,7 +48,7 @@ class QuantizedTensors:
             parts.update(part.name for part in infos)
             self._parts[float_name] = infos
             self.tensors[float_name] = replace(
-                infos[0], name=float_name, dtype="BF16", shape=form.shape(infos, read_entry)
+                infos[0], name=float_name, dtype="BF16", shape=form.shape(infos, read_tensor)
             )
         if not parts:
             raise CheckpointError(
@@ -93,7 +84,7 @@ class QuantizedTensors:
 
     def read_parts(self, name: str, expert: int | None = None) -> list[Tensor]:
         """The stored parts in their own dtypes, or those of one matrix of a stack."""
-        return [read_entry(part, expert) for part in self._parts[name]]
+        return [read_tensor(part, expert) for part in self._parts[name]]
 
     def slices(self, dtype: torch.dtype) -> dict[str, Any]:
         """All tensors by name, each decoded when ``from_pretrained`` reads it for ``dtype``."""
@@ -143,14 +134,3 @@ class _Slice:
                 f"'{self.name}' has values that overflow {dtype}; use a wider model.dtype"
             )
         return values
-
-
-def read_entry(info: TensorInfo, expert: int | None = None) -> Tensor:
-    """A stored tensor in its own dtype, or one entry of its first dimension, such as an expert."""
-    shape, size, offset = info.shape, info.size, info.offset
-    if expert is not None:
-        size //= shape[0]
-        shape, offset = shape[1:], offset + expert * size
-    if info.dtype not in _RAW:
-        raise CheckpointError(f"{info.file}: '{info.name}' is stored as {info.dtype}")
-    return read_bytes(Path(info.file), offset, size).view(_RAW[info.dtype]).view(shape)

@@ -22,11 +22,9 @@ from moe_finetune.checkpoint.adapter import Adapter, open_adapter
 from moe_finetune.checkpoint.bias import plan_bias
 from moe_finetune.checkpoint.changes import Change, Changes
 from moe_finetune.checkpoint.contents import Checkpoint
+from moe_finetune.checkpoint.files import DTYPES, digest, read_tensor
 from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.checkpoint.packings import with_adapter
-from moe_finetune.checkpoint.stored import read_entry
-from moe_finetune.checkpoint.tensors import DTYPES, read_tensor
-from moe_finetune.checkpoint.values import digest
 from moe_finetune.errors import AdapterError, CheckpointError, NumericsError, reason_of
 from moe_finetune.io.checkpoint_files import tensors_of
 from moe_finetune.models.base import CORRECTION_BIASES
@@ -197,7 +195,7 @@ def _compare_requantized(
 
 def _read(checkpoint: Checkpoint, change: Change) -> Tensor:
     if checkpoint.quantized is None:
-        return read_entry(checkpoint.tensors[change.name], change.expert)
+        return read_tensor(checkpoint.tensors[change.name], change.expert)
     return checkpoint.quantized.read(change.name, change.expert)
 
 
@@ -225,7 +223,7 @@ def _check_unchanged(base: Checkpoint, merged: Checkpoint, changed: set[str]) ->
             continue
         same = info.shape == other.shape
         if same and info.dtype == other.dtype:
-            same = digest(info).digest() == digest(other).digest()
+            same = digest(info) == digest(other)
         elif same:
             cast = read_tensor(info).to(DTYPES[other.dtype])
             same = torch.equal(cast, read_tensor(other))

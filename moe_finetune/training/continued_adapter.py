@@ -31,9 +31,9 @@ def continue_adapter(model: Any, path: Path, checkpoint: Checkpoint) -> None:
     from peft.tuners.lora.layer import LoraLayer
 
     from moe_finetune.checkpoint.adapter import PREFIX, open_adapter
+    from moe_finetune.checkpoint.files import read_tensor
     from moe_finetune.checkpoint.gate import check_adapter
     from moe_finetune.checkpoint.packings import as_peft
-    from moe_finetune.checkpoint.tensors import read_tensor
     from moe_finetune.checkpoint.updates import read_updates
     from moe_finetune.training.full_weights import live_weights
 

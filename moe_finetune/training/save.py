@@ -121,9 +121,9 @@ def name_base(model: Any, recipe: Recipe) -> None:
 
 def base_fingerprint(recipe: Recipe, checkpoint: Checkpoint | None) -> dict[str, str]:
     """The fingerprint of the recipe's base, as stored in the adapter's metadata."""
+    from moe_finetune.checkpoint.files import fingerprint
     from moe_finetune.checkpoint.gate import named_tensors
     from moe_finetune.checkpoint.opened import open_checkpoint
-    from moe_finetune.checkpoint.values import fingerprint
     from moe_finetune.models.loading import local_folder
 
     if recipe.model.init != "checkpoint":

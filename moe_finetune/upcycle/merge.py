@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,10 +34,12 @@ from moe_finetune.upcycle.experts import (
 )
 
 if TYPE_CHECKING:
-    from moe_finetune.checkpoint.writer import Content, Output
+    from torch import Tensor
+
+    from moe_finetune.checkpoint.files import Content
 
 SHARD_BYTES = 4_000_000_000
-_CHUNK_BYTES = 8 << 20
+_CHUNK = 4 << 20  # elements
 
 
 @dataclass(frozen=True)
@@ -58,19 +60,19 @@ class Average:
 
     sources: tuple[TensorInfo, ...]
 
-    def write(self, out: Output, target: TensorInfo) -> None:
+    def __call__(self, target: TensorInfo) -> Iterator[Tensor]:
         import torch
 
-        from moe_finetune.checkpoint.tensors import DTYPES, read_bytes, typed
+        from moe_finetune.checkpoint.files import DTYPES, read_elements
 
         wide = torch.float32 if ITEM_BYTES[target.dtype] == 2 else torch.float64
-        for start in range(0, target.size, _CHUNK_BYTES):
-            size = min(_CHUNK_BYTES, target.size - start)
-            total = torch.zeros(size // ITEM_BYTES[target.dtype], dtype=wide)
+        size = math.prod(target.shape)
+        for start in range(0, size, _CHUNK):
+            count = min(_CHUNK, size - start)
+            total = torch.zeros(count, dtype=wide)
             for source in self.sources:
-                total += typed(read_bytes(source.file, source.offset + start, size), source.dtype)
-            mean = (total / len(self.sources)).to(DTYPES[target.dtype])
-            out.write(mean.view(torch.uint8), target.offset + start)
+                total += read_elements(source, start, count)
+            yield (total / len(self.sources)).to(DTYPES[target.dtype])
 
 
 @dataclass(frozen=True)
@@ -80,14 +82,14 @@ class RandomRows:
     std: float
     seed: int
 
-    def write(self, out: Output, target: TensorInfo) -> None:
+    def __call__(self, target: TensorInfo) -> Iterator[Tensor]:
         import torch
 
-        from moe_finetune.checkpoint.tensors import DTYPES
+        from moe_finetune.checkpoint.files import DTYPES
 
         generator = torch.Generator().manual_seed(self.seed)
         values = torch.randn(target.shape, generator=generator) * self.std
-        out.write(values.to(DTYPES[target.dtype]).view(torch.uint8).reshape(-1), target.offset)
+        yield values.to(DTYPES[target.dtype])
 
 
 @one_writer
@@ -113,7 +115,7 @@ def merge_experts(
         top_k: experts per token.
         router_std: standard deviation of the routers' weights.
         seed: of the routers.
-        workers: threads; default: see :func:`~moe_finetune.checkpoint.writer.default_workers`.
+        workers: threads; default: see :func:`~moe_finetune.checkpoint.files.write_checkpoint`.
         shard_bytes: largest size of a weight file in bytes, unless one tensor is larger.
 
     Raises:
@@ -122,7 +124,7 @@ def merge_experts(
         UnsupportedModelError: no MoE exists for the model type.
         OutputExistsError, OutputBusyError, DiskSpaceError: before anything is written.
     """
-    from moe_finetune.checkpoint.writer import write_checkpoint
+    from moe_finetune.checkpoint.files import write_checkpoint
 
     started = time.perf_counter()
     output = Path(output)
@@ -171,7 +173,7 @@ def plan(
     experts: Sequence[Expert], router_std: float, seed: int
 ) -> Iterable[tuple[str, str, tuple[int, ...], Content]]:
     """Yield every tensor of the MoE in file order: name, dtype, shape, content."""
-    from moe_finetune.checkpoint.writer import Copy
+    from moe_finetune.checkpoint.files import copy_of
 
     facts = experts[0].facts
     disk = FAMILIES[facts.target].disk
@@ -192,7 +194,7 @@ def plan(
         for index, expert in enumerate(experts):
             for part, projection in FEED_FORWARD.items():
                 info = expert.tensors[f"model.layers.{layer}.mlp.{projection}.weight"]
-                yield disk.name(part, layer, index), info.dtype, info.shape, Copy(info)
+                yield disk.name(part, layer, index), info.dtype, info.shape, copy_of(info)
     yield average("model.norm.weight")
     yield average("lm_head.weight")
 
