@@ -298,8 +298,8 @@ def test_a_fingerprint_is_of_contents_and_not_of_files(tmp_path, monkeypatch):
     tiny.model("olmoe").save_pretrained(tmp_path / "many", max_shard_size="900KB")
     tiny.model("olmoe", seed=1).save_pretrained(tmp_path / "other")
     for whole in (1 << 30, 0):
-        monkeypatch.setattr("moe_finetune.checkpoint.values._WHOLE_BYTES", whole)
-        monkeypatch.setattr("moe_finetune.checkpoint.values._known_prints", {})
+        monkeypatch.setattr("moe_finetune.checkpoint.files._WHOLE_BYTES", whole)
+        monkeypatch.setattr("moe_finetune.checkpoint.files._known_prints", {})
         one, many, other = (
             fingerprint(open_checkpoint(tmp_path / name).tensors.values())
             for name in ("one", "many", "other")
