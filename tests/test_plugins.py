@@ -22,7 +22,7 @@ from moe_finetune.training.output import begin_run, check_run_folder
 from tests import registries, unheard
 
 FAMILY = """
-from moe_finetune.models import DiskLayout, Family, register_family
+from moe_finetune.models import Family, register_family
 from moe_finetune.models.structure import layers_with_experts
 
 register_family(
@@ -34,11 +34,6 @@ register_family(
         attention_targets=("self_attn.q_proj", "self_attn.o_proj"),
         num_experts=lambda config: config.n_routed_experts,
         moe_layers=layers_with_experts,
-        disk=DiskLayout(
-            router_bias="gate.e_score_correction_bias",
-            gate_up="experts.gate_up_proj",
-            down="experts.down_proj",
-        ),
     )
 )
 """

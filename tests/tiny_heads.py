@@ -6,8 +6,7 @@ The names are those that vLLM's loaders of these heads read, and transformers' c
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_finetune.models import FAMILIES
-from tests import tiny
+from tests import names_on_disk, tiny
 from tests import tiny_families as families
 
 WEIGHTS = "model.safetensors"
@@ -79,7 +78,7 @@ HEADS: dict[str, tuple[str, ...]] = {
 
 def names_of(family: str) -> list[str]:
     """Names of the head's tensors in the files of the family's tiny model."""
-    stack = FAMILIES[family].disk.stack
+    stack = names_on_disk.stack(family)
     layers = tiny.config(family) if family in tiny.FAMILY_NAMES else families.config(family)
     count = layers.get_text_config().num_hidden_layers
     return [name.format(stack=stack, layers=count) for name in HEADS[family]]

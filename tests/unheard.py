@@ -4,7 +4,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
 
 from moe_finetune.models.base import QKVO as ATTENTION
-from moe_finetune.models.base import SHARED_EXPERTS, DiskLayout, Family, expert_groups
+from moe_finetune.models.base import SHARED_EXPERTS, Family, expert_groups
 from moe_finetune.models.structure import layers_with_experts
 from tests import tiny, tiny_families
 
@@ -47,11 +47,6 @@ def family() -> Family:
         score="sigmoid",
         attention_targets=ATTENTION,
         shared_targets=SHARED_EXPERTS,
-        disk=DiskLayout(
-            router_bias="gate.e_score_correction_bias",
-            gate_up="experts.gate_up_proj",
-            down="experts.down_proj",
-        ),
         num_experts=lambda config: config.n_routed_experts,
         scaling=lambda config: config.routed_scaling_factor,
         groups=expert_groups,

@@ -12,7 +12,9 @@ from pathlib import Path
 
 from moe_finetune.io.config_file import SAME_CLASS
 from moe_finetune.models import FAMILIES, Family, find_family
-from moe_finetune.models.composite import part_of
+from moe_finetune.models.base import CORRECTION_BIASES
+from moe_finetune.models.structure import part_of, without_weights
+from tests import tiny, tiny_families
 from tests.published import fixture
 from tests.vllm.families import OTHERS, TESTED
 
@@ -58,7 +60,9 @@ def in_vllm(family: Family, registry: dict[str, set[str]]) -> str:
 def router(family: Family) -> str:
     """The score function, and what is particular about the selection."""
     parts = [family.score]
-    if family.disk.router_bias is not None:
+    source = tiny if family.name in tiny.FAMILY_NAMES else tiny_families
+    tensors = without_weights(source.config(family.name)).state_dict()
+    if any(name.endswith(CORRECTION_BIASES) for name in tensors):
         parts.append("bias")
     if family.own_weights is not None:
         parts.append("own weights")

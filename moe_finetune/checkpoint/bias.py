@@ -8,7 +8,7 @@ bias for them is refused.
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,19 +27,18 @@ class BiasValue:
     content: bytes
 
 
-def bias_name(family: Family, layer: int) -> str:
-    """Name of a layer's bias in a model that can have one, as its class saves it."""
-    if family.disk.router_bias is not None:
-        return family.disk.name("router_bias", layer)
-    return f"{family.disk.block.format(layer=layer)}.gate.{CORRECTION_BIASES[0]}"
+def bias_name(family: Family, layer: int, loaded: Iterable[str]) -> str:
+    """Name of a layer's bias among ``loaded``, a model's tensors, or the one that it would have."""
+    inside = f"{family.backbone}.layers.{layer}."
+    names = (n for n in loaded if n.startswith(inside) and n.endswith(CORRECTION_BIASES))
+    return next(names, f"{inside}{family.router_path}.{CORRECTION_BIASES[0]}")
 
 
 def _name_in_files(base: Checkpoint, layer: int) -> str:
     """Name of a layer's bias in the base's files, where it may be missing."""
-    inside = f"{base.family.backbone}.layers.{layer}."
-    for loaded, names in base.names.files.items():
-        if loaded.startswith(inside) and loaded.endswith(CORRECTION_BIASES):
-            return names[0]
+    name = bias_name(base.family, layer, base.names.files)
+    if name in base.names.files:
+        return base.names.files[name][0]
     return f"{router_name(base, layer).rpartition('.')[0]}.{CORRECTION_BIASES[0]}"
 
 

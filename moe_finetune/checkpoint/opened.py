@@ -16,7 +16,7 @@ from moe_finetune.io.checkpoint_files import read_config, read_headers, tensors_
 from moe_finetune.io.config_file import QUANTIZATION, UNQUANTIZED
 from moe_finetune.io.safetensors_header import FLOATS, INTEGERS, TensorInfo
 from moe_finetune.models import Family, check_supported, family_of, find_family
-from moe_finetune.models.composite import part_of
+from moe_finetune.models.structure import part_of
 
 if TYPE_CHECKING:
     from moe_finetune.checkpoint.names import Names

@@ -9,17 +9,19 @@ from collections.abc import Iterable
 from typing import Any
 
 from moe_finetune.errors import UnsupportedModelError
-from moe_finetune.models import table
-from moe_finetune.models.base import FAMILIES, DiskLayout, Family
-from moe_finetune.models.composite import part_of
+from moe_finetune.models import composites, table
+from moe_finetune.models.base import FAMILIES, Family
 from moe_finetune.models.find import find_family, known_families, using
+from moe_finetune.models.structure import part_of
 
-for _family in (*table.CORE, *table.FAMILIES, *table.COMPOSITES):
+OURS = (*table.CORE, *table.FAMILIES, *composites.FAMILIES)
+"""The package's families, without a plugin's."""
+
+for _family in OURS:
     FAMILIES.register(_family.name, _family)
 
 __all__ = [
     "FAMILIES",
-    "DiskLayout",
     "Family",
     "check_supported",
     "family_of",
@@ -43,7 +45,7 @@ def family_of(config: Any) -> Family:
     family = find_family(model_type, part_of(config))
     if family is None:
         raise UnsupportedModelError(_refusal(config if mapping else config.to_dict()))
-    if mapping and family in table.PARTS:
+    if mapping and family in composites.PARTS:
         composite = next(f.model_type for f in FAMILIES.values() if f.part == model_type)
         raise UnsupportedModelError(
             f"model_type '{model_type}': transformers supports this language model only as part "
@@ -114,8 +116,8 @@ def _refusal(config: dict[str, Any]) -> str:
             f"'{model_type}' is supported with a language model of type {' or '.join(parts)}, "
             f"but this checkpoint's is '{part_of(config)}'"
         )
-    if isinstance(model_type, str) and model_type in table.REFUSED:
-        return f"'{model_type}' cannot be trained: {table.REFUSED[model_type]}"
+    if isinstance(model_type, str) and model_type in composites.REFUSED:
+        return f"'{model_type}' cannot be trained: {composites.REFUSED[model_type]}"
     model_types = sorted({family.model_type for family in known_families().values()})
     near = _near(str(model_type), model_types)
     remedy = near or suggestion(config)

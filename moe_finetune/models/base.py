@@ -36,51 +36,6 @@ class Rows:
     generates_padded: bool = True
 
 
-@dataclass(frozen=True)
-class DiskLayout:
-    """Tensor names of one MoE layer in the published checkpoint, with ``{layer}``/``{expert}``.
-
-    Most families store one matrix per expert and projection; in memory transformers fuses them to
-    ``gate_up_proj (E, 2D, H)``, gate rows first, and ``down_proj (E, H, D)``. If ``gate_up`` is
-    given, the files contain these two stacks under the names ``gate_up`` and ``down``.
-    Experts without a gate have ``gate`` None.
-    """
-
-    block: str = "model.layers.{layer}.mlp"
-    router: str = "gate.weight"
-    router_bias: str | None = None
-    gate: str | None = "experts.{expert}.gate_proj.weight"
-    up: str = "experts.{expert}.up_proj.weight"
-    down: str = "experts.{expert}.down_proj.weight"
-
-    gate_up: str | None = None
-
-    @property
-    def fused(self) -> bool:
-        """Whether one tensor of the files contains all experts."""
-        return self.gate_up is not None
-
-    @property
-    def stack(self) -> str:
-        """The prefix of a decoder layer's number in the files."""
-        return self.block.partition("{layer}")[0]
-
-    def parts(self, parameter: str) -> tuple[str, ...]:
-        """The parts in the files that form a parameter of the loaded experts."""
-        if parameter == "down_proj":
-            return ("down",)
-        if self.fused:
-            return ("gate_up",)
-        return ("up",) if parameter == "up_proj" else ("gate", "up")
-
-    def name(self, part: str, layer: int, expert: int | None = None) -> str:
-        """Full name of ``part``, one of this class's patterns."""
-        pattern = getattr(self, part)
-        if pattern is None:
-            raise KeyError(f"this layout has no {part}")
-        return f"{self.block}.{pattern}".format(layer=layer, expert=expert)
-
-
 UNREAD_POSITIONS = Rows(masks_by_position=False)
 
 
@@ -97,7 +52,6 @@ class Family:
         name: its name in recipes, tests and the README, usually the ``model_type``.
         score: the function from router logits to scores, one of :data:`Score`.
         attention_targets, shared_targets: names of the linear layers that LoRA adapts.
-        disk: names in the published files.
         backbone: path of the decoder in the loaded model.
         block_path: the module with router and experts; empty if the decoder layer itself has them.
         router_weight: path of the weight in the router's module.
@@ -124,7 +78,6 @@ class Family:
     score: Score
     attention_targets: tuple[str, ...]
     shared_targets: tuple[str, ...] = ()
-    disk: DiskLayout = field(default_factory=DiskLayout)
     backbone: str = "model"
     block_path: str = "mlp"
     router_name: str = "gate"

@@ -15,7 +15,7 @@ from typing import Any
 from moe_finetune.errors import UnsupportedModelError
 from moe_finetune.io.run_folder import RunFolder, missing_plugins, recipe_of_run
 from moe_finetune.models.base import FAMILIES, Family
-from moe_finetune.models.table import PARTS
+from moe_finetune.models.composites import PARTS
 
 log = logging.getLogger(__name__)
 GROUP = "moe_finetune.families"

@@ -8,8 +8,7 @@ import torch
 
 from moe_finetune.errors import CheckpointError
 from moe_finetune.models.base import Family
-from moe_finetune.models.layout import sites
-from moe_finetune.models.structure import class_of, meta_model
+from moe_finetune.models.structure import class_of, meta_model, sites
 from moe_finetune.models.suggestion import TOP_K
 
 SMALL = 20_000_000

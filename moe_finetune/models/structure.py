@@ -1,9 +1,13 @@
-"""Facts about a config, read from transformers' own class on the meta device."""
+"""Facts that transformers' own class shows: where experts and routers are, names, sizes.
+
+Shape legend: E experts, H hidden, D expert width.
+"""
 
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
@@ -11,7 +15,123 @@ from moe_finetune.errors import CheckpointError, UnsupportedModelError
 Shapes = dict[str, tuple[int, ...]]
 
 
-_EXPERTS = re.compile(r"(?:^|\.)layers\.(\d+)\..*\bexperts$")
+_EXPERTS = re.compile(r"(?P<stack>(?:^|.*\.)layers)\.(?P<layer>\d+)\.(?P<path>.+)")
+MOST_SHARED = 8
+"""Rows of a router's weight after those of the routed experts."""
+_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+
+
+@dataclass(frozen=True)
+class Site:
+    """One layer's experts.
+
+    Attributes:
+        block_path, experts_name: paths of the block in the layer and of the experts in the block.
+        gated: whether they have a gate projection.
+        num_experts, hidden, width: sizes of the stacked down projection (E, H, D).
+    """
+
+    index: int
+    layer: Any
+    block_path: str
+    experts_name: str
+    gated: bool
+    num_experts: int
+    hidden: int
+    width: int
+
+    @property
+    def block(self) -> Any:
+        """The module that contains router and experts."""
+        return self.layer.get_submodule(self.block_path)
+
+    @property
+    def routers(self) -> list[tuple[str, str]]:
+        """(name in the block, path of its weight) for each module with an (E, H) weight.
+
+        Some weights have extra rows for shared experts at the end.
+        """
+        candidates = [
+            (parts[0], parts[2], parameter.shape[0])
+            for name, parameter in self.block.named_parameters()
+            if parameter.dim() == 2
+            and parameter.shape[1] == self.hidden
+            and 0 <= parameter.shape[0] - self.num_experts <= MOST_SHARED
+            and (parts := name.partition("."))[0] != self.experts_name
+            and parts[2]
+        ]
+        fewest = min((rows for *_, rows in candidates), default=0)
+        return [(name, path) for name, path, rows in candidates if rows == fewest]
+
+    @property
+    def biases(self) -> list[str]:
+        """Names of the block's vectors with one number per expert, except the routers' biases."""
+        tensors = [*self.block.named_parameters(), *self.block.named_buffers()]
+        return [
+            name
+            for name, tensor in tensors
+            if tensor.shape[-1:].numel() == tensor.numel() == self.num_experts
+            and not name.endswith(".bias")
+        ]
+
+    @property
+    def other_linears(self) -> list[str]:
+        """Paths, from the decoder layer, of the block's linear layers outside of router and experts
+        that are wider than one: shared experts. None where the block is the layer itself."""
+        if not self.block_path:
+            return []
+        skipped = (self.experts_name, *(name for name, _ in self.routers))
+        return [
+            f"{self.block_path}.{name}".lstrip(".")
+            for name, weight in linears(self.block)
+            if name.partition(".")[0] not in skipped and 1 not in weight.shape
+        ]
+
+    def next_to(self, attention: Collection[str]) -> list[str]:
+        """Paths of the decoder layer's linear layers outside of the block and of the modules
+        ``attention``: shared experts of some classes."""
+        routers = () if self.block_path else tuple(name for name, _ in self.routers)
+        return [
+            name
+            for name, _ in linears(self.layer)
+            if not name.startswith(f"{self.block_path}.")
+            and name.partition(".")[0] not in (*attention, *routers)
+            and not any(part in name.partition(".")[0] for part in ("attn", "norm", "hyper"))
+        ]
+
+
+def linears(module: Any) -> list[tuple[str, Any]]:
+    """Path and weight of each linear layer in ``module``."""
+    from torch.nn import Linear
+
+    modules = module.named_modules()
+    return [(name, inner.weight) for name, inner in modules if isinstance(inner, Linear)]
+
+
+def sites(model: Any) -> list[Site]:
+    """Every layer of ``model`` with experts that follow transformers' experts interface."""
+    modules = dict(model.named_modules())
+    layer_sites = []
+    for name, experts in modules.items():
+        match = _EXPERTS.fullmatch(name)
+        if match is None or not follows_interface(experts):
+            continue
+        size, first, second = experts.down_proj.shape
+        hidden, width = (second, first) if experts.is_transposed else (first, second)
+        block, _, experts_name = match["path"].rpartition(".")
+        layer = modules[f"{match['stack']}.{match['layer']}"]
+        site = Site(
+            int(match["layer"]), layer, block, experts_name, experts.has_gate, size, hidden, width
+        )
+        layer_sites.append(site)
+    return sorted(layer_sites, key=lambda site: site.index)
+
+
+def follows_interface(module: Any) -> bool:
+    """Whether ``module`` is an experts class with ``use_experts_implementation``."""
+    return all(isinstance(getattr(module, flag, None), bool) for flag in _FLAGS) and (
+        getattr(getattr(module, "down_proj", None), "ndim", 0) == 3
+    )
 
 
 def layers_with_experts(config: Any) -> list[int]:
@@ -28,12 +148,7 @@ def layers_with_experts(config: Any) -> list[int]:
 
 @functools.lru_cache(maxsize=64)
 def _layers(model_type: str, text: str) -> tuple[int, ...]:
-    layers = {
-        int(match[1])
-        for name, module in _on_meta(model_type, text).named_modules()
-        if (match := _EXPERTS.search(name)) and hasattr(module, "has_gate")
-    }
-    return tuple(sorted(layers))
+    return tuple(site.index for site in sites(_on_meta(model_type, text)))
 
 
 def patterns_on_disk(config: Mapping[str, Any], name: str) -> list[str]:
@@ -144,3 +259,15 @@ def first_line(error: Exception) -> str:
     """An error's type and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]:.300}" if lines else type(error).__name__
+
+
+def part_of(config: Any) -> str | None:
+    """The ``model_type`` of the language part of a config or ``config.json``; None without one.
+
+    For a ``config.json`` also None if only the composite's class names the part.
+    """
+    if isinstance(config, Mapping):
+        text = config.get("text_config")
+        return text.get("model_type") if isinstance(text, Mapping) else None
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return None if text is config else str(text.model_type)

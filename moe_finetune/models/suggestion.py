@@ -2,14 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from itertools import takewhile
 from typing import Any
 
-from torch import nn
-
-from moe_finetune.models.base import DiskLayout, Family
-from moe_finetune.models.layout import Site, sites
-from moe_finetune.models.structure import patterns_on_disk
+from moe_finetune.errors import CheckpointError
+from moe_finetune.models.base import Family
+from moe_finetune.models.structure import Site, linears, meta_model, sites
 
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k", "moe_k")
 _RENORMALIZE = ("norm_topk_prob", "route_norm", "normalize_topk", "norm_expert_weight")
@@ -23,9 +20,6 @@ def suggestion(config: Mapping[str, Any]) -> str | None:
         config: the content of ``config.json``.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    from moe_finetune.errors import CheckpointError
-    from moe_finetune.models.structure import meta_model
 
     model_type = str(config.get("model_type"))
     if model_type not in CONFIG_MAPPING:
@@ -61,7 +55,6 @@ def code(config: Any, class_sites: Sequence[Site]) -> str:
     renormalize = next((name for name in _RENORMALIZE if hasattr(config, name)), None)
     scaling = next((name for name in _SCALING if hasattr(config, name)), None)
     top_k = next((name for name in TOP_K if hasattr(config, name)), TOP_K[0])
-    disk = _disk(config, site, f"{router}.{weight}")
     shown = {
         "block_path": site.block_path,
         "router_name": router,
@@ -69,7 +62,7 @@ def code(config: Any, class_sites: Sequence[Site]) -> str:
         "experts_name": site.experts_name,
         "gated": site.gated,
         "shared_targets": (*site.other_linears, *site.next_to(())),
-        "bias_export": "tensor" if "router_bias" in disk else "none",
+        "bias_export": "tensor" if site.biases else "none",
     }
     lines = [
         f"name={name!r}, model_type={name!r}, title={name!r},",
@@ -85,12 +78,9 @@ def code(config: Any, class_sites: Sequence[Site]) -> str:
         lines.insert(4, "groups=expert_groups,  # correct: groups of experts, and how many to use")
     others = {name: value for name, value in shown.items() if value != _default(Family, name)}
     lines += [f"{name}={value!r}," for name, value in others.items()]
-    parts = {name: value for name, value in disk.items() if value != _default(DiskLayout, name)}
-    if parts:
-        lines.append(f"disk=DiskLayout({', '.join(f'{n}={v!r}' for n, v in parts.items())}),")
     body = "\n".join(f"    {line}" for line in lines)
     return (
-        "from moe_finetune.models import DiskLayout, Family, register_family\n"
+        "from moe_finetune.models import Family, register_family\n"
         "from moe_finetune.models.base import expert_groups\n"
         "from moe_finetune.models.structure import layers_with_experts\n"
         f"register_family(Family(\n{body}\n))"
@@ -118,35 +108,7 @@ def _attention(class_sites: Sequence[Site]) -> list[str]:
     names = [
         name
         for site in class_sites
-        for name, module in site.layer.named_modules()
-        if isinstance(module, nn.Linear)
-        and not name.startswith(f"{site.block_path}.")
-        and "attn" in name.partition(".")[0]
+        for name, _ in linears(site.layer)
+        if not name.startswith(f"{site.block_path}.") and "attn" in name.partition(".")[0]
     ]
     return list(dict.fromkeys(names))
-
-
-def _disk(config: Any, site: Site, router: str) -> dict[str, Any]:
-    """Names in the files, from transformers' conversion."""
-    mapping = config.to_dict()
-    loaded = f"model.layers.{site.index}.{site.block_path}".rstrip(".")
-    stack = f"{loaded}.{site.experts_name}"
-    names = {"router": patterns_on_disk(mapping, f"{loaded}.{router}")[0]}
-    if site.biases:
-        names["router_bias"] = patterns_on_disk(mapping, f"{loaded}.{site.biases[0]}")[0]
-    first = patterns_on_disk(mapping, f"{stack}.{'gate_up_proj' if site.gated else 'up_proj'}")
-    parts = ("gate", "up") if len(first) == 2 else ("gate_up",) if site.gated else ("up",)
-    names |= dict(zip(parts, first, strict=True))
-    names["down"] = patterns_on_disk(mapping, f"{stack}.down_proj")[0]
-    block = _shared_prefix(list(names.values()))
-    without_gate = {} if site.gated else {"gate": None}
-    return (
-        {"block": block}
-        | without_gate
-        | {key: name[len(block) + 1 :] for key, name in names.items()}
-    )
-
-
-def _shared_prefix(names: list[str]) -> str:
-    parts = zip(*(name.split(".") for name in names), strict=False)
-    return ".".join(same[0] for same in takewhile(lambda part: len(set(part)) == 1, parts))

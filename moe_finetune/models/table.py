@@ -1,20 +1,400 @@
-"""All families that follow transformers' common experts interface."""
+"""Families with experts of their own config; facts from each class in transformers 5.19.
 
-from moe_finetune.models import (
-    table_composite,
-    table_core,
-    table_other,
-    table_sigmoid,
-    table_softmax,
+Their experts follow transformers' common experts interface. A row states what differs from the
+router of its kind, :mod:`moe_finetune.models.rows`.
+"""
+
+from typing import Any
+
+from moe_finetune.errors import UnsupportedModelError
+from moe_finetune.models import deepseek_moe
+from moe_finetune.models.base import (
+    GATED_MLP,
+    MLA,
+    QKVO,
+    SHARED_EXPERT,
+    SHARED_EXPERTS,
+    UNREAD_POSITIONS,
+    Rows,
+    after_dense_layers,
+    expert_groups,
+    require,
+    under,
+)
+from moe_finetune.models.rows import (
+    GRANITE_SHARED,
+    LINEAR_ATTENTION,
+    every_layer,
+    granite,
+    key,
+    same_in_all_layers,
+    scaled,
+    sigmoid,
+    softmax,
+    ungrouped,
+    unscaled,
+    yes,
 )
 
-CORE = table_core.FAMILIES
-FAMILIES = tuple(
-    sorted(
-        (*table_softmax.FAMILIES, *table_sigmoid.FAMILIES, *table_other.FAMILIES),
-        key=lambda family: family.name,
+
+def _check_deepseek_v2(config: Any) -> None:
+    require(
+        config,
+        topk_method=("greedy", "group_limited_greedy"),
+        scoring_func=("softmax",),
+        norm_topk_prob=(False,),
+        moe_layer_freq=(1,),
     )
+
+
+def _check_deepseek_v3(config: Any) -> None:
+    require(config, topk_method=("noaux_tc",), scoring_func=("sigmoid",), moe_layer_freq=(1,))
+
+
+def _qwen3_layers(config: Any) -> list[int]:
+    return [
+        layer
+        for layer in range(config.num_hidden_layers)
+        if layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
+    ]
+
+
+def _check_qwen3(config: Any) -> None:
+    if not _qwen3_layers(config):
+        raise UnsupportedModelError("this qwen3_moe config has no MoE layer (mlp_only_layers)")
+
+
+def _check_cohere(config: Any) -> None:
+    require(config, expert_selection_fn=("softmax",))
+
+
+def _check_gpt_oss(config: Any) -> None:
+    if getattr(config, "quantization_config", None):
+        raise UnsupportedModelError(
+            f"{config.model_type}: the checkpoint is quantized; save it in bfloat16 first "
+            "(transformers: Mxfp4Config(dequantize=True)), or use one that is unquantized"
+        )
+
+
+def _check_hunyuan(config: Any) -> None:
+    for name in ("num_experts", "moe_topk"):
+        same_in_all_layers(name)(config)
+
+
+def _check_deepseek_v4(config: Any) -> None:
+    require(config, scoring_func=("sqrtsoftplus",))
+
+
+def _hash_layers(config: Any) -> list[int]:
+    return [layer for layer, kind in enumerate(config.mlp_layer_types) if kind == "hash_moe"]
+
+
+CORE = (
+    deepseek_moe.FAMILY,
+    softmax(
+        "deepseek_v2",
+        "DeepSeek-V2-Lite",
+        attention_targets=MLA,
+        shared_targets=SHARED_EXPERTS,
+        num_experts=key("n_routed_experts"),
+        renormalize=lambda config: False,
+        scaling=scaled(),
+        groups=expert_groups,
+        moe_layers=after_dense_layers,
+        check=_check_deepseek_v2,
+        bias_export="noaux_tc",
+    ),
+    sigmoid(
+        "deepseek_v3",
+        "DeepSeek-V3, R1, Kimi-K2, Moonlight",
+        attention_targets=MLA,
+        moe_layers=after_dense_layers,
+        check=_check_deepseek_v3,
+    ),
+    softmax("qwen3_moe", "Qwen3-30B-A3B", moe_layers=_qwen3_layers, check=_check_qwen3),
+    softmax(
+        "olmoe",
+        "OLMoE-1B-7B",
+        moe_layers=every_layer,
+        expert_width=key("intermediate_size"),
+    ),
+    softmax(
+        "mixtral",
+        "Mixtral-8x7B",
+        num_experts=key("num_local_experts"),
+        renormalize=yes,
+        moe_layers=every_layer,
+        expert_width=key("intermediate_size"),
+    ),
 )
-COMPOSITES = tuple(sorted(table_composite.FAMILIES, key=lambda family: family.name))
-PARTS = table_composite.PARTS
-REFUSED = table_composite.REFUSED
+"""Families on which every feature is tested, vLLM included."""
+
+SOFTMAX = (
+    softmax(
+        "aria_text",
+        "Aria (text)",
+        shared_targets=SHARED_EXPERTS,
+        router_name="router",
+        router_returns=("index", "weights", "logits"),
+        num_experts=key("moe_num_experts"),
+        top_k=key("moe_topk"),
+        renormalize=yes,
+        expert_width=key("intermediate_size"),
+    ),
+    softmax(
+        "cohere2_moe",
+        "Cohere 2 MoE",
+        renormalize=yes,
+        expert_width=key("intermediate_size"),
+        check=_check_cohere,
+    ),
+    softmax(
+        "ernie4_5_moe",
+        "ERNIE 4.5",
+        shared_targets=SHARED_EXPERTS,
+        num_experts=key("moe_num_experts"),
+        top_k=key("moe_k"),
+        renormalize=yes,
+    ),
+    softmax("flex_olmo", "FlexOlmo", expert_width=key("intermediate_size")),
+    softmax(
+        "gpt_oss",
+        "gpt-oss",
+        check=_check_gpt_oss,
+        router_name="router",
+        num_experts=key("num_local_experts"),
+        renormalize=yes,
+        expert_width=key("intermediate_size"),
+        rows=UNREAD_POSITIONS,
+    ),
+    granite("granitemoe", "Granite 3 MoE"),
+    granite(
+        "granitemoehybrid",
+        "Granite 4 (Mamba hybrid)",
+        attention_targets=(*QKVO, "mamba.in_proj"),
+        shared_targets=GRANITE_SHARED,
+        rows=Rows(masks_by_position=False, per_sequence=("GraniteMoeHybridMambaLayer",)),
+    ),
+    granite(
+        "granitemoe_swa",
+        "Granite MoE SWA",
+        shared_targets=GRANITE_SHARED,
+        router_returns=("logits", "weights", "index"),
+    ),
+    granite("granitemoeshared", "Granite MoE shared", shared_targets=GRANITE_SHARED),
+    softmax(
+        "hunyuan_v1_moe",
+        "Hunyuan-A13B",
+        shared_targets=under("mlp.shared_mlp", *GATED_MLP),
+        router_weight="wg.weight",
+        top_k=same_in_all_layers("moe_topk"),
+        renormalize=yes,
+        expert_width=key("intermediate_size"),
+        check=_check_hunyuan,
+        rows=Rows(padding="moves"),
+    ),
+    softmax("mellum", "Mellum", num_experts=key("num_local_experts")),
+    softmax(
+        "minimax",
+        "MiniMax-01",
+        attention_targets=(*QKVO, *under("self_attn", "qkv_proj", "output_gate", "out_proj")),
+        num_experts=key("num_local_experts"),
+        renormalize=yes,
+        expert_width=key("intermediate_size"),
+        # Its cache takes its length from the first layer, which is linear and has none.
+        rows=Rows(per_sequence=("MiniMaxLightningAttention",), generates_padded=False),
+    ),
+    softmax("qwen2_moe", "Qwen1.5-MoE, Qwen2-57B-A14B", shared_targets=SHARED_EXPERT),
+    softmax(
+        "qwen3_5_moe_text",
+        "Qwen3.5-MoE (text)",
+        attention_targets=(*QKVO, *LINEAR_ATTENTION),
+        shared_targets=SHARED_EXPERT,
+        renormalize=yes,
+        rows=Rows(per_sequence=("Qwen3_5MoeGatedDeltaNet",)),
+    ),
+    softmax(
+        "qwen3_next",
+        "Qwen3-Next-80B-A3B",
+        attention_targets=(*QKVO, *LINEAR_ATTENTION),
+        shared_targets=SHARED_EXPERT,
+        rows=Rows(per_sequence=("Qwen3NextGatedDeltaNet",)),
+    ),
+    softmax(
+        "qwen4_exp_text",
+        "Qwen4-Exp",
+        attention_targets=(*QKVO, *LINEAR_ATTENTION),
+        shared_targets=SHARED_EXPERT,
+        rows=Rows(per_sequence=("Qwen4ExpTextGatedDeltaNet", "Qwen4ExpTextPLELayer")),
+    ),
+)
+
+SIGMOID = (
+    sigmoid(
+        "afmoe",
+        "AFMoE (Trinity)",
+        attention_targets=(*QKVO, "self_attn.gate_proj"),
+        router_name="router",
+        router_weight="gate.weight",
+        num_experts=key("num_experts"),
+        renormalize=yes,
+        scaling=scaled("route_scale"),
+        groups=ungrouped,
+        rows=UNREAD_POSITIONS,
+    ),
+    sigmoid("axk1", "A.X K1", attention_targets=MLA),
+    sigmoid("axk2", "A.X K2", attention_targets=(*MLA, "self_attn.q_gate_proj")),
+    sigmoid("deepseek_v32", "DeepSeek-V3.2", attention_targets=MLA),
+    sigmoid("dots1", "dots.llm1"),
+    sigmoid(
+        "exaone_moe",
+        "EXAONE MoE",
+        num_experts=key("num_experts"),
+    ),
+    sigmoid("glm4_moe", "GLM-4.5"),
+    sigmoid("glm4_moe_lite", "GLM-4.7-Flash", attention_targets=MLA),
+    sigmoid("glm_moe_dsa", "GLM-5", attention_targets=MLA),
+    sigmoid(
+        "hy_v3",
+        "Hunyuan 3",
+        num_experts=key("num_experts"),
+        renormalize=yes,
+        scaling=scaled("router_scaling_factor"),
+        groups=ungrouped,
+    ),
+    sigmoid(
+        "hy_v4",
+        "Hunyuan 4",
+        attention_targets=(*MLA, "self_attn.gate_proj"),
+    ),
+    sigmoid(
+        "kimi_linear",
+        "Kimi-Linear-48B-A3B",
+        attention_targets=(
+            *MLA,
+            *under("self_attn", "k_proj", "v_proj", "b_proj", "g_a_proj", "g_b_proj"),
+        ),
+        num_experts=key("num_local_experts"),
+        rows=Rows(per_sequence=("KimiLinearDeltaAttention",)),
+    ),
+    sigmoid(
+        "laguna",
+        "Laguna",
+        attention_targets=(*QKVO, "self_attn.g_proj"),
+        num_experts=key("num_experts"),
+        renormalize=yes,
+        scaling=unscaled,
+        groups=ungrouped,
+    ),
+    sigmoid(
+        "lfm2_moe",
+        "LFM2 MoE",
+        attention_targets=(
+            *under("self_attn", "q_proj", "k_proj", "v_proj", "out_proj"),
+            *under("conv", "in_proj", "out_proj"),
+        ),
+        shared_targets=(),
+        block_path="feed_forward",
+        num_experts=key("num_experts"),
+        groups=ungrouped,
+        rows=Rows(per_sequence=("Lfm2MoeShortConv",)),
+    ),
+    sigmoid("mimo_v2_flash", "MiMo-V2-Flash", shared_targets=()),
+    sigmoid(
+        "minimax_m2",
+        "MiniMax-M2",
+        shared_targets=(),
+        num_experts=key("num_local_experts"),
+        renormalize=yes,
+        scaling=unscaled,
+        groups=ungrouped,
+        expert_width=key("intermediate_size"),
+    ),
+    sigmoid(
+        "minimax_m3_vl_text",
+        "MiniMax-M3 (text)",
+        shared_targets=under("mlp.shared_experts", "gate_up_proj", "down_proj"),
+        num_experts=key("num_local_experts"),
+        renormalize=yes,
+        scaling=unscaled,
+        groups=ungrouped,
+        expert_width=key("intermediate_size"),
+    ),
+    sigmoid(
+        "nemotron_h",
+        "Nemotron 3 (Mamba hybrid)",
+        attention_targets=under("mixer", "q_proj", "k_proj", "v_proj", "o_proj", "in_proj"),
+        shared_targets=under("mixer.shared_experts", "up_proj", "down_proj"),
+        block_path="mixer",
+        gated=False,
+        separate_spaces=lambda config: config.moe_latent_size is not None,
+        rows=Rows(per_sequence=("NemotronHMamba2Mixer",)),
+    ),
+    sigmoid("solar_open", "Solar Open"),
+)
+"""DeepSeek-V3's router."""
+
+OTHERS = (
+    sigmoid(
+        "deepseek_v4",
+        "DeepSeek-V4",
+        score="sqrtsoftplus",
+        # Not o_a_proj, which multiplies each group of heads by its own matrix.
+        attention_targets=under("self_attn", "q_a_proj", "q_b_proj", "kv_proj", "o_b_proj"),
+        renormalize=yes,
+        groups=ungrouped,
+        fixed_layers=_hash_layers,
+        check=_check_deepseek_v4,
+        # Keys are compressed in windows counted from the first position, padding included.
+        rows=Rows(per_sequence=("DeepseekV4Attention",), padding="read", generates_padded=False),
+    ),
+    softmax(
+        "gemma4_text",
+        "Gemma 4 (text)",
+        shared_targets=under("mlp", *GATED_MLP),
+        block_path="",
+        router_name="router",
+        router_weight="proj.weight",
+        router_returns=("probabilities", "weights", "index"),
+        router_logits="proj",
+        top_k=key("top_k_experts"),
+        renormalize=yes,
+        own_weights="each expert's weight is scaled by a learned factor",
+    ),
+    sigmoid(
+        "inkling_text",
+        "Inkling (text)",
+        attention_targets=(*QKVO, "self_attn.r_proj"),
+        shared_targets=(),  # stacks, as the routed experts are
+        router_returns=("logits", "weights", "index", "shared weights"),
+        renormalize=yes,
+        scaling=scaled("route_scale"),
+        own_weights="they are normalized together with the shared experts' weights",
+        groups=ungrouped,
+        bias_export="none",
+        rows=Rows(per_sequence=("InklingShortConvolution",)),
+    ),
+    softmax(
+        "jamba",
+        "Jamba (Mamba hybrid)",
+        attention_targets=(*QKVO, *under("mamba", "in_proj", "x_proj", "out_proj")),
+        block_path="feed_forward",
+        router_name="router",
+        router_returns=("logits",),
+        renormalize=lambda config: False,
+        expert_width=key("intermediate_size"),
+        rows=Rows(per_sequence=("JambaMambaMixer",)),
+    ),
+    softmax(
+        "phimoe",
+        "Phi-3.5-MoE",
+        router_name="router",
+        num_experts=key("num_local_experts"),
+        renormalize=lambda config: False,
+        own_weights="SparseMixer selects one expert after another and samples them in training",
+        expert_width=key("intermediate_size"),
+    ),
+)
+"""Other kinds of routers."""
+
+FAMILIES = tuple(sorted((*SOFTMAX, *SIGMOID, *OTHERS), key=lambda family: family.name))

@@ -133,7 +133,7 @@ def add_bias(
     family = layers[0].family
     bias_config(family, layers[0].experts.config.to_dict())
     values = balancer.effective(layers)
-    biases = {bias_name(family, at.index): values[f"bias.{at.index}"] for at in layers}
+    biases = {bias_name(family, at.index, state): values[f"bias.{at.index}"] for at in layers}
     return {**state, **biases}
 
 

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from moe_finetune.errors import reason_of
 from moe_finetune.models.base import Family
 from moe_finetune.models.find import using
-from moe_finetune.models.layout import MOST_SHARED, Site, sites
 from moe_finetune.models.shrink import shrunk_config
-from moe_finetune.models.structure import class_of, patterns_on_disk, shapes_on_disk
+from moe_finetune.models.structure import MOST_SHARED, Site, class_of, sites
 from moe_finetune.training.packed import BOUND as PACKED
 from moe_finetune.training.packed import packed_difference, random_model
 
@@ -124,7 +123,7 @@ def check_family(config: Any, family: Family) -> FamilyCheck:
 
 
 def _facts(model: Any, family: Family) -> Iterator[Check]:
-    """What modules and files show without a forward."""
+    """What modules show without a forward."""
     text, all_sites = model.config.get_text_config(), sites(model)
     first = all_sites[0]
     for name, declared, real in (
@@ -141,7 +140,9 @@ def _facts(model: Any, family: Family) -> Iterator[Check]:
     right = router.dim() == 2 and 0 <= len(router) - first.num_experts <= MOST_SHARED
     yield Check("router_name, router_weight", problem="" if right else rows)
     yield _linears(family, all_sites, text.hidden_size)
-    yield _names(family, model.config, all_sites[-1])
+    has_bias = family.bias_export != "tensor" or bool(all_sites[-1].biases)
+    problem = "" if has_bias else "declared as 'tensor', but the block has no value per expert"
+    yield Check("bias_export", problem=problem)
 
 
 def _linears(family: Family, all_sites: Sequence[Site], hidden: int) -> Check:
@@ -160,28 +161,6 @@ def _linears(family: Family, all_sites: Sequence[Site], hidden: int) -> Check:
     if missing := sorted(real - set(family.shared_targets)):
         problem = f"shared_targets lacks {', '.join(missing)}"
     return Check("attention and shared_targets", problem=problem)
-
-
-def _names(family: Family, config: Any, site: Site) -> Check:
-    """transformers writes the names that ``disk`` has."""
-    stored, disk = shapes_on_disk(config), family.disk
-    first = family.expert_parameters[0]
-    names = {"router": f"{family.router_name}.{family.router_weight}"}
-    if site.biases and family.own_weights is None:
-        names["router_bias"] = site.biases[0]
-    names |= dict.fromkeys(disk.parts(first), f"{family.experts_name}.{first}")
-    names["down"] = f"{family.experts_name}.down_proj"
-    if disk.router_bias and not site.biases and family.bias_export != "noaux_tc":
-        return Check("disk", problem="router_bias: the block has no value per expert")
-    for part, loaded in names.items():
-        declared = getattr(disk, part)
-        if declared and disk.name(part, site.index, site.num_experts - 1) in stored:
-            continue
-        layer = f"{family.backbone}.layers.{site.index}"
-        path = ".".join(filter(None, (layer, family.block_path, loaded)))
-        real = patterns_on_disk(config.to_dict(), path)
-        return Check("disk", problem=f"{part} is {declared!r}, but the files have {real}")
-    return Check("disk")
 
 
 @dataclass

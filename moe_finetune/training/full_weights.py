@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from moe_finetune.errors import CheckpointError
 from moe_finetune.models import find_family
-from moe_finetune.models.composite import part_of
+from moe_finetune.models.structure import part_of
 from moe_finetune.training import ranks
 
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from moe_finetune.errors import CheckpointError, RecipeError
-from moe_finetune.models import Family, table
-from moe_finetune.models.layout import sites
-from moe_finetune.models.structure import class_of
+from moe_finetune.models import OURS, Family
+from moe_finetune.models.composites import PARTS
+from moe_finetune.models.structure import class_of, sites
 
 BOUND = 1e-4
 """Bound on the relative difference of float32 logits; leaks cause more than 1e-2."""
@@ -52,8 +52,7 @@ def packing_problem(config: Any, family: Family) -> str | None:
     """
     from moe_finetune.models.shrink import shrunk_config
 
-    ours = (*table.FAMILIES, *table.COMPOSITES, *table.PARTS)
-    if any(family is known for known in ours):
+    if any(family is known for known in (*OURS, *PARTS)):
         return None
     try:
         smaller = shrunk_config(config, family)

@@ -24,6 +24,7 @@ from moe_finetune.io import check_output, one_writer
 from moe_finetune.io.checkpoint_files import INDEX, index_text
 from moe_finetune.io.safetensors_header import ITEM_BYTES, Header, TensorInfo, build_header
 from moe_finetune.models import FAMILIES
+from moe_finetune.models.structure import patterns_on_disk
 from moe_finetune.upcycle.dense import DenseFacts
 from moe_finetune.upcycle.experts import (
     FEED_FORWARD,
@@ -176,7 +177,7 @@ def plan(
     from moe_finetune.checkpoint.files import copy_of
 
     facts = experts[0].facts
-    disk = FAMILIES[facts.target].disk
+    stored = names_in_files(facts, len(experts))
 
     def average(name: str) -> tuple[str, str, tuple[int, ...], Content]:
         info = experts[0].tensors[name]
@@ -190,11 +191,12 @@ def plan(
                 yield average(name)
         gate = experts[0].tensors[f"model.layers.{layer}.mlp.gate_proj.weight"]
         rows = RandomRows(router_std, seed * 1_000_003 + layer)
-        yield disk.name("router", layer), gate.dtype, (len(experts), gate.shape[1]), rows
+        yield stored["router"].format(layer=layer), gate.dtype, (len(experts), gate.shape[1]), rows
         for index, expert in enumerate(experts):
             for part, projection in FEED_FORWARD.items():
                 info = expert.tensors[f"model.layers.{layer}.mlp.{projection}.weight"]
-                yield disk.name(part, layer, index), info.dtype, info.shape, copy_of(info)
+                name = stored[part].format(layer=layer, expert=index)
+                yield name, info.dtype, info.shape, copy_of(info)
     yield average("model.norm.weight")
     yield average("lm_head.weight")
 
@@ -216,6 +218,16 @@ def shard(
         file: build_header(Path(file), [entries[name] for name in names])
         for file, names in split.filename_to_tensors.items()
     }
+
+
+def names_in_files(facts: DenseFacts, experts: int) -> dict[str, str]:
+    """What transformers calls a layer's router and matrices: by part, with layer and expert."""
+    family, config = FAMILIES[facts.target], json.loads(moe_config(facts, experts, 1))
+    layer = f"{family.backbone}.layers.0."
+    gate_up, down = (f"{layer}{target}" for target in family.expert_targets)
+    (router,) = patterns_on_disk(config, layer + family.router_target)
+    matrices = [*patterns_on_disk(config, gate_up), *patterns_on_disk(config, down)]
+    return {"router": router, **dict(zip(FEED_FORWARD, matrices, strict=True))}
 
 
 def moe_config(facts: DenseFacts, experts: int, top_k: int) -> bytes:

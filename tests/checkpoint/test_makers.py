@@ -22,8 +22,7 @@ from moe_finetune.checkpoint.packings import as_peft
 from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.cli import main
 from moe_finetune.errors import AdapterError
-from moe_finetune.models import FAMILIES
-from tests import tiny, tiny_families
+from tests import names_on_disk, tiny, tiny_families
 from tests.checkpoint import helpers
 from tests.checkpoint.helpers import EXPERTS, logits
 
@@ -206,13 +205,13 @@ def test_adapters_of_transformers_4(bases, family, targets, tmp_path):
     With rsLoRA and a rank of its own for one kind, as its and axolotl's recipes can have.
     """
     base = bases(family)
-    stored, disk = load_file(base / "model.safetensors"), FAMILIES[family].disk
+    stored = load_file(base / "model.safetensors")
     linear = [
         name.removesuffix(".weight")
         for name, tensor in stored.items()
         if tensor.ndim == 2 and not name.endswith(("embed_tokens.weight", "lm_head.weight"))
     ]
-    last = disk.down.removesuffix(".weight").rpartition(".")[2]
+    last = names_on_disk.patterns(family)["down"].split(".")[-2]
     torch.manual_seed(9)
     tensors, changed = {}, dict(stored)
     for path in linear:

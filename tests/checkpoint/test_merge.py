@@ -20,7 +20,7 @@ from moe_finetune.errors import (
     MoeFinetuneError,
     UnsupportedModelError,
 )
-from tests import tiny
+from tests import names_on_disk, tiny
 from tests.checkpoint import helpers
 from tests.checkpoint.helpers import EXPERTS, logits, select
 
@@ -59,7 +59,7 @@ def test_one_fused_parameter(bases, family, target, tmp_path):
     assert_same(
         logits(helpers.load(tmp_path / family)), logits(helpers.with_adapter(base, adapter))
     )
-    down = open_checkpoint(base).family.disk.down.format(expert=0)
+    down = names_on_disk.name(family, "down", 0, 0).partition(".experts.")[2]
     assert any(plan.target.name.endswith(down) for plan in report.plan.changed) == target.endswith(
         "down_proj"
     )
@@ -284,11 +284,10 @@ def test_chosen_experts(bases, adapters, family, tmp_path):
     tables = [
         load_file(f / "model.safetensors") for f in (base, tmp_path / family, tmp_path / "whole")
     ]
-    disk = open_checkpoint(base).family.disk
     for layer, experts in open_checkpoint(base).experts.items():
         for expert in range(experts):
-            for part in ("gate", "up", "down"):
-                name = disk.name(part, layer, expert)
+            for part in names_on_disk.EXPERTS:
+                name = names_on_disk.name(family, part, layer, expert)
                 before, after, whole = (table[name] for table in tables)
                 assert torch.equal(after, whole if expert in chosen.get(layer, ()) else before)
                 assert not torch.equal(before, whole)

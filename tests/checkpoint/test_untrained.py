@@ -11,6 +11,7 @@ from moe_finetune.checkpoint.untrained import MTP, OTHER
 from moe_finetune.errors import CheckpointError
 from moe_finetune.models import FAMILIES
 from moe_finetune.training.inspection import inspect_checkpoint
+from tests import names_on_disk
 from tests.quantization.formats import as_fp8, packs, rewrite
 from tests.tiny_adapter import adapted
 from tests.tiny_heads import HEADS, WEIGHTS, carries, names_of, with_head
@@ -94,4 +95,4 @@ def test_a_head_in_fp8_blocks(family, tmp_path):
     state = load_model(base, dtype="float32").state_dict()
     router = opened.family.router_target
     (name,) = [n for n in state if n.endswith(f"layers.2.{router}")]
-    assert torch.equal(state[name], floats[opened.family.disk.name("router", 2)])
+    assert torch.equal(state[name], floats[names_on_disk.name(family, "router", 2)])

@@ -12,7 +12,7 @@ from moe_finetune.checkpoint.adapter import open_adapter
 from moe_finetune.checkpoint.verify import compare_logits, verify_merge
 from moe_finetune.errors import CheckpointError, NumericsError
 from moe_finetune.models.shrink import first_layers
-from tests import tiny, tiny_families
+from tests import names_on_disk, tiny, tiny_families
 from tests.checkpoint import helpers
 from tests.checkpoint.helpers import select
 from tests.tiny_adapter import LORA, add_lora
@@ -197,7 +197,7 @@ def test_full_router(bases, family, tmp_path):
     )
     merged = merge_adapter(base, full, tmp_path / family).output
     assert verify_merge(base, full, merged).error < 1e-5
-    damage(merged, open_checkpoint(base).family.disk.name("router", 1))
+    damage(merged, names_on_disk.name(family, "router", 1))
     with pytest.raises(NumericsError, match="gate"):
         verify_merge(base, full, merged)
 

@@ -2,11 +2,11 @@
 
 import torch
 
-from moe_finetune.models import FAMILIES, table
+from moe_finetune.models import FAMILIES, composites, table
 from tests import tiny_adapter
 from tests import tiny_families as tiny
 
-COMPOSITES = [family.name for family in table.COMPOSITES]
+COMPOSITES = [family.name for family in composites.FAMILIES]
 NAMES = [family.name for family in table.FAMILIES] + COMPOSITES
 NEEDS_A_FILE = {"supervised_routing"}
 STANDARD_WEIGHTS = [name for name in NAMES if FAMILIES[name].own_weights is None]

@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM
 from moe_finetune.checkpoint import merge_adapter
 from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.errors import AdapterError, CheckpointError, UnsupportedModelError
-from moe_finetune.models import FAMILIES, family_of, table
+from moe_finetune.models import FAMILIES, composites, family_of
 from moe_finetune.models.loading import load_config
 from moe_finetune.models.structure import class_of
 from moe_finetune.moe.hooks import Recorder
+from tests import names_on_disk
 from tests import tiny_families as tiny
 from tests.checkpoint.helpers import randomize
 from tests.quantization.models import check_quantized
@@ -87,7 +88,7 @@ def test_a_published_layout(family, published, tmp_path):
     after = load_file(out / WEIGHTS)
     assert before.keys() == after.keys()
     same = {name for name, tensor in before.items() if torch.equal(tensor, after[name])}
-    stack = FAMILIES[family].disk.stack
+    stack = names_on_disk.stack(family)
     assert {name for name in before if not name.startswith(stack)} <= same < before.keys()
 
 
@@ -128,7 +129,7 @@ def _config(tmp_path, **content):
     return tmp_path
 
 
-@pytest.mark.parametrize(("model_type", "reason"), table.REFUSED.items())
+@pytest.mark.parametrize(("model_type", "reason"), composites.REFUSED.items())
 def test_other_composites_are_refused_with_the_reason(model_type, reason, tmp_path):
     assert reason.isprintable()
     with pytest.raises(UnsupportedModelError, match=f"'{model_type}' cannot be trained: "):

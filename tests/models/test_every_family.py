@@ -27,6 +27,7 @@ from moe_finetune.moe.layers import model_facts, moe_layers
 from moe_finetune.recipe.method import resolve_method
 from moe_finetune.training import reach
 from moe_finetune.training.check import check_family
+from tests import names_on_disk
 from tests import tiny as core
 from tests import tiny_families as tiny
 from tests.checkpoint.golden import check_changed
@@ -58,24 +59,24 @@ def values(family):
     facts = FAMILIES[family]
     source = core if family in core.FAMILY_NAMES else tiny
     config = source.config(family).get_text_config()
-    for owner in (facts, facts.rows, facts.disk):
+    for owner in (facts, facts.rows):
         for name in {field.name for field in fields(owner)} - NAMED:
             value = getattr(owner, name)
             value = value(config) if callable(value) else value
             if name in WHETHER:
                 value = bool(value)
             yield name, {"scaling": value != 1.0, "groups": value != (1, 1)}.get(name, value)
+    yield from ((part, "in the files") for part in names_on_disk.patterns(family))
 
 
 NAMED = {
     *("name", "title", "model_type", "num_experts", "top_k", "expert_width", "check", "rows"),
-    *("disk", "backbone", "block", "block_path", "router_name", "experts_name", "router"),
+    *("backbone", "block_path", "router_name", "experts_name", "router"),
     *("attention_targets", "moe_layers"),
 }
 """Names and numbers, which the contract alone reads: they differ by family."""
 WHETHER = {
     *("shared_targets", "fixed_layers", "part", "architecture", "per_sequence"),
-    *("router_bias", "gate", "up", "down", "gate_up"),
 }
 """Names of which counts whether there are any."""
 

@@ -1,9 +1,14 @@
-"""Composites with a MoE language part, and language parts that exist only in a composite."""
+"""Composites with a MoE language part, and language parts that exist only in a composite.
 
+transformers nests a config of each part in the composite's. The language part trains on text; other
+parts, such as a vision tower, stay unchanged.
+"""
+
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from moe_finetune.models import table_core, table_other, table_sigmoid, table_softmax
+from moe_finetune.models import table
 from moe_finetune.models.base import (
     MLA,
     SHARED_EXPERTS,
@@ -15,21 +20,52 @@ from moe_finetune.models.base import (
     require,
     under,
 )
-from moe_finetune.models.composite import composite
-from moe_finetune.models.standard import STACKS, W1_W3_W2, key, scaled, sigmoid, softmax, yes
+from moe_finetune.models.rows import key, scaled, sigmoid, softmax, yes
 
-LLAVA = "language_model.model."
-"""Prefix of the language part in the files of Llava and similar models."""
+_OF_THE_CONFIG = (
+    "num_experts",
+    "renormalize",
+    "scaling",
+    "groups",
+    "top_k",
+    "moe_layers",
+    "fixed_layers",
+    "expert_width",
+    "separate_spaces",
+    "check",
+)
 
-_ALONE: dict[str, Family] = {
-    family.model_type: family
-    for family in (
-        *table_core.FAMILIES,
-        *table_softmax.FAMILIES,
-        *table_sigmoid.FAMILIES,
-        *table_other.FAMILIES,
+
+def composite(
+    model_type: str,
+    title: str,
+    part: Family,
+    backbone: str = "model.language_model",
+    name: str = "",
+) -> Family:
+    """The family of a composite around ``part``, the facts of its language part.
+
+    Args:
+        backbone: path of the decoder in the loaded model.
+        name: the family's name, if not the ``model_type``.
+    """
+    facts: dict[str, Any] = {fact: _of_language(getattr(part, fact)) for fact in _OF_THE_CONFIG}
+    return replace(
+        part,
+        name=name or model_type,
+        model_type=model_type,
+        title=title,
+        part=part.model_type,
+        backbone=backbone,
+        **facts,
     )
-}
+
+
+def _of_language(fact: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda config: fact(config.get_text_config())
+
+
+_ALONE: dict[str, Family] = {f.model_type: f for f in (*table.CORE, *table.FAMILIES)}
 
 
 def _sparse(config: Any) -> list[int]:
@@ -70,7 +106,6 @@ _MISTRAL4 = softmax(
     "Mistral Small 4",
     attention_targets=MLA,
     shared_targets=SHARED_EXPERTS,
-    disk=replace(STACKS, router_bias=None),
     num_experts=key("n_routed_experts"),
     scaling=scaled(),
     moe_layers=after_dense_layers,
@@ -78,52 +113,30 @@ _MISTRAL4 = softmax(
     rows=Rows(padding="moves"),
 )
 _QWEN3_VL = softmax(
-    "qwen3_vl_moe_text", "Qwen3-VL-MoE", renormalize=yes, disk=replace(STACKS, router_bias=None)
+    "qwen3_vl_moe_text",
+    "Qwen3-VL-MoE",
+    renormalize=yes,
 )
 
 PARTS = (_DEEPSEEK_OCR2, _GLM4V, _GLM5_NEXT, _MISTRAL4, _QWEN3_VL)
 
 FAMILIES = (
-    composite("aria", "Aria", _ALONE["aria_text"], LLAVA),
-    composite("deepseek_ocr2", "DeepSeek-OCR 2", _DEEPSEEK_OCR2, "model."),
+    composite("aria", "Aria", _ALONE["aria_text"]),
+    composite("deepseek_ocr2", "DeepSeek-OCR 2", _DEEPSEEK_OCR2),
     composite("gemma4", "Gemma 4", _ALONE["gemma4_text"]),
     composite("glm4v_moe", "GLM-4.5V", _GLM4V),
     composite("glm5_next", "GLM-5 Next", _GLM5_NEXT),
+    composite("inkling_mm_model", "Inkling", _ALONE["inkling_text"]),
+    composite("internvl", "InternVL3.5-30B-A3B", _ALONE["qwen3_moe"]),
     composite(
-        "inkling_mm_model",
-        "Inkling",
-        _ALONE["inkling_text"],
-        "model.llm.",
-        router_bias="gate.bias",
-        gate_up="experts.w13_weight",
-        down="experts.w2_weight",
+        "internvl", "InternVL3.5-GPT-OSS-20B-A4B", _ALONE["gpt_oss"], name="internvl_gpt_oss"
     ),
-    composite("internvl", "InternVL3.5-30B-A3B", _ALONE["qwen3_moe"], LLAVA),
-    composite(
-        "internvl",
-        "InternVL3.5-GPT-OSS-20B-A4B",
-        _ALONE["gpt_oss"],
-        LLAVA,
-        name="internvl_gpt_oss",
-    ),
-    composite(
-        "minimax_m3_vl",
-        "MiniMax-M3",
-        _ALONE["minimax_m3_vl_text"],
-        LLAVA,
-        block=LLAVA + "layers.{layer}.block_sparse_moe",
-        router_bias="e_score_correction_bias",
-        gate=W1_W3_W2.gate,
-        up=W1_W3_W2.up,
-        gate_up=None,
-        down=W1_W3_W2.down,
-    ),
-    composite("mistral3", "Mistral Small 4", _MISTRAL4, LLAVA),
+    composite("minimax_m3_vl", "MiniMax-M3", _ALONE["minimax_m3_vl_text"]),
+    composite("mistral3", "Mistral Small 4", _MISTRAL4),
     composite(
         "nemotron_h_omni",
         "Nemotron 3 Omni",
         _ALONE["nemotron_h"],
-        "language_model.backbone.",
         backbone="language_model.model",
     ),
     composite("qwen3_5_moe", "Qwen3.5-35B-A3B", _ALONE["qwen3_5_moe_text"]),

@@ -1,30 +1,11 @@
-"""Rows of the families' tables; a row states differences from the standard routers.
-
-Which layers have experts, and how these are fused, is read from transformers' class
-(:mod:`moe_finetune.models.structure`).
-"""
+"""Rows of the families' tables; a row states differences from the router of its kind."""
 
 from collections.abc import Callable
 from typing import Any
 
 from moe_finetune.errors import UnsupportedModelError
-from moe_finetune.models.base import QKVO, SHARED_EXPERTS, DiskLayout, Family, expert_groups, under
+from moe_finetune.models.base import QKVO, SHARED_EXPERTS, Family, expert_groups, under
 from moe_finetune.models.structure import layers_with_experts
-
-W1_W3_W2 = DiskLayout(
-    block="model.layers.{layer}.block_sparse_moe",
-    gate="experts.{expert}.w1.weight",
-    up="experts.{expert}.w3.weight",
-    down="experts.{expert}.w2.weight",
-)
-"""Mixtral's names."""
-
-STACKS = DiskLayout(
-    router_bias="gate.e_score_correction_bias",
-    gate_up="experts.gate_up_proj",
-    down="experts.down_proj",
-)
-"""The loaded model's own names."""
 
 GRANITE_SHARED = under("shared_mlp", "input_linear", "output_linear")
 
@@ -51,7 +32,6 @@ def sigmoid(model_type: str, title: str, **facts: Any) -> Family:
     standard = {
         "score": "sigmoid",
         "shared_targets": SHARED_EXPERTS,
-        "disk": DiskLayout(router_bias="gate.e_score_correction_bias"),
         "num_experts": key("n_routed_experts"),
         "scaling": scaled(),
         "groups": expert_groups,
@@ -61,15 +41,9 @@ def sigmoid(model_type: str, title: str, **facts: Any) -> Family:
 
 
 def granite(model_type: str, title: str, **facts: Any) -> Family:
-    """IBM's Granite: experts fused in the files, the router's index first."""
+    """IBM's Granite: the router returns its index first."""
     standard = {
         "score": "softmax",
-        "disk": DiskLayout(
-            block="model.layers.{layer}.block_sparse_moe",
-            router="router.layer.weight",
-            gate_up="input_linear.weight",
-            down="output_linear.weight",
-        ),
         "block_path": "block_sparse_moe",
         "router_name": "router",
         "router_returns": ("index", "weights", "logits"),
