@@ -17,6 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 STEPS = 2
 SMALL = {"num_hidden_layers": 3, "intermediate_size": 96, "moe_intermediate_size": 32}
@@ -31,7 +32,7 @@ def counted_peak(config: Any, recipe: Any) -> int:
     """
     from trl.kernels import ChunkedLogProbFunction
 
-    from moe_finetune.training.memory.step import LiveBytes, replaced
+    from moe_finetune.training.fake_step import LiveBytes
 
     apply = ChunkedLogProbFunction.apply
 
@@ -39,7 +40,7 @@ def counted_peak(config: Any, recipe: Any) -> int:
         """Tiles of logits no wider than the vocabulary, so that only touched memory counts."""
         return apply(hidden, head, bias, labels, heat, min(tile, head.shape[0]), *rest)
 
-    narrowed = replaced(ChunkedLogProbFunction, "apply", narrow)
+    narrowed = patch.object(ChunkedLogProbFunction, "apply", narrow)
     with tempfile.TemporaryDirectory() as folder, narrowed, LiveBytes() as live:
         train(config, few_steps(recipe), Path(folder))
     return live.peak

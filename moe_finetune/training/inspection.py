@@ -19,7 +19,7 @@ from moe_finetune.models.structure import meta_model
 if TYPE_CHECKING:
     from moe_finetune.checkpoint.contents import Checkpoint
     from moe_finetune.recipe.schema import Recipe
-    from moe_finetune.training.memory.plan import MemoryPlan
+    from moe_finetune.training.memory import MemoryPlan
 
 
 @dataclass
@@ -130,13 +130,13 @@ def inspect_checkpoint(
 
         # PEFT takes longer to import than headers take to read.
         from moe_finetune.lora.targets import add_lora
-        from moe_finetune.training.memory.plan import plan_memory
+        from moe_finetune.training.memory import plan_recipe
 
         with torch.device("meta"):
             adapted = add_lora(model, recipe.lora, recipe.router.train)
         coverage = lora_coverage(adapted)
         try:
-            memory = plan_memory(adapted, recipe, gpus=gpus)
+            memory = plan_recipe(config, recipe, gpus=gpus)
         except UnsupportedModelError as error:
             if gpu is not None:
                 raise

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moe_finetune.io.folder import check_space
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training import ranks
-from moe_finetune.training.memory.plan import RESERVED, MemoryPlan
-from moe_finetune.training.memory.stored import (
-    DEFAULT_OPTIMIZER,
-    GIB,
-    optimizer_of,
-    state_bytes,
-)
+from moe_finetune.training.memory import GIB, MemoryPlan, state_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,7 +41,7 @@ class Plan:
     unknown: str | None
     train: Dataset
     validation: Dataset | None
-    machine: int = field(default_factory=lambda: machine_bytes())
+    machine: int
 
     @property
     def tokens(self) -> int | None:
@@ -139,9 +133,8 @@ class Plan:
             DiskSpaceError: with the sizes needed and free.
         """
         trained, trainer = self.coverage.total.trained_parameters, self.recipe.trainer
-        optimizer = optimizer_of(str(trainer.get("optim", DEFAULT_OPTIMIZER)))
         weights = 4 * trained
-        checkpoint = weights + state_bytes(optimizer, [(trained,)])
+        checkpoint = weights + state_bytes(self.recipe, trained)
         check_space(folder, weights + _checkpoints(trainer, self.steps) * checkpoint + merged)
 
 
@@ -198,21 +191,3 @@ def describe_steps(recipe: Recipe, arguments: Any, rows: int, tokens: int | None
     batch = min(batch, rows)  # a step ends with the epoch
     unit = "sequence" if batch == 1 else "sequences"
     return f"{count} {batch} {unit}, about {batch * tokens / rows:,.0f} tokens a step"
-
-
-def machine_bytes() -> int:
-    """Total memory of this run's devices in bytes, or of this machine if it has no GPU."""
-    import psutil
-    import torch
-
-    if not torch.cuda.is_available():
-        return int(psutil.virtual_memory().total)
-    return int(torch.cuda.get_device_properties(0).total_memory) * ranks.world_size()
-
-
-def machine_room() -> int:
-    """Bytes of one device that tensors can take; on a GPU, CUDA and fragmentation take some."""
-    import torch
-
-    size = machine_bytes() // (ranks.world_size() if torch.cuda.is_available() else 1)
-    return round(size * (1 - RESERVED)) if torch.cuda.is_available() else size

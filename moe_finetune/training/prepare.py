@@ -30,9 +30,16 @@ from moe_finetune.models.structure import class_of
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.training import ranks
-from moe_finetune.training.memory.plan import Device, fixed_bytes, plainly_fits, plan_memory
-from moe_finetune.training.memory.stored import GIB
-from moe_finetune.training.plan import Plan, machine_room
+from moe_finetune.training.fake_step import Device
+from moe_finetune.training.memory import (
+    GIB,
+    machine_bytes,
+    machine_room,
+    plainly_fits,
+    plan_recipe,
+    stored_bytes,
+)
+from moe_finetune.training.plan import Plan
 from moe_finetune.training.preconditions import check_whole_rows, launched_by
 from moe_finetune.training.start import Start, expert_ranks, open_start
 
@@ -322,16 +329,27 @@ def make_plan(
 
     as_long = as_long_as(start.recipe, train)
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
-    fixed, room, memory, unknown = fixed_bytes(model, start.recipe), machine_room(), None, None
+    fixed, room = stored_bytes(model, start.recipe).fixed, machine_room()
+    memory, unknown = None, None
     plain = ranks.world_size() > 1 or plainly_fits(start.config, as_long, fixed, room)
     if activations or not (plain or fixed > room):
         try:
             with nullcontext() if activations else terminal().phase("plan"):
-                memory = plan_memory(model, as_long, device)
+                memory = plan_recipe(start.config, as_long, device)
         except UnsupportedModelError as error:  # the run needs no plan
             unknown = str(error) if activations else None
     coverage = lora_coverage(model)
-    return Plan(start.recipe, arguments, coverage, fixed, memory, unknown, train, validation)
+    return Plan(
+        start.recipe,
+        arguments,
+        coverage,
+        fixed,
+        memory,
+        unknown,
+        train,
+        validation,
+        machine_bytes(),
+    )
 
 
 def as_long_as(recipe: Recipe, train: Dataset) -> Recipe:

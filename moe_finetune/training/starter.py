@@ -26,16 +26,16 @@ from moe_finetune.recipe.method import WEIGHTED
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.recipe.tree import Tree
-from moe_finetune.training.memory.plan import (
+from moe_finetune.training.fake_step import Device, adapted_model
+from moe_finetune.training.memory import (
+    GIB,
     RESERVED,
-    Device,
-    adapted_meta,
-    fixed_bytes,
+    machine_bytes,
+    machine_room,
     plainly_fits,
     plan_recipe,
+    stored_bytes,
 )
-from moe_finetune.training.memory.stored import GIB
-from moe_finetune.training.plan import machine_bytes, machine_room
 
 SMALL = 1 << 20
 """Hidden size x experts x MoE layers below which float32 is cheap enough to be the default."""
@@ -227,7 +227,7 @@ def memory_changes(values: dict[str, Any], gpu: float | None = None) -> tuple[li
     size = gpu or machine_bytes() / GIB
     device: Device = "cuda" if gpu or torch.cuda.is_available() else "cpu"
     room = round(gpu * GIB * (1 - RESERVED)) if gpu else machine_room()
-    fixed = fixed_bytes(adapted_meta(config, recipe), recipe)
+    fixed = stored_bytes(adapted_model(config, recipe, device), recipe).fixed
     if plainly_fits(config, recipe, fixed, room):
         return [], True
     # TRL recomputes activations on a GPU by default; only a GPU has a host to offload to.

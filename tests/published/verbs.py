@@ -70,7 +70,7 @@ def inspect(published: Published, folder: Path, opened: list[Checkpoint]) -> Non
     if inspection.memory_unknown is not None:
         raise UnsupportedModelError(inspection.memory_unknown)
     assert inspection.memory is not None
-    assert inspection.memory.weights >= published.count(*fixture.MODEL_PARTS)
+    assert inspection.memory.stored.weights >= published.count(*fixture.MODEL_PARTS)
 
 
 def merge(published: Published, folder: Path, opened: list[Checkpoint], adapted: list[Any]) -> None:

@@ -110,22 +110,27 @@ def test_a_dry_run_without_a_memory_plan_says_why(recipe, tmp_path):
     assert "note: no memory plan for qwen4_exp_text" in plan.text()
 
 
+def _machine_of(monkeypatch, size):
+    for module in ("memory", "prepare"):
+        monkeypatch.setattr(f"moe_finetune.training.{module}.machine_bytes", lambda: size)
+
+
 def test_memory_is_refused_with_the_plan_unless_told_otherwise(
     recipe, tmp_path, monkeypatch, caplog
 ):
     caplog.set_level("INFO", "moe_finetune")
     plan = plan_run(load_recipe(recipe), tmp_path / "run")
-    assert plan.fixed == plan.memory.fixed < plan.memory.total
-    monkeypatch.setattr("moe_finetune.training.plan.machine_bytes", lambda: plan.fixed - 1)
+    assert plan.fixed == plan.memory.stored.fixed < plan.memory.total
+    _machine_of(monkeypatch, plan.fixed - 1)
     with pytest.raises(RecipeError, match=r"(?s)weights, adapter .* GiB.*lower lora.rank"):
         prepare(load_recipe(recipe))
     prepare(load_recipe(recipe), ignore_memory=True)
     # Only the fixed bytes were compared: a run of 30 GiB began on a machine of 24 without a word.
-    monkeypatch.setattr("moe_finetune.training.plan.machine_bytes", lambda: plan.fixed)
+    _machine_of(monkeypatch, plan.fixed)
     with pytest.raises(RecipeError, match=r"(?s)at its worst moment.*does not fit: needs .*change"):
         prepare(load_recipe(recipe))
     prepare(load_recipe(recipe), ignore_memory=True)
-    monkeypatch.setattr("moe_finetune.training.plan.machine_bytes", lambda: plan.memory.total + 1)
+    _machine_of(monkeypatch, plan.memory.total + 1)
     prepare(load_recipe(recipe))
     assert f"memory: {plan.memory.total / 2**30:.2f} GiB at its worst moment" in caplog.text
 
@@ -143,7 +148,7 @@ def test_the_plan_counts_the_longest_row(recipe, tmp_path):
 
 
 def test_a_small_step_needs_no_plan(recipe, monkeypatch):
-    monkeypatch.setattr(preparation, "plan_memory", lambda *_: pytest.fail("planned"))
+    monkeypatch.setattr(preparation, "plan_recipe", lambda *_: pytest.fail("planned"))
     assert prepare(load_recipe(recipe)).plan.memory is None
 
 

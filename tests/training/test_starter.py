@@ -8,8 +8,7 @@ import yaml
 from moe_finetune import cli
 from moe_finetune.models.loading import open_config
 from moe_finetune.recipe.schema import load_recipe
-from moe_finetune.training.memory.plan import plan_recipe
-from moe_finetune.training.memory.stored import GIB
+from moe_finetune.training.memory import GIB, plan_recipe
 
 
 @pytest.fixture
@@ -120,7 +119,7 @@ def test_what_it_writes_fits_this_machine(tiny_checkpoint, rows, tmp_path, monke
     command = ["init", base, "--data", str(rows), "--output"]
     assert cli.main([*command, str(first)]) == 0
     plan = plan_recipe(open_config(base)[0], load_recipe(first), "cpu")
-    for module in ("starter", "plan"):
+    for module in ("starter", "memory"):
         name = f"moe_finetune.training.{module}.machine_bytes"
         monkeypatch.setattr(name, lambda: plan.total * 3 // 4)
     assert cli.main([*command, str(second)]) == 0

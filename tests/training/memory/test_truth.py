@@ -10,7 +10,7 @@ import pytest
 
 from eval.bench.measured import counted_peak
 from moe_finetune.recipe.schema import Recipe
-from moe_finetune.training.memory.plan import plan_recipe
+from moe_finetune.training.memory import plan_recipe
 from tests import tiny
 
 EVERYTHING = ["attention", "shared_experts", "experts"]

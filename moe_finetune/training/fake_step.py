@@ -1,0 +1,313 @@
+"""One training step of the whole model on fake tensors: its peak memory above what is stored.
+
+It runs under the recipe's losses, LoRA, checkpointing and TRL's head, with shapes, dtypes and
+lifetimes of the run, but no values and no memory. The experts run as with the GPU's grouped kernel;
+one product per expert needs less.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moe_finetune.errors import MoeFinetuneError, UnsupportedModelError, reason_of
+from moe_finetune.recipe.stages import STAGES
+from moe_finetune.torch_extension import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    tree_leaves,
+)
+
+if TYPE_CHECKING:
+    from moe_finetune.recipe.schema import Recipe
+    from moe_finetune.training.memory import Stored
+
+Device = Literal["cuda", "cpu"]
+TILE = 32768
+"""Columns of logits that TRL's trainers compute at a time."""
+
+
+class MicroBatch(NamedTuple):
+    """The largest possible micro-batch of a recipe's stage, as TRL's trainer runs it.
+
+    Attributes:
+        rows: rows trained on at once, counting both of a pair, of ``length`` tokens.
+        concurrent: whether a forward of the reference runs while the training graph is alive.
+        reference: whether a second model is in memory.
+    """
+
+    rows: int
+    length: int
+    concurrent: bool = False
+    reference: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
+
+    def __str__(self) -> str:
+        rows = f"{self.rows} rows of {self.length:,} tokens"
+        return rows + (", a reference with the model" if self.reference else "")
+
+
+def micro_batch(recipe: Recipe) -> MicroBatch:
+    """The micro-batch of ``recipe``."""
+    trainer, stage = recipe.trainer, STAGES[recipe.stage]
+    rows, length = int(trainer.get("per_device_train_batch_size", 8)), recipe.data.max_length
+    if stage.form == "prompts":
+        fields: Any = stage.config_class().__dataclass_fields__
+        completion = trainer.get("max_completion_length", fields["max_completion_length"].default)
+        second = recipe.lora is None and float(trainer.get("beta", fields["beta"].default)) > 0
+        return MicroBatch(rows, length + int(completion), reference=second)
+    concurrent = stage.reference and not trainer.get("precompute_ref_log_probs", False)
+    rows *= 2 if stage.form == "preference" else 1  # chosen and rejected in one batch
+    return MicroBatch(rows, length, concurrent, reference=concurrent and recipe.lora is None)
+
+
+def adapted_model(config: Any, recipe: Recipe, device: Device) -> Any:
+    """The adapted model on the meta device, with checkpointing set as TRL sets it."""
+    from moe_finetune.lora.targets import add_lora
+    from moe_finetune.models.structure import meta_model
+
+    attention = recipe.model.attn_implementation
+    if attention is not None and attention.startswith("flash"):
+        attention = "sdpa"  # saves the same tensors without an extra package
+    model: Any = meta_model(config, attention)
+    if recipe.lora is None or recipe.model.dtype == "float32":
+        model = model.float()
+    with torch.device("meta"):
+        model = add_lora(model, recipe.lora, recipe.router.train).train()
+    if recipe.trainer.get("gradient_checkpointing", device == "cuda"):
+        model.gradient_checkpointing_enable(
+            {"use_reentrant": False, "preserve_rng_state": False}  # no state on fake tensors
+        )
+        model.enable_input_require_grads()
+    return model
+
+
+def step_peaks(
+    model: Any, recipe: Recipe, device: Device, stored: Stored, sharded: bool
+) -> dict[str, int]:
+    """Peak bytes above what is stored, by moment of a step.
+
+    Args:
+        model: the result of :func:`adapted_model`; its tensors become fake ones.
+
+    Raises:
+        UnsupportedModelError: an operation needs values, or has no rule for fake tensors.
+    """
+    from moe_finetune.moe import by_token, grouped, hooks
+    from moe_finetune.moe.layers import causal_lm, model_facts
+
+    # Some families ask the class on the meta device, whose tensors are not the step's.
+    model_facts(model)
+    for module in model.modules():  # or its update reads the batch's longest position
+        rope = getattr(module, "rope_type", None)
+        if isinstance(rope, str):
+            module.rope_type = "default"
+        elif isinstance(rope, dict):
+            module.rope_type = dict.fromkeys(rope, "default")
+    tokens_at_once, attention = by_token.CACHED_BYTES, functional.scaled_dot_product_attention
+    if device == "cuda":  # which takes all tokens at once, and fuses attention
+        tokens_at_once, attention = 2**62, lambda q, k, v, *_, **__: _Fused.apply(q, k, v)
+    try:
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            # A row is one sequence; fake positions have no values to show it.
+            patch.object(hooks, "separate", lambda kwargs, *_: (kwargs, None, False)),
+            # The real operator's rules for fake tensors support only bfloat16.
+            patch.object(grouped, "grouped_mm", _grouped_mm),
+            patch.object(grouped, "_aligned", lambda _: True),
+            patch.object(by_token, "CACHED_BYTES", tokens_at_once),
+            patch.object(functional, "scaled_dot_product_attention", attention),
+            LiveBytes() as live,
+        ):
+            return _run(model, recipe, device, stored, live, sharded)
+    except MoeFinetuneError:
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"no memory plan for {causal_lm(model).config.model_type}: its step does not run on "
+            f"tensors without values: {reason_of(error):.200}"
+        ) from error
+
+
+def _run(
+    model: Any, recipe: Recipe, device: Device, stored: Stored, live: LiveBytes, sharded: bool
+) -> dict[str, int]:
+    """One micro-batch: forward, reference, measurement, backward."""
+    from moe_finetune.losses.objective import Objective
+    from moe_finetune.moe.hooks import Recorder
+    from moe_finetune.moe.layers import causal_lm, in_mode, model_facts
+    from moe_finetune.moe.noise import TrainingNoise
+
+    model.to_empty(device="cpu")  # fake tensors, which have a device
+    causal_lm(model).tie_weights()
+    base, peaks, batch = live.now, dict[str, int](), micro_batch(recipe)
+    live.reset()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = stored.gradients if sharded else 0
+    if sharded:  # reduced layer by layer; each rank keeps its part
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    accumulates = int(recipe.trainer.get("gradient_accumulation_steps", 1)) > 1
+    if accumulates and not sharded:
+        for parameter in trained:  # there from the window's first micro-batch on
+            parameter.grad = torch.zeros_like(parameter)
+
+    def note(name: str, more: int = 0) -> None:
+        peaks[name] = live.reset() - base + gradients + stored.opened + more
+
+    terms, noise = recipe.method.options, TrainingNoise(recipe.method.perturbations)
+    recorder = Recorder(
+        model,
+        Objective.from_options(terms, model_facts(model)) if terms else None,
+        perturbation=noise if noise.active else None,
+        token_mask="attention",  # TRL's head has the labels, below the call that is recorded
+        dropout=recipe.lora.dropout if recipe.lora else 0.0,
+        kernel="grouped",
+    )
+    recorder.install()
+    ids = torch.zeros(batch.rows, batch.length, dtype=torch.int64)
+    offloads = bool(recipe.trainer.get("activation_offloading"))
+    mixed = partial(torch.autocast, "cpu", torch.bfloat16, recipe.model.dtype == "bfloat16")
+
+    def forward() -> Tensor:
+        live.reset()
+        with mixed(), _offloaded() if offloads else nullcontext():
+            return _loss(model, ids, recipe, device)
+
+    loss = forward()
+    note("forward, head and loss")
+    if batch.concurrent:
+        with in_mode(model, train=False), torch.no_grad():
+            forward()
+        note("forward of the reference")
+    loss.backward()
+    note("backward")
+    shares = any(options.get("share") is not None for options in terms.values())
+    if terms and (shares or recipe.method.strength.first):
+        # One backward for each loss over a retained graph; its gradients of routers and experts
+        # stay until the step ends, in the host's memory if they would take more than the weights.
+        measured = stored.measured_gradients * (len(terms) + 1)
+        if device == "cuda" and measured // 4 > stored.parameters:
+            measured = 0
+        if not accumulates:
+            model.zero_grad()
+        loss = forward()
+        # Whole, since recomputed tensors that a partial backward leaves would stay.
+        loss.backward(retain_graph=True)
+        note("measuring the losses' strength", max(measured - stored.measured_gradients, 0))
+        if not accumulates:
+            model.zero_grad()
+        loss.backward()
+        note("backward after measuring the losses' strength", measured)
+    del loss
+    return peaks
+
+
+def _loss(model: Any, ids: Tensor, recipe: Recipe, device: Device) -> Tensor:
+    """A scalar whose graph stores what TRL's loss stores of head and logits."""
+    from transformers.trainer_pt_utils import LabelSmoother
+    from trl.kernels import ChunkedLogProbFunction
+
+    from moe_finetune.moe.layers import backbone_of
+
+    smoothing = float(recipe.trainer.get("label_smoothing_factor", 0.0))
+    if smoothing and STAGES[recipe.stage].form == "tokens":
+        output = model(input_ids=ids, use_cache=False)
+        return LabelSmoother(epsilon=smoothing)(output, ids, shift_labels=True)
+    # Logits in tiles, as TRL's fused head computes them for the next tokens.
+    hidden = backbone_of(model)(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+    head = model.get_output_embeddings().weight
+    # A tile may be wider than the vocabulary; on a CPU, untouched pages take no memory.
+    tile = TILE if device == "cuda" else min(TILE, head.shape[0])
+    outputs = ("log_probs", "entropy", "is_top1")
+    log_probs, *_ = ChunkedLogProbFunction.apply(
+        *(hidden.flatten(0, 1), head, None, ids[:, 1:].flatten(), 1.0, tile, None, 1.0, outputs)
+    )
+    return -log_probs.sum() / ids.numel()
+
+
+class LiveBytes(TorchDispatchMode):
+    """While active, counts every new tensor's storage until the last tensor on it is freed.
+
+    On fake tensors this equals what the same operations on real ones would allocate, except for
+    memory inside kernels.
+
+    Attributes:
+        now: bytes alive.
+        peak: the most bytes alive since :meth:`reset`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor):
+                self._count(value.untyped_storage())
+        return result
+
+    def reset(self) -> int:
+        """Start a new peak and return the previous one."""
+        peak, self.peak = self.peak, self.now
+        return peak
+
+    def _count(self, storage: Any) -> None:
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._gone, key).atexit = False
+
+    def _gone(self, key: int) -> None:
+        self.now -= self._sizes.pop(key, 0)
+
+
+class _Fused(torch.autograd.Function):
+    """Saves what flash and cuDNN attention save: Q, K, V, output and one number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = value.new_empty(*query.shape[:-1], value.shape[-1])
+        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, _, _ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _grouped_mm(rows: Tensor, right: Tensor, offs: Tensor) -> Tensor:
+    """``grouped_mm``'s shapes: rows (S, I) times (E, I, O), or (O, S) times (S, I) by group."""
+    if right.dim() == 3:
+        return rows.new_empty(rows.shape[0], right.shape[2])
+    return rows.new_empty(offs.shape[0], rows.shape[0], right.shape[1])
+
+
+def _offloaded() -> Any:
+    """Saved tensors leave the device, as with TRL's ``activation_offloading``."""
+
+    def keep(tensor: Tensor) -> Any:
+        return tensor if tensor.is_leaf else (tensor.shape, tensor.dtype)
+
+    def give(saved: Any) -> Tensor:
+        return saved if isinstance(saved, Tensor) else torch.empty(saved[0], dtype=saved[1])
+
+    return torch.autograd.graph.saved_tensors_hooks(keep, give)

@@ -1,0 +1,348 @@
+"""Predict a run's peak memory: what it stores, and one step on fake tensors.
+
+Not counted: completions that GRPO generates, what a kernel allocates inside, buffers of NCCL and of
+FSDP2 beyond two open layers, and fragmentation.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moe_finetune.errors import RecipeError
+from moe_finetune.models.structure import meta_model
+from moe_finetune.moe.grouped import DEQUANTIZED_BYTES
+from moe_finetune.moe.layers import backbone_of, causal_lm, family_in
+from moe_finetune.moe.quantized_model import quantized_names
+from moe_finetune.quantization.codec import NF4, packed_shapes
+from moe_finetune.training import ranks
+from moe_finetune.training.fake_step import (
+    Device,
+    MicroBatch,
+    adapted_model,
+    micro_batch,
+    step_peaks,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from moe_finetune.recipe.schema import Recipe
+
+GIB = 2**30
+RESERVED = 0.06
+"""Share of a GPU's memory that is unavailable to tensors: CUDA's context, kernels' workspaces,
+fragmentation. An assumption; ``make gpu-check`` measures it."""
+
+
+# -- what a run stores ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What one device stores, in bytes.
+
+    Attributes:
+        weights_by: weights of the model by dtype or quantization, offloaded ones included.
+        host: the part of them in the host's memory.
+        staged: on the device besides: two layers of offloaded stacks; with FSDP2 embeddings and
+            head whole.
+        opened: the most that a layer takes while it computes: some dequantized experts; with FSDP2
+            the gathered layer and the next one, and their gradients before and while they are
+            reduced.
+        reference: weights of a second model.
+        adapter: factors and copies of routers, float32.
+        gradients: of all trained parameters; ``measured_gradients``: of routers and routed experts,
+            which are kept while the losses' strength is measured.
+        states: of the optimizer; ``paged``: in memory shared with the host.
+        parameters: number in the whole model.
+    """
+
+    weights_by: dict[str, int]
+    host: int
+    staged: int
+    opened: int
+    reference: int
+    adapter: int
+    gradients: int
+    measured_gradients: int
+    states: int
+    paged: bool
+    parameters: int
+
+    @property
+    def weights(self) -> int:
+        """On the device."""
+        return sum(self.weights_by.values()) - self.host + self.staged
+
+    @property
+    def states_on_device(self) -> int:
+        return 0 if self.paged else self.states
+
+    @property
+    def fixed(self) -> int:
+        """Bytes on the device that do not depend on the batch."""
+        model = self.weights + self.reference + self.adapter
+        return model + self.gradients + self.states_on_device
+
+
+def state_bytes(recipe: Recipe, trained: int) -> int:
+    """Bytes of the optimizer's states for so many trained numbers; unknown ones count as Adam's."""
+    name = str(recipe.trainer.get("optim", "adamw"))
+    moments = 2
+    if any(kind in name for kind in ("lion", "rmsprop", "adagrad")):
+        moments = 1
+    elif any(kind in name for kind in ("sgd", "adafactor")):
+        moments = 0
+    return moments * trained * (1 if "8bit" in name else 4)
+
+
+def stored_bytes(model: nn.Module, recipe: Recipe, gpus: int = 1) -> Stored:
+    """Count an adapted model on the meta device.
+
+    Args:
+        model: the result of ``add_lora``.
+        gpus: number of GPUs that share all but spread experts by FSDP2, one unit a decoder layer.
+
+    Raises:
+        RecipeError: a setting that FSDP2 refuses.
+    """
+    offload = recipe.model.offload == "experts"
+    if gpus > 1 and offload:
+        raise RecipeError(
+            "model.offload: experts cannot be combined with FSDP2, which shares the weights among "
+            "several GPUs; leave it out, or plan for one GPU"
+        )
+    family = family_in(model)
+    layers: Any = enumerate(backbone_of(model).layers)
+    layer_of = {id(p): index for index, layer in layers for p in layer.parameters()}
+    packed: frozenset[str] = frozenset()
+    if recipe.model.quantization != "none":
+        packed = quantized_names(meta_model(causal_lm(model).config), family)
+    spread = gpus if recipe.parallel.experts == "all" else recipe.parallel.experts
+    item = 4 if recipe.lora is None or recipe.model.dtype == "float32" else 2
+    weights_by: Counter[str] = Counter()
+    # Of each layer, or None outside: expert stacks; what FSDP2 gathers; gradients that it reduces.
+    stacks, gathered, reduced = Counter[Any](), Counter[Any](), Counter[Any]()
+    adapter = dequantized = trained = measured = parameters = 0
+    for name, parameter in model.named_parameters():
+        shape, count = tuple(parameter.shape), parameter.numel()
+        layer, rows = layer_of.get(id(parameter)), shape[0] if shape else 1
+        parameters += count
+        added = ".lora_" in name or ".modules_to_save." in name
+        stack = not added and len(shape) == 3 and f".{family.experts_path}." in name
+        plain = name.replace(".base_layer", "").replace(".original_module", "")
+        size, kind = item * count, "float32" if item == 4 else "bfloat16"
+        if added:
+            size = 4 * count
+        elif plain.removeprefix("base_model.model.") in packed:
+            if stack:  # one at a time, some experts at once
+                some = max(DEQUANTIZED_BYTES, size // rows)
+                dequantized = max(dequantized, min(size, some))
+            size, kind = quantized_bytes(shape), NF4
+        is_spread = stack and spread > 1
+        sharing = spread if is_spread else gpus
+        own = size if sharing == 1 else -(-rows // sharing) * (size // rows)
+        if added:
+            adapter += own
+        else:
+            weights_by[kind] += own
+        if stack:
+            stacks[layer] += own
+        if not is_spread:
+            gathered[layer] += size
+        if parameter.requires_grad:
+            own_count = -(-rows // gpus) * (count // rows)
+            trained += own_count
+            reduced[layer] += 4 * count
+            if f".{family.experts_path}." in name or f".{family.router_path}." in name:
+                measured += 4 * own_count
+    staged, opened = sum(sorted(stacks.values())[-2:]) if offload else 0, dequantized
+    if gpus > 1:
+        staged, _ = gathered.pop(None, 0), reduced.pop(None, 0)
+        opened += 2 * max(gathered.values()) + 2 * max(reduced.values(), default=0)
+    reference = micro_batch(recipe).reference
+    return Stored(
+        dict(weights_by),
+        stacks.total() if offload else 0,
+        staged,
+        opened,
+        (4 if recipe.model.dtype == "float32" else 2) * parameters if reference else 0,
+        adapter,
+        4 * trained,
+        measured,
+        state_bytes(recipe, trained),
+        "paged" in str(recipe.trainer.get("optim")),
+        parameters,
+    )
+
+
+def quantized_bytes(shape: tuple[int, ...]) -> int:
+    """Bytes of a quantized matrix (R, C) or stack (E, R, C): packed weights and float32 scales."""
+    *stacked, rows, columns = shape
+    size, scales = packed_shapes(rows, columns)
+    return math.prod(stacked) * (size + 4 * scales)
+
+
+# -- the plan -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on one device.
+
+    Attributes:
+        optimizer: states at the peak: none before the first update.
+        step: activations, working memory and gradients at the peak.
+        moment: when the peak occurs.
+        batch: what is planned for.
+        device: where.
+    """
+
+    stored: Stored
+    optimizer: int
+    step: int
+    moment: str
+    batch: MicroBatch
+    device: Device
+
+    @property
+    def total(self) -> int:
+        """Peak bytes."""
+        stored = self.stored
+        return stored.weights + stored.reference + stored.adapter + self.optimizer + self.step
+
+    @property
+    def activations(self) -> int:
+        return self.total - self.stored.fixed
+
+    def to_mapping(self) -> dict[str, Any]:
+        stored = self.stored
+        return {
+            "weights": stored.weights,
+            "weights_by": stored.weights_by,
+            "host": stored.host + stored.states - stored.states_on_device,
+            "second": stored.reference,
+            "adapter": stored.adapter,
+            "optimizer": self.optimizer,
+            "all_states": stored.states_on_device,
+            "step": self.step,
+            "all_gradients": stored.gradients,
+            "activations": self.activations,
+            "total": self.total,
+            "moment": self.moment,
+            "tokens": self.batch.tokens,
+            "stage": str(self.batch),
+            "device": self.device,
+        }
+
+    def fits(self, gpu_gib: float) -> bool:
+        """Whether the peak is below what a GPU of so many GiB has for tensors."""
+        return self.total <= gpu_gib * GIB * (1 - RESERVED)
+
+    def verdict(self, gpu_gib: float) -> str:
+        """:meth:`fits` as a line of text."""
+        answer, more = "fits", ""
+        if not self.fits(gpu_gib):
+            answer, more = "does not fit", "; docs/memory.md lists changes that help"
+        room = f"{gpu_gib * (1 - RESERVED):.1f} of {gpu_gib:.1f} GiB are for tensors"
+        return f"{answer}: needs {self.total / GIB:.1f} GiB; {room}{more}"
+
+    def lines(self) -> list[str]:
+        """A text table."""
+        stored = self.stored
+        by_type = ", ".join(f"{size / GIB:.2f} {name}" for name, size in stored.weights_by.items())
+        later = f"{stored.states / GIB:.2f} after the first update"
+        rows = [
+            ("weights", stored.weights, by_type),
+            *([("reference", stored.reference, "a second model")] if stored.reference else []),
+            ("adapter", stored.adapter, "float32"),
+            ("optimizer", self.optimizer, later if self.optimizer < stored.states else ""),
+            ("step", self.step, f"gradients and activations: {self.moment}"),
+            ("total", self.total, ""),
+            *([("host", stored.host, "pinned memory")] if stored.host else []),
+        ]
+        device = "one GPU" if self.device == "cuda" else "this CPU"
+        batch = f"micro-batch of {self.batch.tokens:,} tokens ({self.batch})"
+        head = f"memory on {device}, {batch}, at its worst moment:"
+        return [head, *(f"  {n:<12} {s / GIB:8.2f} GiB  {w}".rstrip() for n, s, w in rows)]
+
+
+def plan_recipe(config: Any, recipe: Recipe, device: Device = "cuda", gpus: int = 1) -> MemoryPlan:
+    """Predict the memory of ``recipe`` on one device.
+
+    Args:
+        config: transformers' config of the whole model.
+        device: where it would train; decides what attention keeps and TRL's default for
+            checkpointing.
+        gpus: number of GPUs that share weights, gradients and states by FSDP2.
+
+    Raises:
+        RecipeError: settings that FSDP2 refuses.
+        UnsupportedModelError: the model cannot run on tensors without memory.
+    """
+    with quiet():
+        model = adapted_model(config, recipe, device)
+        stored = stored_bytes(model, recipe, gpus)
+        peaks = step_peaks(model, recipe, device, stored, gpus > 1)
+    peaks["optimizer step"] = stored.gradients
+    terms = recipe.method.terms.values()
+    again = any(getattr(options, "every", None) is not None for options in terms)
+
+    def states(moment: str) -> int:
+        # Strength is measured in the first step, which has no states yet.
+        return stored.states_on_device if again or "strength" not in moment else 0
+
+    moment = max(peaks, key=lambda name: peaks[name] + states(name))
+    return MemoryPlan(stored, states(moment), peaks[moment], moment, micro_batch(recipe), device)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence warnings about a model that is only measured or checked."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(level)
+
+
+def plainly_fits(config: Any, recipe: Recipe, fixed: int, room: int) -> bool:
+    """Whether a rough bound on a step's memory is far below ``room``, so that no plan is needed.
+
+    For each token it counts a dozen copies of the logits, and of each layer a hundred of the hidden
+    vector, thirty of the chosen experts' and three rows of the attention matrix, in float32.
+    """
+    text, batch = config.get_text_config(), micro_batch(recipe)
+    width = max(getattr(text, "intermediate_size", 0) or 0, text.hidden_size)
+    chosen = (getattr(text, "num_experts_per_tok", None) or 8) * (text.hidden_size + width)
+    layer = 100 * text.hidden_size + 30 * chosen + 3 * text.num_attention_heads * batch.length
+    numbers = 12 * text.vocab_size + text.num_hidden_layers * layer
+    return 2 * fixed + 4 * numbers * batch.tokens < room
+
+
+# -- the machine ----------------------------------------------------------------------------------
+
+
+def machine_bytes() -> int:
+    """Total memory of this run's devices in bytes, or of this machine if it has no GPU."""
+    import psutil
+
+    if not torch.cuda.is_available():
+        return int(psutil.virtual_memory().total)
+    return int(torch.cuda.get_device_properties(0).total_memory) * ranks.world_size()
+
+
+def machine_room() -> int:
+    """Bytes of one device that tensors can take; on a GPU, CUDA and fragmentation take some."""
+    if not torch.cuda.is_available():
+        return machine_bytes()
+    return round(machine_bytes() // ranks.world_size() * (1 - RESERVED))

@@ -1,1 +1,0 @@
-"""The memory of a run, predicted before anything is loaded."""
