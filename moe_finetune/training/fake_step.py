@@ -27,11 +27,14 @@ from moe_finetune.torch_extension import (
 
 if TYPE_CHECKING:
     from moe_finetune.recipe.schema import Recipe
-    from moe_finetune.training.memory import Stored
 
 Device = Literal["cuda", "cpu"]
 TILE = 32768
 """Columns of logits that TRL's trainers compute at a time."""
+
+
+MEASURING = "measuring the losses' strength"
+AFTER_MEASURING = f"backward after {MEASURING}"
 
 
 class MicroBatch(NamedTuple):
@@ -92,13 +95,12 @@ def adapted_model(config: Any, recipe: Recipe, device: Device) -> Any:
     return model
 
 
-def step_peaks(
-    model: Any, recipe: Recipe, device: Device, stored: Stored, sharded: bool
-) -> dict[str, int]:
-    """Peak bytes above what is stored, by moment of a step.
+def step_peaks(model: Any, recipe: Recipe, device: Device, sharded: bool) -> dict[str, int]:
+    """Peak bytes above the model's, by moment of a step.
 
     Args:
         model: the result of :func:`adapted_model`; its tensors become fake ones.
+        sharded: leave out gradients, which FSDP2 reduces layer by layer.
 
     Raises:
         UnsupportedModelError: an operation needs values, or has no rule for fake tensors.
@@ -129,7 +131,7 @@ def step_peaks(
             patch.object(functional, "scaled_dot_product_attention", attention),
             LiveBytes() as live,
         ):
-            return _run(model, recipe, device, stored, live, sharded)
+            return _run(model, recipe, device, live, sharded)
     except MoeFinetuneError:
         raise
     except Exception as error:
@@ -140,7 +142,7 @@ def step_peaks(
 
 
 def _run(
-    model: Any, recipe: Recipe, device: Device, stored: Stored, live: LiveBytes, sharded: bool
+    model: Any, recipe: Recipe, device: Device, live: LiveBytes, sharded: bool
 ) -> dict[str, int]:
     """One micro-batch: forward, reference, measurement, backward."""
     from moe_finetune.losses.objective import Objective
@@ -153,7 +155,6 @@ def _run(
     base, peaks, batch = live.now, dict[str, int](), micro_batch(recipe)
     live.reset()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    gradients = stored.gradients if sharded else 0
     if sharded:  # reduced layer by layer; each rank keeps its part
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
@@ -162,8 +163,8 @@ def _run(
         for parameter in trained:  # there from the window's first micro-batch on
             parameter.grad = torch.zeros_like(parameter)
 
-    def note(name: str, more: int = 0) -> None:
-        peaks[name] = live.reset() - base + gradients + stored.opened + more
+    def note(name: str) -> None:
+        peaks[name] = live.reset() - base
 
     terms, noise = recipe.method.options, TrainingNoise(recipe.method.perturbations)
     recorder = Recorder(
@@ -194,21 +195,16 @@ def _run(
     note("backward")
     shares = any(options.get("share") is not None for options in terms.values())
     if terms and (shares or recipe.method.strength.first):
-        # One backward for each loss over a retained graph; its gradients of routers and experts
-        # stay until the step ends, in the host's memory if they would take more than the weights.
-        measured = stored.measured_gradients * (len(terms) + 1)
-        if device == "cuda" and measured // 4 > stored.parameters:
-            measured = 0
         if not accumulates:
             model.zero_grad()
         loss = forward()
         # Whole, since recomputed tensors that a partial backward leaves would stay.
         loss.backward(retain_graph=True)
-        note("measuring the losses' strength", max(measured - stored.measured_gradients, 0))
+        note(MEASURING)
         if not accumulates:
             model.zero_grad()
         loss.backward()
-        note("backward after measuring the losses' strength", measured)
+        note(AFTER_MEASURING)
     del loss
     return peaks
 

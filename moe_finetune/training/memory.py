@@ -24,6 +24,8 @@ from moe_finetune.moe.quantized_model import quantized_names
 from moe_finetune.quantization.codec import NF4, packed_shapes
 from moe_finetune.training import ranks
 from moe_finetune.training.fake_step import (
+    AFTER_MEASURING,
+    MEASURING,
     Device,
     MicroBatch,
     adapted_model,
@@ -291,14 +293,22 @@ def plan_recipe(config: Any, recipe: Recipe, device: Device = "cuda", gpus: int 
     with quiet():
         model = adapted_model(config, recipe, device)
         stored = stored_bytes(model, recipe, gpus)
-        peaks = step_peaks(model, recipe, device, stored, gpus > 1)
+        peaks = step_peaks(model, recipe, device, gpus > 1)
+    always = stored.opened + (stored.gradients if gpus > 1 else 0)
+    peaks = {moment: peak + always for moment, peak in peaks.items()}
     peaks["optimizer step"] = stored.gradients
-    terms = recipe.method.terms.values()
-    again = any(getattr(options, "every", None) is not None for options in terms)
+    terms = recipe.method.options.values()
+    # Measuring keeps the gradients of routers and experts by each loss until the step ends, in the
+    # host's memory if they would take more than the weights.
+    measured = stored.measured_gradients * (len(terms) + 1)
+    if MEASURING in peaks and (device == "cpu" or measured // 4 <= stored.parameters):
+        peaks[MEASURING] += measured - stored.measured_gradients
+        peaks[AFTER_MEASURING] += measured
+    again = any(options.get("every") is not None for options in terms)
 
     def states(moment: str) -> int:
         # Strength is measured in the first step, which has no states yet.
-        return stored.states_on_device if again or "strength" not in moment else 0
+        return stored.states_on_device if again or MEASURING not in moment else 0
 
     moment = max(peaks, key=lambda name: peaks[name] + states(name))
     return MemoryPlan(stored, states(moment), peaks[moment], moment, micro_batch(recipe), device)
