@@ -10,11 +10,10 @@ on is not learned. A row of which the template would omit a part is refused.
 import itertools
 import json
 import os
-import re
 import resource
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,7 +155,8 @@ class Conversation:
     ):
         self.template, self.extra, self.prompt = template, extra, prompt
         self.train = [turn.get("train", True) for turn in turns]
-        problem, usable = None, []
+        usable: list[tuple[list[Turn], str, Probe]] = []
+        problem = None
         for form in _forms(turns):
             try:
                 text = self._render(form, prompt)
@@ -165,16 +165,41 @@ class Conversation:
             except Exception as error:  # templates may raise anything through jinja
                 problem = error
                 continue
-            usable.append((form, text))
-            if _is_whole(form, text):
+            probe = self._probe(form)
+            usable.append((form, text, probe))
+            lost = {place.field for place in probe.lost}
+            if not lost & {"content", "tool_calls"} and not _has_python(form, text):
                 break
+        else:
+            del usable[1:]
         if not usable:
             raise RenderingError(f"the chat template rejects these messages: {problem}; {_REMEDY}")
-        whole = _is_whole(*usable[-1])
-        self.turns, self.text = usable[-1] if whole else usable[0]
+        self.turns, self.text, self.probe = usable[-1]
 
-    def _render(self, turns: Sequence[Turn], prompt: bool = False) -> str:
-        return self.template.render(turns, self.extra, prompt)[0]
+    def _render(self, turns: Sequence[Turn], prompt: bool = False, **changes: Any) -> str:
+        return self.template.render(turns, {**self.extra, **changes}, prompt)[0]
+
+    def _probe(self, turns: Sequence[Turn]) -> "Probe":
+        """Render ``turns`` with a mark in each of their texts, and note which are missing."""
+        probe = Probe(turns, self.extra.get("tools"))
+
+        def missing(count: int, places: Iterable[Place]) -> list[Place]:
+            context = probe.turns[:count]
+            prompt = self.prompt if count == len(turns) else False
+            try:
+                text = self._render(context, prompt, tools=probe.tools)
+            except Exception:  # the template checks values: it reads them
+                return []
+            return [place for place in places if place.mark not in text]
+
+        for place in missing(len(turns), probe.places):
+            # Reasoning may be left out once the conversation goes on: what counts is the text in
+            # which its answer comes last.
+            answered = (
+                i + 1 for i in range(place.turn, len(turns)) if turns[i]["role"] == "assistant"
+            )
+            probe.lost += missing(next(answered, len(turns)), [place])
+        return probe
 
     def _marks(self, turns: Sequence[Turn], text: str) -> list[Span]:
         if self.template.marked is None:
@@ -227,112 +252,134 @@ class Conversation:
             RenderingError: the template omits a part that matters, or writes another turn's text
                 into an answer.
         """
-        if self.extra.get("tools") and not self._shows_tools():
-            untold = self.template.render(self.turns, {**self.extra, "tools": None}, self.prompt)
-            if untold[0] == self.text:
+        for place in self.probe.lost:
+            self._refuse(place)
+        for i, answer in answers.items():
+            if answer.pieces and not answer.rewritten and self.train[i] and self._mixed(i, answer):
                 raise RenderingError(
-                    f"'tools': the chat template does not read them; {_REMEDY}, or remove the "
-                    "column"
+                    "the chat template writes other turns' text into the assistant's answer, where "
+                    f"it would be learned; {_REMEDY}"
                 )
-        position, unread = 0, set()
-        for i, turn in enumerate(self.turns):
-            answer = answers.get(i)
-            if answer is not None:
-                region = answer.text if answer.pieces else answer.until
-                rest = _without(region, [p for f in _PARTS for p in _pieces(turn, f)])
-                for field in _PARTS:
-                    if _without(region, _pieces(turn, field)) is None or rest is None:
-                        self._check_read(i, field)
-                if answer.pieces and not answer.rewritten and self.train[i]:
-                    position = answer.pieces[-1][1]
-                    self._check_own(i, region if rest is None else rest, answer)
-            for piece in () if answer is not None else _pieces(turn, "content"):
-                # Between the answers around it: a result's text may occur in the next answer.
-                later = [a.pieces[0][0] for j, a in answers.items() if j > i and not a.rewritten]
-                end = min(later, default=len(self.text))
-                places = ((self.text.find(form, position, end), form) for form in _written(piece))
-                start, form = next((place for place in places if place[0] >= 0), (-1, ""))
-                if start < 0:
-                    self._check_read(i, "content")
-                position = max(position, start + len(form))
-            known = ("role", "train", *_PARTS, *(["name"] if turn["role"] == "tool" else []))
+        unread = set()
+        for turn in self.turns:
+            known = ("role", "train", "tool_call_id", *_PARTS)
+            known += ("name",) if turn["role"] == "tool" else ()
             others = {k: v for k, v in turn.items() if k not in known and v not in (None, "", [])}
             unread |= {name for name, value in others.items() if str(value) not in self.text}
-        return sorted(unread - {"tool_call_id"})
+        return sorted(unread)
 
-    def _shows_tools(self) -> bool:
-        """Whether the text has a tool's description, which neither turns nor templates have."""
-        turns = json.dumps(self.turns, ensure_ascii=False)
-        for tool in self.extra["tools"]:
-            text = str((tool.get("function") or tool).get("description") or "").strip()
-            if len(text) >= 16 and text in self.text:
-                return not any(form in turns for form in _written(text))
-        return False
-
-    def _check_read(self, index: int, field: str) -> None:
-        """Refuse a field that can change without changing the text; the exact, slower check."""
-        turn = self.turns[index]
-        answered = [
-            i for i in range(index, len(self.turns)) if self.turns[i]["role"] == "assistant"
-        ]
-        context = self.turns[: answered[0] + 1] if answered else self.turns
-        for altered in _changes(turn, field):
-            if not self._same(context, index, altered):
-                continue
-            where = f"turn {index}: '{field}': the chat template"
-            if field == "content":
-                raise RenderingError(f"{where} omits all or part of it; {_REMEDY}")
-            if field != "tool_calls":
-                raise RenderingError(f"{where} does not read it; {self._renaming(index, field)}")
-            ids = [str(call.get("id")) for call in turn["tool_calls"]]
-            if any(name in self.text for name in ids if name != "None"):
-                raise RenderingError(
-                    f"{where} writes a call's id in place of its name; give each call the id "
-                    "functions.NAME:INDEX, and its result the same tool_call_id"
-                )
-            raise RenderingError(f"{where} does not read all of them; {_REMEDY}")
-
-    def _check_own(self, index: int, rest: str, answer: Answer) -> None:
-        """Refuse a template that writes the text of other turns into an answer."""
-        others = [turn for turn in self.turns[:index] if turn["role"] != "assistant"]
-        if not any(piece in rest for turn in others for piece in _pieces(turn, "content")):
-            return
-        altered = [
-            next(_changes(turn, "content"), turn) if turn["role"] != "assistant" else turn
-            for turn in self.turns[: index + 1]
-        ]
-        try:
-            text = self._render(altered)
-            moved = self._answer(altered, index, text, self._marks(altered, text))
-        except Exception:  # the template checks the content of the other turns
-            return
-        if moved.text != answer.text:
+    def _refuse(self, place: "Place") -> None:
+        """Raise an error for a field that the template does not write."""
+        if place.field == "tools":
+            if self._render(self.turns, self.prompt, tools=None) != self.text:
+                return  # it writes other parts of them
             raise RenderingError(
-                "the chat template writes other turns' text into the assistant's answer, where "
-                f"it would be learned; {_REMEDY}"
+                f"'tools': the chat template does not read them; {_REMEDY}, or remove the column"
             )
+        turn = self.turns[place.turn]
+        where = f"turn {place.turn}: '{place.field}': the chat template"
+        if place.field == "content":
+            raise RenderingError(f"{where} omits all or part of it; {_REMEDY}")
+        if place.field != "tool_calls":
+            raise RenderingError(f"{where} does not read it; {self._renaming(place)}")
+        ids = [str(call.get("id")) for call in turn["tool_calls"]]
+        if any(name in self.text for name in ids if name != "None"):
+            raise RenderingError(
+                f"{where} writes a call's id in place of its name; give each call the id "
+                "functions.NAME:INDEX, and its result the same tool_call_id"
+            )
+        raise RenderingError(f"{where} does not read all of them; {_REMEDY}")
 
-    def _renaming(self, index: int, field: str) -> str:
+    def _renaming(self, place: "Place") -> str:
         """A remedy: the name under which the template would read the turn's reasoning."""
-        turn = self.turns[index]
+        turn = self.turns[place.turn]
         for name in (name for name in REASONING if name not in turn):
-            if not self._same(self.turns[: index + 1], index, {**turn, name: turn[field]}):
+            renamed = [*self.turns[: place.turn], {**turn, name: turn[place.field]}]
+            if self._render(renamed) != self._render(self.turns[: place.turn + 1]):
                 return f"rename it to '{name}', which this template reads"
         return f"{_REMEDY}, or remove the field"
 
-    def _same(self, turns: Sequence[Turn], index: int, altered: Turn) -> bool:
-        prompt = turns[-1]["role"] != "assistant"
-        changed = [*turns[:index], altered, *turns[index + 1 :]]
-        try:
-            return self._render(turns, prompt) == self._render(changed, prompt)
-        except Exception:  # the template reads the field and refuses its value
+    def _mixed(self, index: int, answer: Answer) -> bool:
+        """Whether the template writes the text of other turns into an answer."""
+        others = [i for i in range(index) if self.turns[i]["role"] != "assistant"]
+        texts = [_text(self.turns[i]["content"]).strip() for i in others]
+        if not any(text and text in answer.text for text in texts):
             return False
+        turns = self.probe.turns[: index + 1]
+        try:
+            text = self._render(turns)
+            learned = self._answer(turns, index, text, self._marks(turns, text)).text
+        except Exception:  # the template checks the content of the other turns
+            return False
+        return any(place.mark in learned for place in self.probe.places if place.turn in others)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A mark in a field of a turn."""
+
+    turn: int
+    field: str
+    mark: str
+
+
+class Probe:
+    """A copy of turns with a mark in each text that a template has to write.
+
+    Attributes:
+        places: all marks; those of ``tools`` belong to the first turn.
+        lost: those that the template does not write.
+    """
+
+    def __init__(self, turns: Sequence[Turn], tools: list[Any] | None):
+        self.places: list[Place] = []
+        self.lost: list[Place] = []
+        self.tools = tools and [self._tool(tools[0]), *tools[1:]]
+        self.turns = [self._turn(index, turn) for index, turn in enumerate(turns)]
+
+    def _mark(self, turn: int, field: str) -> str:
+        self.places.append(Place(turn, field, f"q{len(self.places)}Zx"))
+        return self.places[-1].mark
+
+    def _tool(self, tool: Mapping[str, Any]) -> dict[str, Any]:
+        schema = tool.get("function") or tool
+        described = f"{schema.get('description') or ''} {self._mark(0, 'tools')}"
+        marked = {**schema, "description": described}
+        return {**tool, "function": marked} if "function" in tool else marked
+
+    def _turn(self, index: int, turn: Turn) -> Turn:
+        marked = dict(turn)
+        for field in _PARTS if turn["role"] == "assistant" else ("content",):
+            value = turn.get(field)
+            if field == "tool_calls" and value:
+                marked[field] = [self._call(index, call) for call in value]
+            elif isinstance(value, list) and value:
+                marked[field] = [{**value[0], "text": self._words(index, field, value[0]["text"])}]
+            elif value:
+                marked[field] = self._words(index, field, value)
+        return marked
+
+    def _words(self, turn: int, field: str, text: str) -> str:
+        thought, tag, answer = text.partition("</think>")
+        if tag and field == "content":
+            text = f"{thought}{self._mark(turn, field)}{tag}{answer}"
+        return f"{text} {self._mark(turn, field)}"
+
+    def _call(self, turn: int, call: Mapping[str, Any]) -> dict[str, Any]:
+        function = dict(call["function"])
+        name, mark = function["name"], self._mark(turn, "tool_calls")
+        arguments, added = function["arguments"], self._mark(turn, "tool_calls")
+        text = isinstance(arguments, str)
+        arguments = {**(json.loads(arguments) if text else arguments), f"k{added}": added}
+        function |= {"name": name + mark, "arguments": json.dumps(arguments) if text else arguments}
+        marked = {**call, "function": function}
+        if "id" in call:  # a template that writes ids writes the name that is in them
+            marked["id"] = str(call["id"]).replace(f"functions.{name}:", f"functions.{name}{mark}:")
+        return marked
 
 
 _PARTS = ("content", *REASONING, "tool_calls")
 """Fields of an answer that a template has to write."""
-_MARK = "q7Zx"
-"""A text that occurs in no conversation."""
 
 
 def _forms(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
@@ -347,8 +394,7 @@ def _formed(turn: Turn, parts: bool, text: bool, null: bool) -> Turn:
     """``turn`` with content as text or parts, arguments as an object or text, null or empty."""
     turn = {key: value for key, value in turn.items() if key != "train"}
     content = turn.get("content")
-    if isinstance(content, list):
-        content = "".join(part["text"] for part in content)
+    content = content if content is None else _text(content)
     if turn.get("tool_calls"):
         turn["tool_calls"] = [_with_arguments(call, text) for call in turn["tool_calls"]]
         content = content if null else content or ""
@@ -367,83 +413,13 @@ def _with_arguments(call: Mapping[str, Any], text: bool) -> dict[str, Any]:
     return {**call, "function": function}
 
 
-def _is_whole(turns: Sequence[Turn], text: str) -> bool:
-    """Whether ``text`` has the contents and calls of ``turns``, and nothing as Python writes it."""
-    if "None" in text and any(turn["content"] is None for turn in turns):
-        return False
-    for turn in turns:
-        for call in turn.get("tool_calls") or ():
-            arguments = call["function"]["arguments"]
-            if arguments and isinstance(arguments, dict) and str(arguments) in text:
-                return False
-        if isinstance(turn["content"], list) and str(turn["content"]) in text:
-            return False
-    # What comes before the last question may be left out, such as earlier reasoning.
-    pieces = [
-        piece for turn in turns for f in ("content", "tool_calls") for piece in _pieces(turn, f)
-    ]
-    return all(any(form in text for form in _written(piece)) for piece in pieces)
+def _has_python(turns: Sequence[Turn], text: str) -> bool:
+    """Whether the template wrote a value of ``turns`` as Python does."""
+    values = [turn["content"] for turn in turns]
+    calls = [call for turn in turns for call in turn.get("tool_calls") or ()]
+    values += [call["function"]["arguments"] or "" for call in calls]
+    return any(str(value) in text for value in values if not isinstance(value, str))
 
 
-def _pieces(turn: Turn, field: str) -> list[str]:
-    """The texts of a field, each of which a template writes as it is."""
-    value = turn.get(field)
-    if field == "tool_calls":
-        return [piece for call in value or () for piece in _of_call(call["function"])]
-    if isinstance(value, list):
-        value = "".join(part["text"] for part in value)
-    texts = re.split("</?think>", value) if isinstance(value, str) else []
-    return [text.strip() for text in texts if text.strip()]
-
-
-def _of_call(function: Mapping[str, Any]) -> list[str]:
-    arguments = function["arguments"]
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments)
-    return [function["name"], *arguments, *(v for v in map(_leaf, arguments.values()) if v)]
-
-
-def _leaf(value: Any) -> str:
-    return value.strip() if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _written(piece: str) -> Iterator[str]:
-    """How a template may write ``piece``: as it is, or in JSON."""
-    yield piece
-    yield json.dumps(piece, ensure_ascii=False)[1:-1]
-    yield json.dumps(piece)[1:-1]
-
-
-def _without(text: str, pieces: Sequence[str]) -> str | None:
-    """``text`` without one occurrence of each piece; None if one does not occur."""
-    for piece in sorted(pieces, key=len, reverse=True):
-        form = next((form for form in _written(piece) if form in text), None)
-        if form is None:
-            return None
-        text = text.replace(form, "\0", 1)
-    return text
-
-
-def _changes(turn: Turn, field: str) -> Iterator[Turn]:
-    """``turn`` with a change in ``field``, once for each part that a template may not read."""
-    value = turn.get(field)
-    if field == "tool_calls":
-        for i, call in enumerate(value or ()):
-            function = call["function"]
-            text = isinstance(function["arguments"], str)
-            arguments = json.loads(function["arguments"]) if text else function["arguments"]
-            arguments = {**arguments, f"k{_MARK}": _MARK}
-            more = {"arguments": json.dumps(arguments) if text else arguments}
-            # A template that writes ids writes the name that is in them.
-            name, other = function["name"], f"{function['name']}{_MARK}"
-            id_ = str(call.get("id", "")).replace(f"functions.{name}:", f"functions.{other}:")
-            renamed = {**call, "function": {**function, "name": other}}
-            renamed |= {"id": id_} if "id" in call else {}
-            for changed in (renamed, {**call, "function": {**function, **more}}):
-                yield {**turn, field: [*value[:i], changed, *value[i + 1 :]]}  # type: ignore[index]
-    elif isinstance(value, str) and value:
-        yield {**turn, field: f"{value} {_MARK}"}
-        if turn["role"] == "assistant" and "</think>" in value:
-            yield {**turn, field: value.replace("</think>", f"{_MARK}</think>", 1)}
-    elif isinstance(value, list) and value:
-        yield {**turn, field: [{**value[-1], "text": f"{value[-1]['text']} {_MARK}"}]}
+def _text(content: Any) -> str:
+    return "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
