@@ -47,7 +47,7 @@ def use_file(path: str | Path) -> None:
     try:
         # What ran is what was hashed: no cached bytecode.
         exec(compile(content, str(file), "exec"), module.__dict__)
-    except Exception as error:  # whatever the plugin's own code raises
+    except (Exception, SystemExit) as error:  # whatever the plugin's own code raises
         del sys.modules[module.__name__]
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(file)]

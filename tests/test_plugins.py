@@ -99,6 +99,7 @@ def test_a_wrong_fact_of_a_family_is_named(tmp_path, capsys):
     ("text", "part"),
     [
         ("import os\n\nraise RuntimeError('no')\n", "line 3: RuntimeError: no"),
+        ("raise SystemExit(3)", "line 1: SystemExit: 3"),
         ("x = (\n", "line 1: SyntaxError"),
         (FAMILY.replace("unheard_moe", "qwen3_moe"), "'qwen3_moe' is already supported"),
     ],

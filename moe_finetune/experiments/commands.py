@@ -31,6 +31,7 @@ def carry_out_study(
 def show_plan(recipe: str, overrides: Sequence[str], output: Path | None) -> None:
     """Print the arms of a study with their runs; with ``output`` also how many are finished."""
     from moe_finetune.experiments import expand
+    from moe_finetune.experiments.expand import different_routers
     from moe_finetune.experiments.folder import state_of
     from moe_finetune.experiments.recipe import find_study, load_study
     from moe_finetune.io.tables import aligned
@@ -44,6 +45,8 @@ def show_plan(recipe: str, overrides: Sequence[str], output: Path | None) -> Non
         done = [sum(state_of(output, name) == "finished" for name in names)] if output else []
         lines.append([arm, *map(str, (len(names), *done))])
     print(f"{study.title or study.name}: {len(runs)} runs\n{aligned(lines, 'left')}")
+    if said := different_routers(runs):
+        print(said)
 
 
 def parse_shard(text: str | None) -> tuple[int, int] | None:

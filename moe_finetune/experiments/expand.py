@@ -74,6 +74,21 @@ def expand(study: StudyRecipe) -> list[Run]:
     return runs
 
 
+def different_routers(runs: list[Run]) -> str:
+    """A sentence if the arms' routers train differently, so that their routing may too; or ""."""
+    arms: dict[str, list[str]] = {}
+    for run in runs:
+        names = arms.setdefault(run.recipe.router.train, [])
+        names += [] if run.arm in names else [run.arm]
+    if len(arms) < 2:
+        return ""
+    listed = "; ".join(
+        f"{train} in {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}"
+        for train, names in arms.items()
+    )
+    return f"router.train differs between arms ({listed}): so may their routing"
+
+
 def reference_of(
     study: StudyRecipe, key: Literal["baseline", "curves"], names: dict[str, list[str]]
 ) -> dict[str, str]:

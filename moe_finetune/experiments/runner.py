@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from moe_finetune.errors import StudyError
 from moe_finetune.experiments import folder as disk
-from moe_finetune.experiments.expand import Run, expand
+from moe_finetune.experiments.expand import Run, different_routers, expand
 from moe_finetune.experiments.launch import Start, starter
 from moe_finetune.experiments.recipe import StudyRecipe
 from moe_finetune.experiments.results import StudyResults, load_results
@@ -49,6 +49,8 @@ def run_study(
     output = Path(output)
     with output_lock(output, shared=shard is not None):
         runs = expand(study)
+        if said := different_routers(runs):
+            log.warning(said)
         mine = shard_of(runs, shard)
         with output_lock(output / disk.MANIFEST, wait=True):
             disk.prepare(study, runs, output, resume or shard is not None)

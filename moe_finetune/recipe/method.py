@@ -79,6 +79,13 @@ class Method(Section):
         """The options of each loss by its name."""
         return {name: options.model_dump() for name, options in self.terms.items()}
 
+    @property
+    def trains_routers(self) -> bool:
+        """Whether the gradient of any loss reaches the routers of its layers."""
+        from moe_finetune.losses import TERMS
+
+        return any("router" in TERMS[n](options).trains for n, options in self.terms.items())  # type: ignore[arg-type]
+
     @field_serializer("terms")
     def _with_removed(self, terms: dict[str, BaseModel]) -> dict[str, Any]:
         """Mark the preset's removed terms, so that the dump resolves to the same method."""

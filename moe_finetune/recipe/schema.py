@@ -111,6 +111,11 @@ class Recipe(WholeRecipe):
     def _agree(self) -> Recipe:
         if self.stage == "pretrain":
             self.data = self.data.for_pretraining()
+        if self.router.train == "auto":
+            adapter = self.lora is not None and self.lora.targets and self.model.init != "random"
+            full = self.method.trains_routers or not adapter
+            train = "full" if full else "frozen"
+            self.router = self.router.model_copy(update={"train": train})
         problems = list(_conflicts(self))
         if problems:
             raise RecipeError("\n".join(problems))
@@ -176,5 +181,5 @@ def _stage_conflicts(recipe: Recipe) -> Iterator[str]:
     if stage == "grpo" and not recipe.rewards:
         yield (
             "rewards: required by stage grpo, but missing; choose one (exact_match, boxed, "
-            "code) or a file with your function"
+            "code), or one of your plugin"
         )

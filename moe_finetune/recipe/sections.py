@@ -143,9 +143,10 @@ class RouterSection(Section):
     when it was sampled, weighted by the current router.
     """
 
-    train: Literal["full", "lora", "frozen"] = Field(
-        default="full",
-        description="full: all router weights train; lora: LoRA on them; frozen: none train",
+    train: Literal["auto", "full", "lora", "frozen"] = Field(
+        default="auto",
+        description="full: all router weights train; lora: LoRA on them; frozen: none train; auto: "
+        "frozen beside an adapter if no loss of the method trains routers, else full",
     )
     replay: bool = Field(
         default=False, description="stage grpo: train with the experts that the rollout selected"
@@ -175,14 +176,11 @@ class RouterSection(Section):
 
 
 class RewardSection(Section):
-    """A reward for reinforcement learning: by name, or a function in the user's Python file."""
+    """A reward for reinforcement learning."""
 
-    name: str | None = Field(
-        default=None,
-        description="exact_match, boxed, code, or one from an installed package",
+    name: str = Field(
+        description="exact_match, boxed, code, or one that a plugin or a package registers"
     )
-    file: str | None = Field(default=None, description="Python file with your reward")
-    function: str = Field(default="reward", description="the function in `file`")
     weight: float = Field(
         default=1.0,
         ge=-1e6,
@@ -194,13 +192,14 @@ class RewardSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _by_name(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("file") is not None:
+            raise ValueError(
+                "a recipe runs no file; register its function as a reward "
+                "(REWARDS.register, docs/extending.md), name that, and add --plugin FILE"
+            )
+        if isinstance(value, dict):  # of an earlier version
+            value = {key: old for key, old in value.items() if key not in ("file", "function")}
         return {"name": value} if isinstance(value, str) else value
-
-    @model_validator(mode="after")
-    def _one(self) -> RewardSection:
-        if (self.name is None) == (self.file is None):
-            raise ValueError("set either name or file")
-        return self
 
 
 class ExportSection(Section):

@@ -233,6 +233,8 @@ def check_start(start: Start) -> None:
             "router.train: full: vLLM serves this run's adapter only after a merge; to serve it "
             "unmerged over the base, set router.train to lora or frozen"
         )
+    if recipe.router.train == "frozen" and not recipe.method.trains_routers:
+        log.info("router.train: frozen: no loss of the method trains routers")
     if (section := recipe.evaluation) is not None:
         suite = load_suite(section.suite)
         suite = suite if section.only is None else select(suite, section.only)

@@ -1,20 +1,16 @@
 """Rewards for reinforcement learning: functions of a completion and the fields of its row.
 
-``rewards: [exact_match]``, ``rewards: [{name: boxed, weight: 2.0}]``, or a custom function,
-``rewards: [{file: my_rewards.py, function: brevity}]``. TRL calls a reward with a batch of
-completions and, by name, a list for each field of their rows. It returns one number per completion,
-or None where it does not apply. To add one, write a function and a line in ``REWARDS`` (and in
-``READ_BY`` if it reads a field). Installed packages can add rewards by entry points of the group
-``moe_finetune.rewards``.
+``rewards: [exact_match]``, or ``rewards: [{name: boxed, weight: 2.0}]``. TRL calls a reward with a
+batch of completions and, by name, a list for each field of their rows. It returns one number per
+completion, or None where it does not apply. A plugin adds one by ``REWARDS.register(name,
+function)``, a package by an entry point of the group ``moe_finetune.rewards``.
 """
 
 import functools
-import importlib.util
 import inspect
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from moe_finetune.data.stage_form import READ_BY
@@ -93,31 +89,26 @@ def reward_functions(sections: Sequence[RewardSection], columns: Sequence[str]) 
         columns: fields that every row has.
 
     Raises:
-        RecipeError: an unknown reward, or a file without the function.
+        RecipeError: an unknown reward.
         DataError: rows lack a field that a reward reads.
         DependencyError: programs cannot be sandboxed here, or math-verify is missing.
     """
     functions = []
-    for index, section in enumerate(sections):
-        if section.file is not None:
-            functions.append(_from_file(section))
-            continue
-        assert section.name is not None
+    for index, name in enumerate(section.name for section in sections):
         try:
-            function = REWARDS[section.name]
+            function = REWARDS[name]
         except RecipeError as error:
             raise RecipeError(f"rewards.{index}.name: {error}") from None
-        needed = READ_BY.get(section.name)
+        needed = READ_BY.get(name)
         if needed is None:
-            functions.append(_checked(function, f"rewards: '{section.name}'"))
-            continue
-        if needed not in columns:
+            function = _checked(function, f"rewards: '{name}'")
+        elif needed not in columns:
             raise DataError(
-                f"rewards: '{section.name}' reads the field '{needed}' of each row, but the rows "
+                f"rewards: '{name}' reads the field '{needed}' of each row, but the rows "
                 f"have {', '.join(columns)}{did_you_mean(needed, columns)}; map your fields with "
                 f"data.columns: {{{needed}: ...}}"
             )
-        _check_dependencies(section.name)
+        _check_dependencies(name)
         functions.append(function)
     return functions
 
@@ -134,31 +125,6 @@ def _check_dependencies(name: str) -> None:
             Sandbox().close()
         except DependencyError as error:
             raise DependencyError(f"rewards: 'code' runs programs in a sandbox: {error}") from error
-
-
-def _from_file(section: RewardSection) -> Reward:
-    """Load a function from the user's file that the recipe names; it runs as user code."""
-    path = Path(str(section.file)).expanduser()
-    if not path.is_file():
-        raise RecipeError(f"rewards.file: {path} does not exist")
-    spec = importlib.util.spec_from_file_location(f"rewards_of_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise RecipeError(f"rewards.file: {path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # whatever the user's code raises
-        raise RecipeError(
-            f"rewards.file: {path} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
-    function = getattr(module, section.function, None)
-    if not callable(function):
-        names = [name for name in vars(module) if callable(getattr(module, name))]
-        raise RecipeError(
-            f"rewards.function: {path} has no function '{section.function}'"
-            f"{did_you_mean(section.function, names)}"
-        )
-    return _checked(function, f"rewards: '{section.function}' of {path}")
 
 
 def _checked(function: Any, where: str) -> Any:

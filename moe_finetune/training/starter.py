@@ -22,7 +22,7 @@ from moe_finetune.losses.presets import PRESETS
 from moe_finetune.models.loading import open_config
 from moe_finetune.recipe.data import DataSection, DataSource
 from moe_finetune.recipe.dropped import VALUES
-from moe_finetune.recipe.method import WEIGHTED
+from moe_finetune.recipe.method import WEIGHTED, resolve_method
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.recipe.tree import Tree
@@ -153,8 +153,11 @@ def starter(answers: Answers, changes: Sequence[Change] = (), gpu: float | None 
         ("lora.alpha", 64, "alpha / rank scales the adapter; 4 here, 1 to 2 in PEFT and axolotl"),
         (
             "router.train",
-            "full",
-            "losses on routers need it; vLLM serves the merged model, after lora the adapter too",
+            *(
+                ("full", "losses on routers need it; vLLM serves the merged model")
+                if resolve_method(preset.name).trains_routers
+                else ("frozen", "no loss of the method trains routers")
+            ),
         ),
         ("data.train", answers.data, layout(answers.data, answers.stage)),
     ]

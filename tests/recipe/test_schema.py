@@ -107,6 +107,28 @@ def test_what_goes_together(write):
     assert spread.parallel.experts == 2 and spread.lora.targets == []
 
 
+@pytest.mark.parametrize(
+    ("keys", "trained"),
+    [
+        (["method=none"], "frozen"),
+        (["method=loss_free"], "frozen"),
+        (["method.terms={dpp: {weight: 1}}"], "frozen"),
+        (["method.terms={erc: {weight: 1, router_grad: false}}"], "frozen"),
+        (["method=erc"], "full"),
+        (["method=dpp"], "full"),  # it balances, too
+        (["method=orthogonal_variance"], "full"),
+        (["method=none", "lora=null"], "full"),
+        (["method=none", "lora.targets=[]"], "full"),
+        (["method=none", "router.train=lora"], "lora"),
+        (["method=erc", "router.train=frozen"], "frozen"),
+    ],
+)
+def test_routers_train_where_a_loss_trains_them(write, keys, trained):
+    recipe = load_recipe(write("r.yaml", BASE), keys)
+    assert recipe.router.train == trained
+    assert load_recipe(write("resolved.yaml", recipe.to_yaml())).hash == recipe.hash
+
+
 def test_numbers_in_exponent_form_are_numbers(write):
     recipe = load_recipe(write("r.yaml", BASE + "trainer: {learning_rate: 1e-4}"))
     assert recipe.trainer["learning_rate"] == 1e-4

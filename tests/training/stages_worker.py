@@ -30,6 +30,7 @@ from moe_finetune.recipe.stages import STAGES
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.training import ranks
 from moe_finetune.training.full_weights import plain_name
+from moe_finetune.training.rewards import REWARDS
 from moe_finetune.training.shards import is_sharded
 from moe_finetune.training.trainer import build_trainer
 from tests import fsdp, tiny
@@ -59,10 +60,8 @@ ROWS = {
     "dpo": PAIRS,
     "grpo": PROMPTS,
 }
-REWARD = """
 def reward(completion_ids, **_):
     return [sum(ids) % 11 / 10 for ids in completion_ids]
-"""
 
 
 class Gradients(TrainerCallback):
@@ -108,9 +107,8 @@ def recipe(case: str, folder: Path) -> Any:
         "trainer": trainer,
     }
     if stage == "grpo":
-        reward = folder / f"reward{ranks.rank()}.py"
-        reward.write_text(REWARD)
-        tree["rewards"] = [{"file": str(reward)}]
+        REWARDS._values["mine"] = reward
+        tree["rewards"] = ["mine"]
         tree["router"] = {"replay": case == RAGGED}
     return recipe_from_tree(Tree(tree))
 

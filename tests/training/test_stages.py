@@ -15,7 +15,7 @@ from moe_finetune.recipe.sections import RewardSection
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.run import plan_run, run_recipe
-from moe_finetune.training.rewards import reward_functions
+from moe_finetune.training.rewards import REWARDS, reward_functions
 from tests import tiny
 
 PAIRS = [
@@ -28,13 +28,19 @@ ROWS = {
     "grpo": [{"prompt": f"{i} + {i} = ", "answer": str(2 * i)} for i in range(9)],
 }
 RESUMED = ("pretrain", "dpo")
-LETTERS = """
-def reward(completions, **_):
-    return [sum(c.isascii() and c.isalpha() for c in text) / 12 for text in completions]
-"""
 OWN = {
     "grpo": {"trainer": {"num_generations": 5, "max_completion_length": 11}},
 }
+
+
+def letters(completions, **_):
+    return [sum(c.isascii() and c.isalpha() for c in text) / 12 for text in completions]
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    """A reward as a plugin adds it."""
+    monkeypatch.setitem(REWARDS._values, "letters", letters)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +55,6 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture
 def made(checkpoint, tmp_path):
     """A function that makes a stage's recipe, changed by keys."""
-    (tmp_path / "letters.py").write_text(LETTERS)
 
     def make(stage: str, steps: int = 4, rows: list | None = None, **changes):
         file = tmp_path / f"{stage}.jsonl"
@@ -74,7 +79,7 @@ def made(checkpoint, tmp_path):
             "data": {"train": str(file), "max_length": 96},
             "trainer": trainer,
             "export": {"verify": False},  # a merge is the same whatever trained the adapter
-            **({"rewards": [{"file": str(tmp_path / "letters.py")}]} if stage == "grpo" else {}),
+            **({"rewards": ["letters"]} if stage == "grpo" else {}),
         }
         return recipe_from_tree(Tree({**tree, **changes}))
 
@@ -208,23 +213,21 @@ def test_a_reward_names_the_field_that_is_missing():
     ],
 )
 @pytest.mark.parametrize("way", ["def", "async def"])
-def test_a_fault_of_a_reward_of_ones_own_is_said_with_its_place(tmp_path, way, body, said):
-    file = tmp_path / "mine.py"
-    file.write_text(f"{way} reward(completions, **_):\n    {body}\n")
-    (reward,) = reward_functions([RewardSection(file=str(file))], ["prompt"])
+def test_a_fault_of_a_reward_of_ones_own_is_said_with_its_place(monkeypatch, way, body, said):
+    def of_a_plugin(body):
+        code = f"{way} reward(completions, **_):\n    {body}\n"
+        scope: dict = {}
+        exec(compile(code, "mine.py", "exec"), scope)
+        monkeypatch.setitem(REWARDS._values, "mine", scope["reward"])
+        return reward_functions([RewardSection(name="mine")], ["prompt"])[0]
+
+    reward = of_a_plugin(body)
 
     def call():
         found = reward(completions=["one", "two"], prompts=["a", "b"])
         return asyncio.run(found) if way == "async def" else found
 
-    with pytest.raises(RecipeError, match=rf"rewards: 'reward' of .*mine.py {said}"):
+    with pytest.raises(RecipeError, match=rf"rewards: 'mine' {said}"):
         call()
-    file.write_text(f"{way} reward(completions, **_):\n    return [None, 2]\n")
-    (reward,) = reward_functions([RewardSection(file=str(file))], ["prompt"])
+    reward = of_a_plugin("return [None, 2]")
     assert call() == [None, 2.0] and reward.__name__ == "reward"
-
-
-def test_a_file_of_rewards_that_ends_the_process_is_refused(tmp_path):
-    (tmp_path / "mine.py").write_text("raise SystemExit(3)\n")
-    with pytest.raises(RecipeError, match=r"mine.py cannot be imported: SystemExit: 3"):
-        reward_functions([RewardSection(file=str(tmp_path / "mine.py"))], ["prompt"])

@@ -203,6 +203,8 @@ def _different_data(report: Report) -> Iterator[str]:
         if differ(runs, value):
             named = ", ".join(dict.fromkeys(str(value(run)) for run in runs))
             yield f"These runs have different {what} ({named}): their losses do not compare."
+    if differ(runs, lambda r: (r.recipe.get("router") or {}).get("train")):
+        yield "The routers of these runs train differently (router.train): so may their routing."
     if differ(runs, lambda r: str((r.recipe.get("data") or {}).get("validation") or "") or None):
         yield "These runs have different validation data: their validation losses do not compare."
     suites = differ(runs, lambda r: (r.evaluation.get("suite") or {}).get("sha256"))
