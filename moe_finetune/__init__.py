@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from moe_finetune.recipe.schema import Recipe
     from moe_finetune.run import run_recipe
     from moe_finetune.training.callback import SpecializationCallback
-    from moe_finetune.training.measure_strength import measure_strength
-    from moe_finetune.training.specialization import Specialization
+    from moe_finetune.training.specialization import Specialization, measure_strength
 
 # ``python -m moe_finetune...`` has the working folder first on its path: a folder that somebody
 # sent could bring its own ``yaml.py``. The folder stays only where it holds this package itself.
@@ -37,7 +36,7 @@ _HOMES = {
     "Specialization": "moe_finetune.training.specialization",
     "SpecializationCallback": "moe_finetune.training.callback",
     "load_model": "moe_finetune.checkpoint.loading",
-    "measure_strength": "moe_finetune.training.measure_strength",
+    "measure_strength": "moe_finetune.training.specialization",
     "run_recipe": "moe_finetune.run",
 }
 

@@ -208,6 +208,11 @@ class Term(ABC):
         self.options = options
         self._left_out: frozenset[int] = frozenset()
 
+    @classmethod
+    def parts(cls, options: Any) -> frozenset[Literal["router", "experts"]]:
+        """``trains`` of a term with these options."""
+        return cls.trains
+
     def applies(self, layer: int) -> bool:
         return layer not in self._left_out and self.options.selects(layer)
 

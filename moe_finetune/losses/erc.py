@@ -240,8 +240,11 @@ class Erc(Term):
     def __init__(self, options: ErcOptions):
         super().__init__(options)
         check_alpha(options.alpha)
-        if not options.router_grad:
-            self.trains = frozenset({"experts"})
+        self.trains = self.parts(options)
+
+    @classmethod
+    def parts(cls, options: ErcOptions) -> frozenset[Literal["router", "experts"]]:
+        return cls.trains if options.router_grad else frozenset({"experts"})
 
     def check(self, facts: ModelFacts) -> None:
         """Refuse experts without a gate projection, unless only the up projection is read."""

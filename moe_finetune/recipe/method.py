@@ -84,7 +84,7 @@ class Method(Section):
         """Whether the gradient of any loss reaches the routers of its layers."""
         from moe_finetune.losses import TERMS
 
-        return any("router" in TERMS[n](options).trains for n, options in self.terms.items())  # type: ignore[arg-type]
+        return any("router" in TERMS[name].parts(options) for name, options in self.terms.items())
 
     @field_serializer("terms")
     def _with_removed(self, terms: dict[str, BaseModel]) -> dict[str, Any]:

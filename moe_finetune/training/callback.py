@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -35,8 +36,6 @@ from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import backbone_of
 from moe_finetune.recipe.method import Method, resolve_method
 from moe_finetune.training import ranks
-from moe_finetune.training.accumulation_window import AccumulationWindow
-from moe_finetune.training.callback_order import add_callbacks
 from moe_finetune.training.host_run import HostRun
 from moe_finetune.training.numerics import CollapseWatch
 from moe_finetune.training.preconditions import OWN_BALANCE_LOSS, check_arguments
@@ -51,6 +50,86 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 OPTIONS = ("output", "dropout", "kernel")
+FIRST = (
+    "SpecializationCallback",  # puts the method's values into the log entry that all others read
+    "RunLog",  # writes the entry
+    "LiveTable",  # shows what was written
+)
+"""Before the trainer's own callbacks and reporters."""
+LAST = (
+    "KeepSteps",  # keeps the model that the step's other callbacks left
+    "StopOnSignal",  # may end the run, so it comes last
+)
+
+
+def add_callbacks(trainer: Any, *callbacks: TrainerCallback) -> None:
+    """Add ``callbacks`` to ``trainer`` in the order above; other callbacks keep their order."""
+    listed = trainer.callback_handler.callbacks
+    listed += [callback for callback in callbacks if callback not in listed]
+    listed.sort(key=_position)
+
+
+def _position(callback: TrainerCallback) -> int:
+    for kind in type(callback).__mro__:
+        if kind.__name__ in FIRST:
+            return FIRST.index(kind.__name__) - len(FIRST)
+        if kind.__name__ in LAST:
+            return 1 + LAST.index(kind.__name__)
+    return 0
+
+
+class AccumulationWindow:
+    """Reads the window from an attached trainer, or else computes it from the data.
+
+    The last window of an epoch can be shorter (11 batches with accumulation 4: 4, 4, 3).
+    """
+
+    def __init__(self) -> None:
+        self.trainer: Trainer | None = None
+        self._steps = 1
+        self._batches: int | None = None
+        self._current = 1
+
+    def begin(self, args: Any, dataloader: Any, state: Any) -> None:
+        """Record the window at the start of training; detach a trainer of an earlier training.
+
+        Raises:
+            ObjectiveError: gradient accumulation over data of unknown length without an attached
+                trainer.
+        """
+        self._steps = self._current = args.gradient_accumulation_steps
+        self._batches = None
+        if self.trainer is not None and self.trainer.state is not state:
+            self.trainer = None
+        if self.trainer is not None or self._steps == 1:
+            return
+        try:
+            self._batches = len(dataloader)
+        except TypeError:
+            raise ObjectiveError(
+                "gradient accumulation over data of unknown length: call "
+                "callback.attach(trainer) so that the losses are scaled by the real window"
+            ) from None
+        per_epoch = math.ceil(self._batches / self._steps)
+        if state.global_step % per_epoch:
+            raise ObjectiveError(
+                "resuming inside an epoch with gradient accumulation: call "
+                "callback.attach(trainer) so that the losses are scaled by the real window"
+            )
+
+    def step(self, state: Any) -> None:
+        if self.trainer is not None or self._steps == 1 or self._batches is None:
+            return
+        per_epoch = math.ceil(self._batches / self._steps)
+        last = (state.global_step % per_epoch) == per_epoch - 1
+        remainder = self._batches % self._steps
+        self._current = remainder if last and remainder else self._steps
+
+    def scale(self) -> float:
+        """1 / (micro-batches of the current step)."""
+        if self.trainer is not None:
+            return 1.0 / self.trainer.current_gradient_accumulation_steps
+        return 1.0 / self._current
 
 
 def _check_equal_steps(dataloader: Any) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import yaml
@@ -36,15 +36,13 @@ from moe_finetune.training.save import run_metadata, save_trained
 from moe_finetune.training.snapshot import MAX_TOKENS, Example, first_rows, take_snapshot
 from moe_finetune.training.specialization import Specialization
 
-if TYPE_CHECKING:
-    from transformers import Trainer
-
 log = logging.getLogger(__name__)
 ARGUMENTS = (
-    *("max_steps", "num_train_epochs", "learning_rate", "lr_scheduler_type", "warmup_steps"),
+    *("num_train_epochs", "learning_rate", "lr_scheduler_type", "warmup_steps"),
     *("per_device_train_batch_size", "gradient_accumulation_steps", "weight_decay"),
     *("max_grad_norm", "optim", "bf16", "gradient_checkpointing", "seed"),
 )
+"""The trainer's arguments that ``recipe.yaml`` has."""
 
 
 class HostRun:
@@ -64,12 +62,6 @@ class HostRun:
         self.routing_file = self._run.routing_steps
         self.metadata: dict[str, Any] = {}
         self._log = RunLog(output)
-        self._recipe: Recipe | None = None
-        self._rows: list[Example] = []
-        self._held_out = False
-        self._tokenizer: Any = None
-        self._new_folder = False
-        self._started = 0.0
 
     def begin(
         self,
@@ -88,12 +80,10 @@ class HostRun:
             trainer: the trainer if known; routing is then measured on its evaluation data.
         """
         resumed = enter_folder(self.output, self._run.recipe, "a run", bool(state.global_step))
-        recipe = self._recipe = self._read_recipe(specialization.model, args)
+        self._recipe = recipe = self._read_recipe(specialization.model, args)
         self.metadata = run_metadata(recipe)
         self._tokenizer = events.get("processing_class") or _tokenizer_of(recipe)
-        self._rows, self._held_out = _sample(trainer, events.get("train_dataloader"))
-        arguments = {name: getattr(args, name, None) for name in ARGUMENTS}
-        arguments["max_steps"] = state.max_steps
+        self._data, self._rows = _sample(trainer, events.get("train_dataloader"))
         self._started = time.perf_counter()
         if args.logging_strategy == "steps" and state.logging_steps > state.max_steps:
             log.warning(
@@ -106,7 +96,7 @@ class HostRun:
         ranks.barrier()  # rank 0 writes into the folder that the others look at above
         if ranks.rank() == 0:
             self.output.mkdir(parents=True, exist_ok=True)
-            write_atomic(self._run.recipe, _text(recipe, arguments))
+            write_atomic(self._run.recipe, _text(recipe, args, state.max_steps))
             write_environment(self._run)
             self._run.routing.mkdir(exist_ok=True)
         before_file = self._run.routing_before
@@ -129,21 +119,24 @@ class HostRun:
         Every rank must call this after the losses are removed. A failure to write is only a
         warning, because the trainer still has to save its model.
         """
-        assert self._recipe is not None
         try:
             self._snapshot(specialization, self._run.routing_after)
-            problem = _unsaved(specialization.model)
-            if problem is None:
+            model = specialization.model
+            if hasattr(model, "peft_config") and _lora_config(model) is None:
+                log.warning(
+                    "WARNING: %s has no adapter/: the adapter is not LoRA; merge the adapter that "
+                    "the trainer saves",
+                    self.output,
+                )
+            else:
                 save_trained(
-                    specialization.model,
+                    model,
                     self._tokenizer,
                     self._recipe,
                     self.output,
                     specialization.balancer,
                     self.metadata,
                 )
-            else:
-                log.warning("WARNING: %s has no adapter/: %s", self.output, problem)
             if ranks.rank() == 0:
                 seconds = round(time.perf_counter() - self._started, 1)
                 self._run.note(seconds=seconds, trained_elsewhere=True)
@@ -159,7 +152,7 @@ class HostRun:
                 path,
                 perturbation=specialization.perturbation if path.stem == "after" else None,
                 tokenizer=self._tokenizer,
-                data="validation" if self._held_out else "train",
+                data=self._data,
             )
 
     def _read_recipe(self, model: Any, args: Any) -> Recipe:
@@ -189,33 +182,23 @@ class HostRun:
         )
 
 
-def _text(recipe: Recipe, arguments: Mapping[str, Any]) -> str:
+def _text(recipe: Recipe, args: Any, max_steps: int) -> str:
     """The text of ``recipe.yaml``: only what the trainer's arguments and the model state."""
-    sections = recipe.to_mapping()
-    lora = sections["lora"] and {name: sections["lora"][name] for name in ("rank", "alpha")}
-    known_sections = {
-        "model": {name: sections["model"][name] for name in ("path", "dtype")},
-        "method": sections["method"],
-        "lora": lora,
-        "trainer": {
-            name: value.value if isinstance(value, Enum) else value
-            for name, value in arguments.items()
-            if value is not None
-        },
+    lora = recipe.lora
+    given = {name: getattr(args, name, None) for name in ARGUMENTS}
+    trainer = {k: v.value if isinstance(v, Enum) else v for k, v in given.items() if v is not None}
+    values = {
+        "model": {"path": recipe.model.path, "dtype": recipe.model.dtype},
+        "method": recipe.method.model_dump(mode="json"),
+        "lora": None if lora is None else {"rank": lora.rank, "alpha": lora.alpha},
+        "trainer": {"max_steps": max_steps, **trainer},
     }
-    return yaml.safe_dump(known_sections, sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 def _lora_config(model: Any) -> Any:
     config = getattr(model, "peft_config", {}).get(getattr(model, "active_adapter", None))
     return config if getattr(config, "peft_type", None) == "LORA" else None
-
-
-def _unsaved(model: Any) -> str | None:
-    """Why the trained weights cannot be written here, or None."""
-    if hasattr(model, "peft_config") and _lora_config(model) is None:
-        return "the adapter is not LoRA; merge the adapter that the trainer saves"
-    return None
 
 
 def _tokenizer_of(recipe: Recipe) -> Any:
@@ -224,68 +207,50 @@ def _tokenizer_of(recipe: Recipe) -> Any:
     return load_tokenizer(recipe.model.path)
 
 
-def _sample(trainer: Trainer | None, loader: Any) -> tuple[list[Example], bool]:
-    """Rows for routing snapshots, and whether they are held out from training."""
-    collate = getattr(loader, "collate_fn", None)
+def _sample(trainer: Any, loader: Any) -> tuple[str, list[Example]]:
+    """What rows for routing snapshots are ("validation", "train"), and their tokens."""
+    collate = getattr(loader, "collate_fn", list)
     held_out = getattr(trainer, "eval_dataset", None)
-    sets = (held_out if isinstance(held_out, Mapping) else {"evaluation": held_out}).items()
-    missing = ""
-    for sources, measured in ((list(sets), True), ([("training", _dataset(loader))], False)):
+    train = getattr(getattr(loader, "base_dataloader", loader), "dataset", None)
+    problem = "the trainer has no dataset to read"
+    for data, dataset in (("validation", held_out), ("train", train)):
+        named = dataset if isinstance(dataset, Mapping) else {data: dataset}
         rows: list[Example] = []
-        for name, dataset in sources:
-            missing = _no_rows(dataset)
-            if not missing:
-                tokens = _token_rows(dataset, collate, name)
-                rows += first_rows(tokens, MAX_TOKENS // len(sources))
+        for name, source in named.items():
+            if isinstance(source, IterableDataset) or not hasattr(source, "__getitem__"):
+                if source is not None:
+                    problem = (
+                        f"the dataset is iterable ({type(source).__name__}), so rows read here "
+                        "would be missing from training; give the trainer a sized eval_dataset, "
+                        "and call callback.attach(trainer)"
+                    )
+                continue
+            problem = "neither the rows nor a batch of them have 'input_ids'"
+            state = random_state()  # reading must not change what training draws
+            try:
+                ids = _token_ids(source, collate)
+                domain = ({"input_ids": row, "domain": name} for row in ids)
+                rows += first_rows(domain, MAX_TOKENS // len(named))
+            finally:
+                set_random_state(state)
         if rows:
-            if not measured:
+            if data == "train":
                 log.warning("routing before and after is measured on training data")
-            return rows, measured
-    log.warning(
-        "WARNING: routing before and after training is not written: %s",
-        missing or "neither the rows nor a batch of them have 'input_ids'",
-    )
-    return [], False
+            return data, rows
+    log.warning("WARNING: routing before and after training is not written: %s", problem)
+    return "", []
 
 
-def _dataset(loader: Any) -> Any:
-    return getattr(getattr(loader, "base_dataloader", loader), "dataset", None)
-
-
-def _no_rows(dataset: Any) -> str:
-    """Why a dataset's rows cannot be read during training; empty if they can."""
-    if dataset is None:
-        return "the trainer has no dataset to read"
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        return (
-            f"the dataset is iterable ({type(dataset).__name__}), so rows read here would be "
-            "missing from training; give the trainer a sized eval_dataset, and call "
-            "callback.attach(trainer)"
-        )
-    return ""
-
-
-def _token_rows(dataset: Any, collate: Any, name: str) -> Iterator[Example]:
-    """Rows as tokens, one at a time, without drawing from training's random state."""
+def _token_ids(dataset: Any, collate: Callable[[list[Any]], Any]) -> Iterator[list[int]]:
+    """The tokens of each row, or those that the trainer's collator makes from it."""
     for index in range(len(dataset)):
-        state = random_state()
-        try:
-            rows = list(_tokens(dataset[index], collate))
-        finally:
-            set_random_state(state)
-        if not rows:
+        row = dataset[index]
+        known = isinstance(row, Mapping) and row.get("input_ids") is not None
+        ids_1S = {"input_ids": torch.as_tensor(row["input_ids"]).reshape(1, -1)} if known else {}
+        inputs = list(token_inputs(ids_1S or collate([row])))
+        for one in inputs:
+            ids_BS = one["input_ids"]
+            mask_BS = one.get("attention_mask", torch.ones_like(ids_BS)).bool()
+            yield from (ids[mask].tolist() for ids, mask in zip(ids_BS, mask_BS, strict=True))
+        if not inputs:
             return
-        yield from ({"input_ids": row, "domain": name} for row in rows)
-
-
-def _tokens(row: Any, collate: Any) -> Iterable[list[int]]:
-    """The tokens of a row, or those that the trainer's collator makes from it."""
-    if isinstance(row, Mapping) and row.get("input_ids") is not None:
-        yield torch.as_tensor(row["input_ids"]).flatten().tolist()
-        return
-    if collate is None:
-        return
-    for inputs in token_inputs(collate([row])):
-        mask = inputs.get("attention_mask")
-        for index, ids in enumerate(inputs["input_ids"]):
-            yield (ids if mask is None else ids[mask[index].bool()]).tolist()

@@ -201,8 +201,8 @@ def check_start(start: Start) -> None:
     from moe_finetune.evaluation.suites import load_suite, select
     from moe_finetune.losses.objective import Objective
     from moe_finetune.moe.layers import config_facts
+    from moe_finetune.training.grpo import check_replay, check_rollouts
     from moe_finetune.training.packed import check_packing
-    from moe_finetune.training.rollout import check_replay, check_rollouts
 
     recipe, checkpoint, config, family = start.recipe, start.checkpoint, start.config, start.family
     stored = None if checkpoint is None else checkpoint.quantized

@@ -1,19 +1,24 @@
-"""Check before the first step that every loss term's gradient reaches something trainable.
+"""Whether training reaches what it should: each loss something trainable, each tensor a change."""
 
-A term says which parts of its own layer it trains, and whether its gradient also flows below.
-"""
+import logging
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from moe_finetune.errors import ObjectiveError
 from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.layers import MoeLayer, backbone_of, causal_lm, moe_layers
 
+log = logging.getLogger(__name__)
 REMEDIES = {"router": "router.train: full or lora", "experts": "lora.targets: [..., experts]"}
+STEPS = 10
+"""Optimizer steps after which tensors are compared with their start."""
 
 
 def check_reach(model: nn.Module, objective: Objective) -> None:
     """Refuse a term that no trainable parameter of ``model``, on any device, could follow.
+
+    A term says which parts of its own layer it trains, and whether its gradient also flows below.
 
     Raises:
         ObjectiveError: names the term and the remedy.
@@ -50,3 +55,27 @@ def _trains_below(model: nn.Module, layer: MoeLayer) -> bool:
 
 def _trainable(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def fingerprints(model: nn.Module) -> dict[str, Tensor]:
+    """A few numbers for each trainable tensor, which change when it changes."""
+    return {name: _of(p) for name, p in model.named_parameters() if p.requires_grad}
+
+
+def unmoved_since(start: dict[str, Tensor], model: nn.Module) -> list[str]:
+    """Names of tensors that are as in ``start``; warns about them."""
+    now = {name: p for name, p in model.named_parameters() if name in start}
+    names = [name for name, p in now.items() if torch.equal(_of(p), start[name])]
+    if names:
+        counts = f"{len(names)} of {len(start)}"
+        few = ", ".join(names[:3])
+        log.warning("%s trainable tensors never changed in %d steps, e.g. %s", counts, STEPS, few)
+    return names
+
+
+def _of(parameter: Tensor) -> Tensor:
+    values = parameter.detach()
+    values = values.to_local() if hasattr(values, "to_local") else values
+    wide = values.double().reshape(-1)
+    ramp = torch.arange(1, wide.numel() + 1, device=wide.device, dtype=torch.float64)
+    return torch.stack([wide.sum(), wide.square().sum(), (wide * ramp).sum()]).cpu()

@@ -20,7 +20,7 @@ from moe_finetune.quantization.codec import NF4
 from moe_finetune.quantization.weight import quantized
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training import ranks
-from moe_finetune.training.bias_keep import add_bias, change_config, name_bias, save_beside
+from moe_finetune.training.bias import add_bias, change_config, name_bias, save_beside
 from moe_finetune.training.full_weights import trained_weights, whole_model
 
 _ADAPTER = "A LoRA adapter for {}, trained with moe-finetune; PEFT loads it."

@@ -16,12 +16,12 @@ weights: :meth:`Specialization.rest` ends training and keeps the bias on the mod
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moe_finetune.errors import CaptureError, ObjectiveError, QuantizationError
 from moe_finetune.losses.coupling import Coupling
@@ -30,18 +30,17 @@ from moe_finetune.moe.bias import BiasBalancer
 from moe_finetune.moe.context import CONTEXT_KEY
 from moe_finetune.moe.grouped import Kernel
 from moe_finetune.moe.hooks import Observer, Recorder
-from moe_finetune.moe.layers import backbone_of, causal_lm, family_in, model_facts
+from moe_finetune.moe.layers import backbone_of, causal_lm, family_in, in_mode, model_facts
 from moe_finetune.moe.noise import TrainingNoise
 from moe_finetune.moe.perturbation import Perturbation
 from moe_finetune.quantization.weight import quantized
 from moe_finetune.recipe.method import Method, resolve_method
-from moe_finetune.training.bias_keep import KeptBias
+from moe_finetune.training.bias import KeptBias
 from moe_finetune.training.packed import packing_problem
 from moe_finetune.training.preconditions import check_forward
-from moe_finetune.training.reach import check_reach
+from moe_finetune.training.reach import STEPS, check_reach, fingerprints, unmoved_since
 from moe_finetune.training.statistics import TrainingStatistics
 from moe_finetune.training.strength import StrengthMeter
-from moe_finetune.training.unmoved import STEPS, fingerprints, unmoved_since
 
 log = logging.getLogger(__name__)
 
@@ -205,7 +204,9 @@ class Specialization:
             context = kwargs.get(CONTEXT_KEY)
             if context is not None and context.packed and not self._packed:
                 self._packed = True
-                self._check_packed()
+                config = causal_lm(self.model).config
+                if (problem := packing_problem(config, family_in(self.model))) is not None:
+                    log.warning("WARNING: positions start again within a row: %s", problem)
         elif not self._said_eval:
             self._said_eval = True
             log.warning(
@@ -213,12 +214,6 @@ class Specialization:
                 "loss in that mode. Call model.train() before a training forward "
                 "(from_pretrained returns eval mode), and wrap other forwards in torch.no_grad()"
             )
-
-    def _check_packed(self) -> None:
-        config = causal_lm(self.model).config
-        problem = packing_problem(config, family_in(self.model))
-        if problem is not None:
-            log.warning("WARNING: positions start again within a row: %s", problem)
 
     def begin_step(self, step: int, total_steps: int) -> None:
         self.steps, self.total_steps = step, total_steps
@@ -269,30 +264,24 @@ class Specialization:
             ObjectiveError: a table or bias is missing, of another model, or of another method.
         """
         weights = self.objective.found_weights()
-        prefixes = [f"{term.name}." for term in self.objective.terms if term.keeps_tables]
-        biases = self.balancer.state_dict() if self.balancer is not None else {}
-        missing = [p for p in prefixes if not any(key.startswith(p) for key in state)]
-        missing += [name for name in (*weights, *biases) if name not in state]
-        strange = sorted(
-            key
-            for key in state
-            if key not in weights and key not in biases and not key.startswith((*prefixes,))
-        )
-        if missing:
-            raise ObjectiveError(
-                f"the saved state lacks '{missing[0].rstrip('.')}', which this method needs; "
-                "resume from a checkpoint that was trained with it, or start again"
+        exact = {*weights, *(self.balancer.state_dict() if self.balancer is not None else ())}
+        tables = tuple(f"{term.name}." for term in self.objective.terms if term.keeps_tables)
+        missing = [name for name in exact if name not in state]
+        missing += [prefix for prefix in tables if not any(key.startswith(prefix) for key in state)]
+        strange = [key for key in state if key not in exact and not key.startswith(tables)]
+        if missing or strange:
+            problem = (
+                f"lacks '{min(missing).rstrip('.')}', which this method needs"
+                if missing
+                else f"contains '{min(strange)}', which this method does not use"
             )
-        if strange:
             raise ObjectiveError(
-                f"the saved state contains '{strange[0]}', which this method does not use; "
-                "resume with the method that the checkpoint was trained with"
+                f"the saved state {problem}; resume with the method that the checkpoint was "
+                "trained with, or start again"
             )
         experts = self.objective.facts.num_experts
         for key, table in state.items():
-            if key in weights:
-                continue
-            if table.shape[0] != experts or table.shape[-1] != experts:
+            if key not in weights and {table.shape[0], table.shape[-1]} != {experts}:
                 raise ObjectiveError(
                     f"the saved state's '{key}' has shape {tuple(table.shape)}, and this model has "
                     f"{experts} experts"
@@ -315,3 +304,57 @@ def _check_frozen(model: nn.Module) -> None:
                 f"'{name}' is quantized and cannot be trained; train a LoRA adapter on it (lora: "
                 "or target_parameters, not modules_to_save), or load the model without quantization"
             )
+
+
+def measure_strength(
+    model: nn.Module, method: Any, batches: Iterable[Mapping[str, Tensor]]
+) -> list[dict[str, Any]]:
+    """Measure the strength of each of ``method``'s terms on one window, without training.
+
+    Args:
+        model: a supported causal language model, with or without PEFT; parameters to train have
+            ``requires_grad`` set.
+        method: a preset's name, a ``method:`` mapping, or a resolved method. A share is converted
+            to the weight that gives it.
+        batches: the window's micro-batches, each with ``labels``; the language loss is the mean
+            over all tokens that have a label.
+
+    Returns:
+        One row per term: ``term``, ``weight``, ``share_router``, ``share_experts``,
+            ``cosine_router``, ``cosine_experts`` (None if the part does not train) and
+            ``weight_for_10_percent`` (None for a term without a gradient, such as a hinge that is
+            met).
+
+    Raises:
+        ObjectiveError: there are no batches, a batch has no labels, or a term with a share has no
+            gradient.
+    """
+    window = [dict(batch) for batch in batches]
+    if not window or any(batch.get("labels") is None for batch in window):
+        raise ObjectiveError("measure_strength needs at least one batch, each with labels")
+    learned = [int((batch["labels"][:, 1:] != -100).sum()) for batch in window]
+    method = resolve_method(method)
+    measured = method.strength.model_copy(update={"first": True})
+    method = method.model_copy(update={"strength": measured})
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = [parameter.grad for parameter in trainable]
+    device = next(model.parameters()).device
+    try:
+        with (
+            in_mode(model, train=True),
+            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+            Specialization(model, method, accumulation=len(window)) as specialization,
+        ):
+            for batch, tokens in zip(window, learned, strict=True):
+                (model(**batch).loss * (tokens / max(sum(learned), 1))).backward()
+            rows = specialization.strength.end()
+            for row in rows:
+                if (share := method.terms[row.term].share) is not None and not row.weight:  # type: ignore[attr-defined]
+                    raise ObjectiveError(
+                        f"method.terms.{row.term}.share: no weight gives it a share of {share:g} "
+                        f"in the window: {row.missing}; give a weight instead, or remove the term"
+                    )
+            return [row.row() for row in rows]
+    finally:
+        for parameter, gradient in zip(trainable, gradients, strict=True):
+            parameter.grad = gradient

@@ -13,7 +13,7 @@ from moe_finetune.lora.targets import add_lora
 from moe_finetune.moe.offload import offload_experts
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training import ranks
-from moe_finetune.training.callback_order import add_callbacks
+from moe_finetune.training.callback import add_callbacks
 from moe_finetune.training.continued_adapter import continue_adapter
 from moe_finetune.training.keep_steps import KeepSteps
 from moe_finetune.training.prepare import Inputs

@@ -13,14 +13,12 @@ from transformers import PrinterCallback, ProgressCallback
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES, Stage
-from moe_finetune.training.callback import SpecializationCallback
-from moe_finetune.training.callback_order import add_callbacks
-from moe_finetune.training.generation_batch import SavesBetweenGenerations
+from moe_finetune.training.callback import SpecializationCallback, add_callbacks
+from moe_finetune.training.grpo import FollowsRollouts, SavesBetweenGenerations
 from moe_finetune.training.live_table import LiveTable
 from moe_finetune.training.numerics import FiniteTrainer
 from moe_finetune.training.rank_state import accumulation, random_state, set_random_state
 from moe_finetune.training.resumable import ResumableTrainer
-from moe_finetune.training.rollout import FollowsRollouts
 from moe_finetune.training.run_log import RunLog
 from moe_finetune.training.shards import leave_experts
 

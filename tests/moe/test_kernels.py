@@ -124,7 +124,7 @@ def test_grouped_equals_loop(family, table, calls, no_reach):
 @pytest.fixture
 def no_reach(monkeypatch):
     """Leave out the checks before the first step: they read values, and cost more than the step."""
-    monkeypatch.setattr("moe_finetune.training.unmoved._of", lambda _: torch.zeros(3))
+    monkeypatch.setattr("moe_finetune.training.reach._of", lambda _: torch.zeros(3))
 
 
 WAITS = {

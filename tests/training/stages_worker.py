@@ -60,6 +60,8 @@ ROWS = {
     "dpo": PAIRS,
     "grpo": PROMPTS,
 }
+
+
 def reward(completion_ids, **_):
     return [sum(ids) % 11 / 10 for ids in completion_ids]
 

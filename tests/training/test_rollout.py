@@ -9,7 +9,7 @@ from moe_finetune.models.base import FAMILIES
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.rollout import NOT_RUN
 from moe_finetune.training.checkpoint import checkpoints
-from moe_finetune.training.rollout import EXPERTS, check_replay
+from moe_finetune.training.grpo import EXPERTS, check_replay
 from tests.training.grpo import TEMPERATURE, student, trainer_for, weights_of
 
 KEYS = ("routing/changed_from_rollout", "rollout/log_prob_difference", "rollout/kl")

@@ -1,8 +1,7 @@
-"""GRPO rollouts: how far generation and training disagree, and router replay.
+"""Mixins of TRL's GRPO trainer: compare and replay rollouts' experts, save between rollouts.
 
-A mixin for TRL's trainer, for completions that transformers generates in this process. Shape
-legend: B rows, P prompt positions, C completion positions, S = P + C, L MoE layers, K selected
-experts.
+Shape legend: B rows, P prompt positions, C completion positions, S = P + C, L MoE layers, K experts
+selected.
 """
 
 from __future__ import annotations
@@ -29,8 +28,9 @@ from moe_finetune.training.callback import SpecializationCallback
 
 log = logging.getLogger(__name__)
 _Trainer: Any = object
+TOKEN_BY_TOKEN = (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
 EXPERTS = "rollout_experts"
-"""Key in a training batch for the result of :meth:`RolloutChoice.experts`."""
+"""Key of a training batch: experts as of :meth:`RolloutChoice.experts`, whoever sampled."""
 
 
 class FollowsRollouts(_Trainer):
@@ -59,8 +59,8 @@ class FollowsRollouts(_Trainer):
         self._rollout = None
         if not self.model.training or not self._can_be_noted():
             return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        self._note_policy()
         recorder = self.callback.recorder
-        self._policy = self._policy or TrainedAdapter(recorder.model)
         longest, step = max(map(len, prompt_ids)), self.pad_to_multiple_of or 1
         rollout = _Rollout(recorder, self.temperature, prompt=-(-longest // step) * step)
         with rollout.noting():
@@ -70,19 +70,16 @@ class FollowsRollouts(_Trainer):
 
     def _can_be_noted(self) -> bool:
         """Whether transformers samples the completions in this process, token by token."""
+        obstacle = ""
         if self.use_vllm or self.use_transformers_continuous_batching:
             what = "vLLM" if self.use_vllm else "continuous batching"
             obstacle = f"{what} does not return the experts of a rollout to TRL"
-        else:
-            mode = self.generation_config.get_generation_mode()
-            if mode not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
-                obstacle = f"trainer.generation_kwargs select {mode.value} instead of sampling"
-            elif self.generation_config.use_cache is False:
-                obstacle = (
-                    "trainer.generation_kwargs.use_cache is false, so complete rows run again"
-                )
-            else:
-                return True
+        elif (mode := self.generation_config.get_generation_mode()) not in TOKEN_BY_TOKEN:
+            obstacle = f"trainer.generation_kwargs select {mode.value} instead of sampling"
+        elif self.generation_config.use_cache is False:
+            obstacle = "trainer.generation_kwargs.use_cache is false, so complete rows run again"
+        if not obstacle:
+            return True
         if self.replay:
             raise CaptureError(f"router.replay: {obstacle}")
         if not self._said:
@@ -99,7 +96,9 @@ class FollowsRollouts(_Trainer):
         return output
 
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
-        self._batch = inputs if EXPERTS in inputs else None
+        if EXPERTS in inputs:
+            self._note_policy()
+            self._batch = inputs
         try:
             return super()._compute_loss(model, inputs)
         finally:
@@ -113,29 +112,33 @@ class FollowsRollouts(_Trainer):
             super()._get_per_token_logps_and_entropies,
             model, input_ids, attention_mask, *args, **kwargs,
         )  # fmt: skip
-        if self._policy is None or not self._is_policy(model):
+        batch = self._batch
+        # Without a batch, the old policy runs right after its rollout.
+        replays = batch is not None or (self.replay and self._rollout is not None)
+        if not (replays and self._is_policy(model)):
             return run()
-        recorder = self.callback.recorder
-        layers = _layers(recorder)
-        if self._batch is not None:
-            mask_BC = self._batch["completion_mask"].bool()
-            missing = attention_mask.shape[1] - mask_BC.shape[1]
-            counted_BS = torch.nn.functional.pad(mask_BC, (missing, 0))
-            against = AgainstRollout(self._batch[EXPERTS], counted_BS, layers, self.replay)
-            with recorder.using(overrides=against.begin):
-                result = run()
-            self._log(against, result[0].detach(), self._batch["sampling_per_token_logps"], mask_BC)
-            return result
-        if self._rollout is not None and self.replay:  # the old policy, right after its rollout
+        counted_BS = torch.zeros_like(attention_mask, dtype=torch.bool)
+        if batch is not None:
+            mask_BC = batch["completion_mask"].bool()
+            counted_BS[:, -mask_BC.shape[1] :] = mask_BC
+            experts_BSLK = batch[EXPERTS]
+        else:
+            assert self._rollout is not None
             experts_BSLK = self._rollout.choice.experts(attention_mask)
-            none_BS = torch.zeros_like(attention_mask, dtype=torch.bool)
-            replay = AgainstRollout(experts_BSLK, none_BS, layers, True)
-            with recorder.using(overrides=replay.begin):
-                return run()
-        return run()
+        recorder = self.callback.recorder
+        against = AgainstRollout(experts_BSLK, counted_BS, _layers(recorder), self.replay)
+        with recorder.using(overrides=against.begin):
+            result = run()
+        if batch is not None:
+            sampled_BC = batch["sampling_per_token_logps"]
+            self._log(against, result[0].detach(), sampled_BC, mask_BC)
+        return result
+
+    def _note_policy(self) -> None:
+        """Note the adapter that trains; called where it is active, not the reference."""
+        self._policy = self._policy or TrainedAdapter(self.callback.recorder.model)
 
     def _is_policy(self, model: Any) -> bool:
-        """Whether ``model`` is the policy with its adapter on, not a reference."""
         assert self._policy is not None
         policy = causal_lm(self.callback.recorder.model)
         return causal_lm(model) is policy and self._policy.acts()
@@ -155,6 +158,53 @@ class FollowsRollouts(_Trainer):
         ):
             if count:
                 self._metrics["train"][name].append(total / count)
+
+
+class SavesBetweenGenerations(_Trainer):
+    """Mixin that moves saves to the ends of TRL's generation batches.
+
+    TRL samples completions for several micro-batches at once, and may train on them several times.
+    A save inside waits for the end, so that no completions have to be saved. The order of prompts
+    comes from a generator that no checkpoint stores, and is drawn again for the epoch.
+    """
+
+    _save_waits = False
+
+    def can_save(self) -> bool:
+        """Whether the next step samples new completions, or none follows."""
+        window = self.args.gradient_accumulation_steps
+        batch = getattr(self.args, "steps_per_generation", window)
+        batch *= getattr(self, "num_iterations", 1)
+        return self._step % batch == 0 or self.state.global_step >= self.state.max_steps
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        due = self._save_waits or self.control.should_save
+        self.control.should_save = due and self.can_save()
+        self._save_waits = due and not self.control.should_save
+        return super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if checkpoint is not None:
+            self._step = self.state.global_step * self.args.gradient_accumulation_steps
+            if not self.can_save():
+                log.warning(
+                    "the checkpoint is inside a generation batch, because its run ended there or "
+                    "had another number of processes; the batch's completions are sampled again"
+                )
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        sampler = super()._get_train_sampler(*args, **kwargs)
+        sampler.set_epoch = partial(_order_of_epoch, sampler)  # the Trainer calls it
+        return sampler
+
+
+def _order_of_epoch(sampler: Any, epoch: int) -> None:
+    """Give a ``RepeatSampler`` the order that an uninterrupted run would have in ``epoch``."""
+    if sampler.shuffle:
+        sampler.generator.manual_seed(sampler.seed)
+        for _ in range(epoch):
+            torch.randperm(sampler.num_samples, generator=sampler.generator)
 
 
 def check_rollouts(recipe: Recipe, family: Family) -> None:
