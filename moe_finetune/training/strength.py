@@ -38,22 +38,21 @@ class TermStrength:
     Attributes:
         trains: the parts its own layer's gradient reaches.
         weight: its full weight; 0 for a share whose weight is not found yet.
-        shares, cosines: by part, at weight 1; None if nothing trains or the trainer's loss has no
+        shares, cosines: by part, at weight 1; empty if nothing trains or the trainer's loss has no
             gradient.
     """
 
     term: str
     trains: frozenset[str]
     weight: float
-    shares: Mapping[str, float | None]
-    cosines: Mapping[str, float | None]
+    shares: Mapping[str, float]
+    cosines: Mapping[str, float]
 
     @property
     def at_one(self) -> float:
         """The share at weight 1: the largest over the trained parts, else over those reached."""
-        measured = {part: share for part, share in self.shares.items() if share is not None}
-        mainly = [share for part, share in measured.items() if part in self.trains]
-        return max(mainly or measured.values(), default=0.0)
+        mainly = [share for part, share in self.shares.items() if part in self.trains]
+        return max(mainly or self.shares.values(), default=0.0)
 
     @property
     def share(self) -> float:
@@ -68,7 +67,7 @@ class TermStrength:
     @property
     def missing(self) -> str:
         """Why no weight gives the term a share."""
-        if all(share is None for share in self.shares.values()):
+        if not self.shares:
             return "the trainer's loss has no gradient where the term acts"
         if self.at_one > 0:
             return f"the weight would be more than {LARGEST_WEIGHT:g}"
@@ -76,12 +75,12 @@ class TermStrength:
 
     def row(self) -> dict[str, Any]:
         """The term's row in the result of :func:`measure_strength`."""
-        shares = {k: None if v is None else v * self.weight for k, v in self.shares.items()}
+        shares = {part: share * self.weight for part, share in self.shares.items()}
         return {
             "term": self.term,
             "weight": self.weight,
-            **{f"share_{part}": shares[part] for part in PARTS},
-            **{f"cosine_{part}": self.cosines[part] for part in PARTS},
+            **{f"share_{part}": shares.get(part) for part in PARTS},
+            **{f"cosine_{part}": self.cosines.get(part) for part in PARTS},
             "weight_for_10_percent": self.weight_for(AIM),
         }
 
@@ -166,29 +165,25 @@ class StrengthMeter:
     def finish(self) -> None:
         """After the last step, report shares that never had a weight."""
         self.close()
-        for name, weight in self.objective.full_weights.items():
-            if weight is None and self._share(name) is not None:
+        for term in self.objective.terms:
+            if term.options.share is not None and self.objective.full_weights[term.name] is None:
                 log.warning(
                     "method.terms.%s.share: no window gave it a weight; the term had no effect",
-                    name,
+                    term.name,
                 )
-
-    def _share(self, name: str) -> float | None:
-        return next(term.options.share for term in self.objective.terms if term.name == name)
 
     def _due(self) -> dict[str, float]:
         """The shares that this step's window gives a weight."""
-        weights, shares = self.objective.full_weights, dict[str, float]()
+        shares: dict[str, float] = {}
         for term in self.objective.terms:
             share, every = term.options.share, term.options.every
             again = every is not None and self._step % every == 0
-            if share is not None and (again or weights[term.name] is None):
+            if share is not None and (again or self.objective.full_weights[term.name] is None):
                 shares[term.name] = share
         return shares
 
     def _row(self, term: Term, products: Products) -> TermStrength:
-        shares: dict[str, float | None] = dict.fromkeys(PARTS)
-        cosines: dict[str, float | None] = dict.fromkeys(PARTS)
+        shares, cosines = dict[str, float](), dict[str, float]()
         for part, (term_square, trainers_square, inner) in products.items():
             if trainers_square != 0:
                 shares[part] = math.sqrt(term_square / trainers_square)
@@ -214,24 +209,21 @@ class StrengthMeter:
 
 
 def _finite(row: TermStrength) -> bool:
-    values = (*row.shares.values(), *row.cosines.values())
-    return all(value is None or math.isfinite(value) for value in values)
+    return all(map(math.isfinite, (*row.shares.values(), *row.cosines.values())))
 
 
 def _report(row: TermStrength) -> None:
     """Log a line; warn if the term is negligible or dominates the trainer's loss."""
-    if all(share is None for share in row.shares.values()):
-        log.info("method.terms.%s: not measured, because %s", row.term, row.missing)
+    what, trained = f"method.terms.{row.term}", sorted(row.trains.intersection(row.shares))
+    if not row.shares:
+        log.info("%s: not measured, because %s", what, row.missing)
         return
-    measured = [part for part, share in row.shares.items() if share is not None]
-    trained = sorted(row.trains.intersection(measured))
     if not trained:
-        own, reached = " and ".join(sorted(row.trains)), " and ".join(sorted(measured))
         log.warning(
-            "method.terms.%s: it acts on the %s, frozen here, so it can act only through the %s "
-            "of earlier layers; at weight %.3g its gradient is %.2g %% of that of the trainer's "
-            "loss there",
-            *(row.term, own, reached, row.weight, 100 * row.share),
+            "%s: it acts on the %s, frozen here, so it can act only through the %s of earlier "
+            "layers; at weight %.3g its gradient is %.2g %% of that of the trainer's loss there",
+            *(what, " and ".join(sorted(row.trains)), " and ".join(sorted(row.shares))),
+            *(row.weight, 100 * row.share),
         )
         return
     aim = row.weight_for(AIM)
@@ -240,7 +232,7 @@ def _report(row: TermStrength) -> None:
         if aim is None
         else f"weight {aim:.3g} would be 10 %, and so would share: 0.1 instead of weight"
     )
-    what = f"method.terms.{row.term}: at weight {row.weight:.3g} its gradient is"
+    what = f"{what}: at weight {row.weight:.3g} its gradient is"
     where = f"of that of the trainer's loss on {' and '.join(trained)}"
     if row.share < WHISPER:
         log.warning("%s %.2g %% %s, too little to show: %s", what, 100 * row.share, where, advice)
