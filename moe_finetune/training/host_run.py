@@ -31,9 +31,14 @@ from moe_finetune.training import ranks
 from moe_finetune.training.output import discard, write_environment
 from moe_finetune.training.rank_state import random_state, set_random_state
 from moe_finetune.training.run_log import RunLog
-from moe_finetune.training.sample import token_inputs
+from moe_finetune.training.sample import (
+    MAX_TOKENS,
+    Example,
+    first_rows,
+    take_snapshot,
+    token_inputs,
+)
 from moe_finetune.training.save import run_metadata, save_trained
-from moe_finetune.training.snapshot import MAX_TOKENS, Example, first_rows, take_snapshot
 from moe_finetune.training.specialization import Specialization
 
 log = logging.getLogger(__name__)

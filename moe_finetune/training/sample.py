@@ -1,20 +1,26 @@
-"""Routing of sampled tokens, collected on the host, and the metrics that need vectors.
+"""Routing of sampled tokens: before training, at evaluations, and after it.
+
+``routing/before.json`` and ``routing/after.json`` have a fixed sample; the report draws them.
 
 Shape legend: T tokens, N tokens whose embeddings are kept, E routed experts, K selected, H hidden,
 D expert width.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
+from moe_finetune.io import write_atomic
 from moe_finetune.losses.base import ModelFacts
 from moe_finetune.losses.objective import LayerLoss
 from moe_finetune.losses.record import RoutingRecord
@@ -27,10 +33,12 @@ from moe_finetune.metrics import (
 from moe_finetune.metrics.arrays import from_layer, mean_known
 from moe_finetune.metrics.experts import separation
 from moe_finetune.metrics.paths import top_choice
-from moe_finetune.moe.context import Observer
 from moe_finetune.moe.hooks import Recorder
+from moe_finetune.moe.layers import in_mode, model_facts
+from moe_finetune.moe.perturbation import Perturbation
 from moe_finetune.routing.measures import NEEDS, Measures
-from moe_finetune.routing.picture import routing_path
+from moe_finetune.routing.picture import PASSAGE, PASSAGES, passage, routing_path, snapshot
+from moe_finetune.training import ranks
 
 MAX_TOKENS = 8192
 MAX_EMBEDDINGS = 1500
@@ -39,7 +47,9 @@ MEASURED = (
     *("entropy", "routing_variance", "router_cosine", "noise_level"),
     *("activation_cosine", "output_cosine"),
 )
+BATCH = 1024
 MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
+Example = Mapping[str, Any]
 
 
 class Sample:
@@ -158,13 +168,119 @@ class Sample:
         return routing_path(self.layers, load_LE, tokens, self.top_k, matrix_EE)
 
 
-@contextmanager
-def observing(
-    recorder: Recorder, observer: Observer, needs: frozenset[str] = frozenset()
-) -> Iterator[None]:
-    """Replace an installed recorder's observers with ``observer`` inside the context."""
-    with recorder.using(observers=(observer,), needs=needs, observe="all"):
-        yield
+def sample_examples(
+    sources: Sequence[tuple[str, Iterable[Example]]], max_length: int
+) -> list[Example]:
+    """Select rows with ``input_ids`` and ``domain``, 8,192 tokens in all, for snapshots.
+
+    Args:
+        sources: path and prepared rows of each source of the data. Each contributes its first rows,
+            an equal part of the tokens, as a domain of its name.
+        max_length: rows are truncated to it, as in training.
+    """
+    examples: list[Example] = []
+    for path, rows in sources:
+        name = _name(path)
+        cut = ({"input_ids": row["input_ids"][:max_length], "domain": name} for row in rows)
+        examples += first_rows(cut, MAX_TOKENS // len(sources))
+    return examples
+
+
+def _name(file: str) -> str:
+    return Path(file).name.partition(".")[0] or file
+
+
+def first_rows(rows: Iterable[Example], tokens: int) -> list[Example]:
+    """The first ``tokens`` tokens of ``rows``; the last row is truncated."""
+    selected: list[Example] = []
+    for row in rows:
+        selected.append({**row, "input_ids": row["input_ids"][:tokens]})
+        tokens -= len(selected[-1]["input_ids"])
+        if tokens <= 0:
+            break
+    return selected
+
+
+def take_snapshot(
+    model: nn.Module,
+    examples: Iterable[Example],
+    path: Path,
+    perturbation: Perturbation | None = None,
+    tokenizer: Any = None,
+    data: Literal["validation", "train"] | None = None,
+) -> dict[str, Any]:
+    """Record the routing of ``examples`` (see :func:`sample_examples`) and write it to ``path``.
+
+    The model stays in its train or eval mode. ``tokenizer``: to show text in the experts' colors.
+    ``data``: where the examples come from, for the report.
+    """
+    sample = Sample(model_facts(model))
+    rows = list(examples)
+    with Recorder(model, observers=[sample], needs=NEEDS, observe="all", perturbation=perturbation):
+        _run(model, _batches([row["input_ids"] for row in rows]))
+    # Every rank took part, because the model may be sharded; rank 0 writes.
+    if ranks.rank() > 0:
+        return {}
+    picture = {"data": data, **_picture(sample, rows, tokenizer)}
+    write_atomic(path, json.dumps(picture))
+    return picture
+
+
+def _batches(rows: list[list[int]]) -> Iterator[dict[str, Tensor]]:
+    """Yield inputs of consecutive rows, ``BATCH`` tokens with padding, or one longer row."""
+    batch: list[list[int]] = []
+    for row in rows:
+        if batch and max(map(len, [*batch, row])) * (len(batch) + 1) > BATCH:
+            yield _padded(batch)
+            batch = []
+        batch.append(row)
+    if batch:
+        yield _padded(batch)
+
+
+def _padded(rows: list[list[int]]) -> dict[str, Tensor]:
+    masks = [torch.ones(len(row), dtype=torch.long) for row in rows]
+    return {
+        "input_ids": pad_sequence([torch.tensor(row) for row in rows], batch_first=True),
+        "attention_mask": pad_sequence(masks, batch_first=True),
+    }
+
+
+def _picture(sample: Sample, rows: list[Example], tokenizer: Any) -> dict[str, Any]:
+    domain_T = np.repeat([row["domain"] for row in rows], [len(row["input_ids"]) for row in rows])
+    names = list(dict.fromkeys(row["domain"] for row in rows))
+    return snapshot(
+        sample.routing(),
+        sample.metrics(),
+        sample.measures,
+        sample.embeddings(sample.middle),
+        {name: _counts(sample, domain_T == name) for name in names},
+        None if tokenizer is None else _passages(sample, rows, tokenizer, names),
+    )
+
+
+def _counts(sample: Sample, here_T: np.ndarray) -> list[list[int]]:
+    return [
+        np.bincount(
+            sample.rows("index", layer)[here_T].ravel(), minlength=sample.num_experts
+        ).tolist()
+        for layer in sample.layers
+    ]
+
+
+def _passages(
+    sample: Sample, rows: list[Example], tokenizer: Any, names: list[str]
+) -> list[dict[str, Any]]:
+    """The start of each domain's first example, with its experts in the middle layer."""
+    top_T, index_TK = sample.top_T(sample.middle), sample.rows("index", sample.middle)
+    starts = np.cumsum([0, *(len(row["input_ids"]) for row in rows)])
+    passages = []
+    for name in names[:PASSAGES]:
+        index = next(n for n, row in enumerate(rows) if row["domain"] == name)
+        ids = rows[index]["input_ids"][:PASSAGE]
+        span = slice(int(starts[index]), int(starts[index]) + len(ids))
+        passages.append(passage(tokenizer, sample.middle, name, ids, top_T[span], index_TK[span]))
+    return passages
 
 
 def evaluation_sample(recorder: Recorder, batches: Iterable[Any]) -> Sample | None:
@@ -176,28 +292,28 @@ def evaluation_sample(recorder: Recorder, batches: Iterable[Any]) -> Sample | No
     do not divide evenly. Every rank must call this: with a sharded model each takes part in the
     others' forwards.
     """
-    from moe_finetune.moe.layers import in_mode, model_facts
-
     model: Any = recorder.model
     sample = Sample(model_facts(model), pictures=False)
-    device = next(model.parameters()).device
-    batches = undivided(batches)
     has_tokens = False
     with (
-        in_mode(model, train=False),
-        torch.no_grad(),
-        observing(recorder, sample, NEEDS),
+        recorder.using(observers=(sample,), needs=NEEDS, observe="all"),
         # What a loader draws to start must not change what training draws next.
         torch.random.fork_rng(devices=[]),
     ):
-        for batch_number, batch in enumerate(batches, start=1):
-            for inputs in token_inputs(batch):
-                has_tokens = True
-                on_device = {name: values.to(device) for name, values in inputs.items()}
-                model(**on_device, use_cache=False, logits_to_keep=1)
-            if batch_number == MAX_BATCHES:
-                break
+        for batch in itertools.islice(undivided(batches), MAX_BATCHES):
+            inputs = list(token_inputs(batch))
+            has_tokens = has_tokens or bool(inputs)
+            _run(model, inputs)
     return sample if has_tokens else None
+
+
+def _run(model: Any, batches: Iterable[Mapping[str, Tensor]]) -> None:
+    """Forwards that only observers read."""
+    device = next(model.parameters()).device
+    with in_mode(model, train=False), torch.no_grad():
+        for inputs in batches:
+            on_device = {name: values.to(device) for name, values in inputs.items()}
+            model(**on_device, use_cache=False, logits_to_keep=1)
 
 
 def token_inputs(batch: Any) -> Iterator[dict[str, Tensor]]:

@@ -18,9 +18,9 @@ from moe_finetune.training.continued_adapter import continue_adapter
 from moe_finetune.training.keep_steps import KeepSteps
 from moe_finetune.training.prepare import Inputs
 from moe_finetune.training.resumable import find_checkpoint
+from moe_finetune.training.sample import sample_examples, take_snapshot
 from moe_finetune.training.save import name_base, run_metadata, save_trained
 from moe_finetune.training.signals import StopOnSignal
-from moe_finetune.training.snapshot import sample_examples, take_snapshot
 from moe_finetune.training.start import Start, reference_model, start_model
 from moe_finetune.training.trainer import build_trainer
 

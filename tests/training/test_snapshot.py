@@ -17,9 +17,14 @@ from moe_finetune.metrics.experts import separation
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
 from moe_finetune.recipe.sections import DataSection, LoraSection
-from moe_finetune.training import snapshot
-from moe_finetune.training.sample import Sample, evaluation_metrics, evaluation_sample
-from moe_finetune.training.snapshot import sample_examples, take_snapshot
+from moe_finetune.training import sample as sampling
+from moe_finetune.training.sample import (
+    Sample,
+    evaluation_metrics,
+    evaluation_sample,
+    sample_examples,
+    take_snapshot,
+)
 from tests import tiny
 from tests.tiny_adapter import random_factors
 
@@ -70,9 +75,9 @@ def numbers(value):
 def test_rows_together_give_what_they_give_alone(model, tmp_path, monkeypatch):
     rows, found = examples(), []
     for size, forwards in ((1, 3), (2 * 23, 2), (1000, 1)):
-        monkeypatch.setattr(snapshot, "BATCH", size)
+        monkeypatch.setattr(sampling, "BATCH", size)
         ids = [row["input_ids"] for row in rows]
-        assert len(list(snapshot._batches(ids, torch.device("cpu")))) == forwards
+        assert len(list(sampling._batches(ids))) == forwards
         taken = take_snapshot(model, rows, tmp_path / "s.json")
         taken.pop("embeddings"), taken.pop("gate_rows_tsne")  # drawings, not measurements
         found.append(taken)
@@ -82,7 +87,7 @@ def test_rows_together_give_what_they_give_alone(model, tmp_path, monkeypatch):
 
 
 def test_a_snapshot_is_what_the_layers_computed(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(snapshot, "BATCH", 1)  # row by row, as `records`
+    monkeypatch.setattr(sampling, "BATCH", 1)  # row by row, as `records`
     rows = examples()
     model.train()
     found = take_snapshot(model, rows, tmp_path / "s.json", None, tiny.tokenizer())
