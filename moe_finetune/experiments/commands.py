@@ -45,8 +45,8 @@ def show_plan(recipe: str, overrides: Sequence[str], output: Path | None) -> Non
         done = [sum(state_of(output, name) == "finished" for name in names)] if output else []
         lines.append([arm, *map(str, (len(names), *done))])
     print(f"{study.title or study.name}: {len(runs)} runs\n{aligned(lines, 'left')}")
-    if said := different_routers(runs):
-        print(said)
+    if difference := different_routers(runs):
+        print(difference)
 
 
 def parse_shard(text: str | None) -> tuple[int, int] | None:

@@ -49,8 +49,8 @@ def run_study(
     output = Path(output)
     with output_lock(output, shared=shard is not None):
         runs = expand(study)
-        if said := different_routers(runs):
-            log.warning(said)
+        if difference := different_routers(runs):
+            log.warning(difference)
         mine = shard_of(runs, shard)
         with output_lock(output / disk.MANIFEST, wait=True):
             disk.prepare(study, runs, output, resume or shard is not None)

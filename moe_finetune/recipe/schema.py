@@ -34,7 +34,7 @@ from moe_finetune.recipe.sections import (
 )
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.recipe.tree import Tree, load_tree, merge_mappings
-from moe_finetune.recipe.validation import from_tree, in_a_section
+from moe_finetune.recipe.validation import from_tree, key_of
 
 
 class Recipe(WholeRecipe):
@@ -102,7 +102,7 @@ class Recipe(WholeRecipe):
         stage = info.data.get("stage")  # missing if the section itself is invalid
         problems: list[str] = []
         if value and stage:
-            problems += check_trainer(value, STAGES[stage], partial(in_a_section, cls))
+            problems += check_trainer(value, STAGES[stage], partial(key_of, cls))
         if problems:
             raise RecipeError("\n".join(problems))
         return value

@@ -146,7 +146,7 @@ class RouterSection(Section):
     train: Literal["auto", "full", "lora", "frozen"] = Field(
         default="auto",
         description="full: all router weights train; lora: LoRA on them; frozen: none train; auto: "
-        "frozen beside an adapter if no loss of the method trains routers, else full",
+        "frozen next to an adapter if no loss of the method trains routers, else full",
     )
     replay: bool = Field(
         default=False, description="stage grpo: train with the experts that the rollout selected"

@@ -24,8 +24,14 @@ def from_tree(
         RecipeError (or ``refused``): one line for each problem, with where it was written and the
             dotted key.
     """
+    # So that the required keys of a missing section are named.
+    empty = {
+        name: {}
+        for name, field in model.model_fields.items()
+        if field.is_required() and _has_required_keys(field.annotation)
+    }
     try:
-        return model.model_validate({**defaults, **tree.values})
+        return model.model_validate({**empty, **defaults, **tree.values})
     except ValidationError as error:
         lines = describe(model, error)
     except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON escapes allow
@@ -53,17 +59,9 @@ def describe(model: type[BaseModel], error: ValidationError, prefix: Key = ()) -
         if item["type"] == "default_factory_not_called":  # the other errors are why
             continue
         if item["type"] == "extra_forbidden":
-            names = _fields_at(model, item["loc"][:-1])
-            name = str(item["loc"][-1])
-            hint = did_you_mean(name, names)
-            is_typo = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
-            if not is_typo and (elsewhere := _elsewhere(model, name)):
-                hint = f"; did you mean '{elsewhere}'?"
-            lines.append(f"{key}: unknown key{hint}")
+            lines.append(f"{key}: unknown key{_nearest(model, item['loc'])}")
         elif item["type"] == "missing":
-            inner = _required(model, item["loc"])
-            needs = f" (it needs {', '.join(f'{key}.{name}' for name in inner)})" if inner else ""
-            lines.append(f"{key}: required, but missing{needs}")
+            lines.append(f"{key}: required, but missing")
         elif cause is not None:
             lines.append(f"{key}: {cause}")
         elif item["msg"].startswith("Input should be "):
@@ -86,17 +84,6 @@ def expectation(message: str) -> str:
     return "null" if text == "None" else text
 
 
-def _required(model: type[BaseModel], loc: tuple[str | int, ...]) -> list[str]:
-    """Required keys of the section at ``loc``; empty if it is not a section."""
-    sections: list[type[BaseModel]] = [model]
-    for part in loc:
-        if not sections or part not in sections[0].model_fields:
-            return []
-        sections = list(_models(sections[0].model_fields[str(part)].annotation))
-    fields = sections[0].model_fields.items() if len(sections) == 1 else ()
-    return [name for name, field in fields if field.is_required()]
-
-
 def _is_union_tag(part: str | int) -> bool:
     """Return whether ``part`` is a branch of a union, as in ``list[str]`` or ``DataSource``."""
     if not isinstance(part, str):
@@ -105,36 +92,39 @@ def _is_union_tag(part: str | int) -> bool:
     return part in ("str", "int", "float", "bool") or "[" in part or part[:1].isupper()
 
 
-def _elsewhere(model: type[BaseModel], name: str) -> str | None:
-    """The dotted key of this name in another section; None if none or several have it."""
-    if "trainer" in model.model_fields:
-        stage = STAGES["sft"]
-        fields = {field.name for field in dataclasses.fields(stage.config_class())}
-        if name in fields - OWNED.keys():
-            return f"trainer.{name}"
-    return in_a_section(model, name)
+def _nearest(model: type[BaseModel], loc: tuple[str | int, ...]) -> str:
+    """``; did you mean ...``: a key of the same section, else one of this name in another."""
+    section, name = model, str(loc[-1])
+    for part in loc[:-1]:
+        field = section.model_fields.get(str(part))
+        section = next(_models(field.annotation), section) if field else section
+    names = list(section.model_fields)
+    if not difflib.get_close_matches(name, names, n=1, cutoff=0.75):
+        if "trainer" in model.model_fields:
+            fields = dataclasses.fields(STAGES["sft"].config_class())
+            if name in {field.name for field in fields} - OWNED.keys():
+                return f"; did you mean 'trainer.{name}'?"
+        if key := key_of(model, name):
+            return f"; did you mean '{key}'?"
+    return did_you_mean(name, names)
 
 
-def in_a_section(model: type[BaseModel], name: str, prefix: str = "", depth: int = 3) -> str | None:
-    """The dotted key of this name in a section of ``model``; None if none or several have it."""
-    places = []
-    for key, field in model.model_fields.items():
-        for section in _models(field.annotation) if depth else ():
-            if name in section.model_fields:
-                places.append(f"{prefix}{key}.{name}")
-            elif deeper := in_a_section(section, name, f"{prefix}{key}.", depth - 1):
-                places.append(deeper)
-    places = list(dict.fromkeys(places))
-    return places[0] if len(places) == 1 else None
+def key_of(model: type[BaseModel], name: str) -> str | None:
+    """The dotted key of this name in a section; None if none or several have it."""
+    keys = {key for key in _keys(model) if key.rpartition(".")[2] == name and "." in key}
+    return keys.pop() if len(keys) == 1 else None
 
 
-def _fields_at(model: type[BaseModel], loc: tuple[str | int, ...]) -> list[str]:
-    for part in loc:
-        field = model.model_fields.get(str(part))
-        nested = list(_models(field.annotation)) if field else []
-        if nested:
-            model = nested[0]
-    return list(model.model_fields)
+def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        for section in _models(field.annotation):
+            yield from _keys(section, f"{prefix}{name}.")
+
+
+def _has_required_keys(annotation: Any) -> bool:
+    is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    return is_section and any(f.is_required() for f in annotation.model_fields.values())
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 _Trainer: Any = object
 TOKEN_BY_TOKEN = (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
 EXPERTS = "rollout_experts"
-"""Key of a training batch: experts as of :meth:`RolloutChoice.experts`, whoever sampled."""
+"""Key of a training batch: experts as of :meth:`RolloutChoice.experts`, from any rollout."""
 
 
 class FollowsRollouts(_Trainer):

@@ -190,15 +190,15 @@ class HostRun:
 def _text(recipe: Recipe, args: Any, max_steps: int) -> str:
     """The text of ``recipe.yaml``: only what the trainer's arguments and the model state."""
     lora = recipe.lora
-    given = {name: getattr(args, name, None) for name in ARGUMENTS}
-    trainer = {k: v.value if isinstance(v, Enum) else v for k, v in given.items() if v is not None}
-    values = {
+    values = {name: getattr(args, name, None) for name in ARGUMENTS}
+    trainer = {k: v.value if isinstance(v, Enum) else v for k, v in values.items() if v is not None}
+    content = {
         "model": {"path": recipe.model.path, "dtype": recipe.model.dtype},
         "method": recipe.method.model_dump(mode="json"),
         "lora": None if lora is None else {"rank": lora.rank, "alpha": lora.alpha},
         "trainer": {"max_steps": max_steps, **trainer},
     }
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
 
 
 def _lora_config(model: Any) -> Any:

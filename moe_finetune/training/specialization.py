@@ -266,12 +266,12 @@ class Specialization:
         weights = self.objective.found_weights()
         exact = {*weights, *(self.balancer.state_dict() if self.balancer is not None else ())}
         tables = tuple(f"{term.name}." for term in self.objective.terms if term.keeps_tables)
-        missing = [name for name in exact if name not in state]
-        missing += [prefix for prefix in tables if not any(key.startswith(prefix) for key in state)]
+        missing = [prefix for prefix in tables if not any(key.startswith(prefix) for key in state)]
+        missing += sorted(exact - state.keys())
         strange = [key for key in state if key not in exact and not key.startswith(tables)]
         if missing or strange:
             problem = (
-                f"lacks '{min(missing).rstrip('.')}', which this method needs"
+                f"lacks '{missing[0].rstrip('.')}', which this method needs"
                 if missing
                 else f"contains '{min(strange)}', which this method does not use"
             )

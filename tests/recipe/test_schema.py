@@ -92,7 +92,7 @@ def test_every_problem_is_one_line_with_its_place(write):
         8: "trainer.seed: must be a valid integer, not 'soon'",
     }.items():
         assert f"{file}:{place}: {message}" in text
-    assert "model: required, but missing (it needs model.path)" in text
+    assert "model.path: required, but missing" in text
 
 
 def test_overrides_that_are_none_are_refused(write):

@@ -13,8 +13,8 @@ def test_a_recipe_is_told_what_it_needs():
     with pytest.raises(RecipeError) as caught:
         recipe_from_tree(Tree(values))
     assert str(caught.value).splitlines() == [
-        "model: required, but missing (it needs model.path)",
-        "data: required, but missing (it needs data.train)",
+        "model.path: required, but missing",
+        "data.train: required, but missing",
         "lora.rank: must be greater than or equal to 1, not -1",
     ]
 
