@@ -62,7 +62,7 @@ def inspect(
 
     from moe_finetune.errors import RecipeError
     from moe_finetune.recipe.schema import load_recipe
-    from moe_finetune.training.inspection import inspect_checkpoint
+    from moe_finetune.training.inspect import inspect_checkpoint
 
     checkpoint = str(checkpoint_in(checkpoint))
     if prove:

@@ -46,7 +46,7 @@ def init(
     from moe_finetune.errors import RecipeError
     from moe_finetune.losses.presets import PRESETS
     from moe_finetune.report.outcome import listed, program
-    from moe_finetune.training.starter import (
+    from moe_finetune.training.init import (
         METHODS,
         Answers,
         check_method,

@@ -50,16 +50,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 OPTIONS = ("output", "dropout", "kernel")
-FIRST = (
+ORDER = (
     "SpecializationCallback",  # puts the method's values into the log entry that all others read
     "RunLog",  # writes the entry
     "LiveTable",  # shows what was written
-)
-"""Before the trainer's own callbacks and reporters."""
-LAST = (
+    "",  # the trainer's own callbacks and reporters
     "KeepSteps",  # keeps the model that the step's other callbacks left
     "StopOnSignal",  # may end the run, so it comes last
 )
+"""The order of a trainer's callbacks, which matters in each event."""
 
 
 def add_callbacks(trainer: Any, *callbacks: TrainerCallback) -> None:
@@ -70,12 +69,8 @@ def add_callbacks(trainer: Any, *callbacks: TrainerCallback) -> None:
 
 
 def _position(callback: TrainerCallback) -> int:
-    for kind in type(callback).__mro__:
-        if kind.__name__ in FIRST:
-            return FIRST.index(kind.__name__) - len(FIRST)
-        if kind.__name__ in LAST:
-            return 1 + LAST.index(kind.__name__)
-    return 0
+    names = [kind.__name__ for kind in type(callback).__mro__]
+    return next((ORDER.index(name) for name in names if name in ORDER), ORDER.index(""))
 
 
 class AccumulationWindow:
@@ -118,12 +113,10 @@ class AccumulationWindow:
             )
 
     def step(self, state: Any) -> None:
-        if self.trainer is not None or self._steps == 1 or self._batches is None:
-            return
-        per_epoch = math.ceil(self._batches / self._steps)
-        last = (state.global_step % per_epoch) == per_epoch - 1
-        remainder = self._batches % self._steps
-        self._current = remainder if last and remainder else self._steps
+        if self._batches is not None:
+            per_epoch = math.ceil(self._batches / self._steps)
+            last = state.global_step % per_epoch == per_epoch - 1
+            self._current = (last and self._batches % self._steps) or self._steps
 
     def scale(self) -> float:
         """1 / (micro-batches of the current step)."""
@@ -216,15 +209,14 @@ class SpecializationCallback(TrainerCallback, ExportableState):
                 "not " + ("no section" if section is None else repr(section))
             )
         options = {key: section[key] for key in OPTIONS if section.get(key) is not None}
-        if options.get("kernel", "auto") not in get_args(Kernel):
-            raise RecipeError(
-                f"specialization.kernel: must be one of {', '.join(get_args(Kernel))}"
-            )
         dropout = options.get("dropout", 0.0)
-        if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-            raise RecipeError("specialization.dropout: must be a number from 0 to below 1")
-        if not isinstance(options.get("output", ""), str):
-            raise RecipeError("specialization.output: must be a folder's path")
+        for key, right, expected in (
+            ("kernel", options.get("kernel", "auto") in get_args(Kernel), "auto, grouped or loop"),
+            ("dropout", isinstance(dropout, int | float) and 0 <= dropout < 1, "from 0 to below 1"),
+            ("output", isinstance(options.get("output", ""), str), "a folder's path"),
+        ):
+            if not right:
+                raise RecipeError(f"specialization.{key}: must be {expected}, not {options[key]!r}")
         return {key: value for key, value in section.items() if key not in OPTIONS}, options
 
     def attach(self, trainer: Trainer) -> SpecializationCallback:

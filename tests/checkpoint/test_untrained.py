@@ -10,7 +10,7 @@ from moe_finetune.checkpoint.loading import load_model
 from moe_finetune.checkpoint.untrained import MTP, OTHER
 from moe_finetune.errors import CheckpointError
 from moe_finetune.models import FAMILIES
-from moe_finetune.training.inspection import inspect_checkpoint
+from moe_finetune.training.inspect import inspect_checkpoint
 from tests import names_on_disk
 from tests.quantization.formats import as_fp8, packs, rewrite
 from tests.tiny_adapter import adapted

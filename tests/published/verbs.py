@@ -17,7 +17,7 @@ from moe_finetune.models.loading import load_config
 from moe_finetune.models.structure import meta_model
 from moe_finetune.recipe.schema import Recipe, recipe_from_tree
 from moe_finetune.recipe.tree import Tree
-from moe_finetune.training.inspection import inspect_checkpoint
+from moe_finetune.training.inspect import inspect_checkpoint
 from tests.published import fixture, generate
 from tests.published.fixture import Published
 

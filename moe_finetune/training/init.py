@@ -43,7 +43,6 @@ SMALL = 1 << 20
 
 Line = tuple[str, Any, str]
 """A key of the recipe, its value, and the reason."""
-Change = Line
 
 METHODS = {"sft": "orthogonal_variance", "dpo": "aux_loss"}
 """Stages that a starter is written for, and the default method of each."""
@@ -51,16 +50,7 @@ METHODS = {"sft": "orthogonal_variance", "dpo": "aux_loss"}
 
 @dataclass(frozen=True)
 class Answers:
-    """The inputs of a starter recipe.
-
-    Attributes:
-        checkpoint: folder or hub id.
-        data: training rows: file, folder or hub id.
-        validation: validation rows, or None.
-        method: a preset's name; None for the stage's default.
-        suite: evaluation suite, or None.
-        stage: sft, or dpo for rows of preferences.
-    """
+    """The inputs of a starter recipe: the options of ``init``."""
 
     checkpoint: str
     data: str
@@ -105,7 +95,7 @@ def describe(checkpoint: str) -> tuple[str, Any, Any]:
     return summary, family, config
 
 
-def starter(answers: Answers, changes: Sequence[Change] = (), gpu: float | None = None) -> str:
+def starter(answers: Answers, changes: Sequence[Line] = (), gpu: float | None = None) -> str:
     """The recipe as YAML, with a reason for every line.
 
     Args:
@@ -130,35 +120,28 @@ def starter(answers: Answers, changes: Sequence[Change] = (), gpu: float | None 
     small = text.hidden_size * family.num_experts(text) * text.num_hidden_layers < SMALL
     preset, stage = PRESETS[answers.preset], STAGES[answers.stage]
     rows = 2 if answers.stage == "dpo" else 4  # of preferences, both answers are in a batch
-    lines: list[Line] = [
+    dtype = ("float32", "small enough") if small else ("bfloat16", "losses are in float32")
+    lines: list[Line] = []
+    if answers.stage != "sft":
+        lines.append(("stage", answers.stage, f"TRL's {stage.trainer}"))
+    lines += [
         ("model.path", answers.checkpoint, summary),
-        (
-            "model.dtype",
-            *(("float32", "small enough") if small else ("bfloat16", "losses are in float32")),
-        ),
+        ("model.dtype", *dtype),
         ("method.preset", preset.name, f"should show: {preset.shows}"),
     ]
-    if answers.stage != "sft":
-        lines.insert(
-            0, ("stage", answers.stage, f"TRL's {stage.config.replace('Config', 'Trainer')}")
-        )
     if preset.recommended and answers.stage == "sft":
         why = "measured, see docs/methods.md; a number is each loss's share; left out: the paper's"
         lines.append(("method.share", "recommended", why))
     elif not set(preset.terms) <= set(WEIGHTED):
         why = "each loss's gradient over that of the trainer's loss; left out: the paper's weights"
         lines.append(("method.share", 0.1, why))
+    routers = ("frozen", "no loss of the method trains routers")
+    if resolve_method(preset.name).trains_routers:
+        routers = ("full", "losses on routers need it; vLLM serves the merged model")
     lines += [
         ("lora.rank", 16, "of attention and experts: lora.targets"),
         ("lora.alpha", 64, "alpha / rank scales the adapter; 4 here, 1 to 2 in PEFT and axolotl"),
-        (
-            "router.train",
-            *(
-                ("full", "losses on routers need it; vLLM serves the merged model")
-                if resolve_method(preset.name).trains_routers
-                else ("frozen", "no loss of the method trains routers")
-            ),
-        ),
+        ("router.train", *routers),
         ("data.train", answers.data, layout(answers.data, answers.stage)),
     ]
     if answers.validation is not None:
@@ -166,7 +149,15 @@ def starter(answers: Answers, changes: Sequence[Change] = (), gpu: float | None 
     lines += [
         ("data.max_length", 2048, "tokens; 'moe-finetune preview' shows what rows become"),
         ("trainer.num_train_epochs", 1, f"trainer takes any field of TRL's {stage.config}"),
-        *_learning(answers.stage),
+    ]
+    if answers.stage == "dpo":
+        lines += [
+            ("trainer.learning_rate", 1e-5, "a tenth of what LoRA takes for sft"),
+            ("trainer.beta", 0.1, "how much the model may leave its reference; smaller: more"),
+        ]
+    else:
+        lines.append(("trainer.learning_rate", 1e-4, "usual for LoRA; 2e-4 for few rows"))
+    lines += [
         ("trainer.per_device_train_batch_size", rows, "more if the memory has room"),
         ("trainer.gradient_accumulation_steps", 32 // rows, "32 rows a step on one device"),
         ("trainer.seed", 42, "of the adapter, the order of rows and dropout"),
@@ -184,15 +175,6 @@ def starter(answers: Answers, changes: Sequence[Change] = (), gpu: float | None 
         else:
             lines[place] = (key, value, size)
     return _written(lines)
-
-
-def _learning(stage: str) -> list[Line]:
-    if stage == "dpo":
-        return [
-            ("trainer.learning_rate", 1e-5, "a tenth of what LoRA takes for sft"),
-            ("trainer.beta", 0.1, "how much the model may leave its reference; smaller: more"),
-        ]
-    return [("trainer.learning_rate", 1e-4, "usual for LoRA; 2e-4 for few rows")]
 
 
 def _written(lines: Sequence[Line]) -> str:
@@ -218,7 +200,7 @@ def _written(lines: Sequence[Line]) -> str:
     return "\n".join(text) + "\n"
 
 
-def memory_changes(values: dict[str, Any], gpu: float | None = None) -> tuple[list[Change], bool]:
+def memory_changes(values: dict[str, Any], gpu: float | None = None) -> tuple[list[Line], bool]:
     """Changes, the least costly first, with which a step of a recipe fits, and whether it does.
 
     Args:
