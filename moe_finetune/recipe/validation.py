@@ -25,7 +25,7 @@ def from_tree(
             dotted key.
     """
     # So that the required keys of a missing section are named.
-    empty = {
+    empty: dict[str, Any] = {
         name: {}
         for name, field in model.model_fields.items()
         if field.is_required() and _has_required_keys(field.annotation)
@@ -110,9 +110,10 @@ def _nearest(model: type[BaseModel], loc: tuple[str | int, ...]) -> str:
 
 
 def key_of(model: type[BaseModel], name: str) -> str | None:
-    """The dotted key of this name in a section; None if none or several have it."""
+    """The dotted key of this name in a section, the highest one; None if none or several are."""
     keys = {key for key in _keys(model) if key.rpartition(".")[2] == name and "." in key}
-    return keys.pop() if len(keys) == 1 else None
+    highest = [key for key in keys if key.count(".") == min(k.count(".") for k in keys)]
+    return highest[0] if len(highest) == 1 else None
 
 
 def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:

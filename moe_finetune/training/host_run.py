@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import yaml
@@ -212,13 +212,15 @@ def _tokenizer_of(recipe: Recipe) -> Any:
     return load_tokenizer(recipe.model.path)
 
 
-def _sample(trainer: Any, loader: Any) -> tuple[str, list[Example]]:
+def _sample(trainer: Any, loader: Any) -> tuple[Literal["validation", "train"], list[Example]]:
     """What rows for routing snapshots are ("validation", "train"), and their tokens."""
     collate = getattr(loader, "collate_fn", list)
     held_out = getattr(trainer, "eval_dataset", None)
     train = getattr(getattr(loader, "base_dataloader", loader), "dataset", None)
     problem = "the trainer has no dataset to read"
-    for data, dataset in (("validation", held_out), ("train", train)):
+    kinds: tuple[tuple[Literal["validation", "train"], Any], ...]
+    kinds = (("validation", held_out), ("train", train))
+    for data, dataset in kinds:
         named = dataset if isinstance(dataset, Mapping) else {data: dataset}
         rows: list[Example] = []
         for name, source in named.items():
@@ -243,7 +245,7 @@ def _sample(trainer: Any, loader: Any) -> tuple[str, list[Example]]:
                 log.warning("routing before and after is measured on training data")
             return data, rows
     log.warning("WARNING: routing before and after training is not written: %s", problem)
-    return "", []
+    return "train", []
 
 
 def _token_ids(dataset: Any, collate: Callable[[list[Any]], Any]) -> Iterator[list[int]]:
