@@ -1,18 +1,28 @@
 """Read, merge and write checkpoints without building the model."""
 
-from moe_finetune.checkpoint.adapter_metadata import AdapterMetadata, read_metadata, write_metadata
-from moe_finetune.checkpoint.card import write_card
-from moe_finetune.checkpoint.contents import Checkpoint
-from moe_finetune.checkpoint.merge import MergeReport, merge_adapter
-from moe_finetune.checkpoint.opened import open_checkpoint
+from __future__ import annotations
 
-__all__ = [
-    "AdapterMetadata",
-    "Checkpoint",
-    "MergeReport",
-    "merge_adapter",
-    "open_checkpoint",
-    "read_metadata",
-    "write_card",
-    "write_metadata",
-]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moe_finetune.checkpoint.adapter_metadata import read_metadata, write_metadata
+    from moe_finetune.checkpoint.contents import Checkpoint
+    from moe_finetune.checkpoint.merge import merge_adapter
+    from moe_finetune.checkpoint.opened import open_checkpoint
+
+__all__ = ["Checkpoint", "merge_adapter", "open_checkpoint", "read_metadata", "write_metadata"]
+_HOMES = {
+    "Checkpoint": "contents",
+    "merge_adapter": "merge",
+    "open_checkpoint": "opened",
+    "read_metadata": "adapter_metadata",
+    "write_metadata": "adapter_metadata",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the public names when they are first used: merging imports torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

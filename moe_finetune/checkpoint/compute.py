@@ -1,13 +1,16 @@
 """The arithmetic of a merge: one tensor at a time, in float32, in pieces of a few megabytes.
 
-Shape legend: O rows and I columns of the tensor, R the sum of its updates' ranks.
+Shape legend: n experts with factors, O rows and I columns of the tensor, r an update's rank, R the
+sum of the updates' ranks.
 """
 
+from __future__ import annotations
+
+import math
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -21,29 +24,26 @@ from moe_finetune.checkpoint.files import (
     read_elements,
     read_tensor,
 )
-from moe_finetune.checkpoint.merge_plan import TensorPlan
+from moe_finetune.checkpoint.stored import QuantizedTensors
 from moe_finetune.checkpoint.updates import LowRank, Part, Replace
 from moe_finetune.errors import CheckpointError, MoeFinetuneError, NumericsError
-from moe_finetune.io.safetensors_header import FLOATS, ITEM_BYTES, TensorInfo
+from moe_finetune.io.safetensors_header import FLOATS, TensorInfo
 
 # Elements that a thread reads and writes at a time: one expert's whole matrix, or a part of
 # lm_head. Elements computed at a time: few enough to stay in a core's own cache.
 _CHUNK = 4 << 20
 _BLOCK = 1 << 18
 _MAX_FLOAT16 = 65504.0
-_HELD = 8  # factor tensors
+_CACHED = 4  # updates: a layer's experts follow one another
 
 
 class Factors:
-    """An adapter's factors in float32, unpacked to one contiguous pair per expert.
-
-    Only the few most recently used tensors are cached: a layer's experts follow one another.
-    """
+    """An adapter's factors in float32, unpacked to one contiguous pair per expert."""
 
     def __init__(self, adapter: Adapter):
         self.adapter = adapter
-        self._cache: OrderedDict[str, Future[Tensor]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._unpacked = lru_cache(_CACHED)(self._unpack)
+        self._lock = threading.Lock()  # threads would unpack the same update at once
 
     def pair(self, part: Part) -> tuple[Tensor, Tensor]:
         """``left_OR`` (scale included) and ``right_RI`` of one part."""
@@ -54,119 +54,98 @@ class Factors:
 
     def matrices(self, update: LowRank, slot: int = 0) -> tuple[Tensor, Tensor]:
         """``left_Or`` and ``right_rI``, whose product is the change of the model's matrix."""
-        slots = len(update.experts or [0])
-        unpack = _unpack_grouped if update.grouped else _unpack_b
-        b_nOr = self._get(update.b, lambda t: unpack(t, slots))
-        a_nrI = self._get(update.a, lambda t: t.view(slots, -1, t.shape[1]))
+        with self._lock:
+            a_nrI, b_nOr = self._unpacked(update)
         left, right = b_nOr[slot], a_nrI[slot]
         return (right.T, left.T) if update.transposed else (left, right)
 
-    def norms(self, key: str) -> Tensor:
-        """DoRA's norm for each row of a matrix, (O,)."""
-        return self._get(key, lambda t: t)
-
-    def _get(self, key: str, unpack: Callable[[Tensor], Tensor]) -> Tensor:
-        with self._lock:
-            future = self._cache.get(key)
-            mine = future is None
-            if future is None:
-                future = self._cache[key] = Future()
-                while len(self._cache) > _HELD:
-                    self._cache.popitem(last=False)
-            self._cache.move_to_end(key)
-        if mine:
-            try:
-                info = self.adapter.tensors[key]
-                future.set_result(unpack(read_tensor(info).float()).contiguous())
-            except BaseException as problem:
-                future.set_exception(problem)
-        return future.result()
+    def _unpack(self, update: LowRank) -> tuple[Tensor, Tensor]:
+        """In ``lora_A`` (n·r, I) the expert varies slowest; in ``lora_B`` (O, r·n) fastest."""
+        slots = len(update.experts or [0])
+        a, b = (read_tensor(self.adapter.tensors[key]).float() for key in (update.a, update.b))
+        if update.grouped:
+            b_nOr = b.view(b.shape[0], slots, -1).transpose(0, 1)
+        else:
+            b_nOr = b.view(b.shape[0], -1, slots).permute(2, 0, 1)
+        return a.view(slots, -1, a.shape[1]), b_nOr.contiguous()
 
 
-def _unpack_b(packed_ORn: Tensor, slots: int) -> Tensor:
-    """Unpack ``lora_B`` (O, r·n), the expert index fastest, to (n, O, r)."""
-    return packed_ORn.view(packed_ORn.shape[0], -1, slots).permute(2, 0, 1)
-
-
-def _unpack_grouped(packed_OnR: Tensor, slots: int) -> Tensor:
-    """Unpack ``lora_B`` (O, n·r), the expert index slowest, to (n, O, r)."""
-    return packed_OnR.view(packed_OnR.shape[0], slots, -1).transpose(0, 1)
-
-
-@dataclass
+@dataclass(frozen=True)
 class Merged:
-    """Content of a changed or converted tensor: ``source + sum of updates``, cast and written."""
+    """Content of a changed or converted tensor: ``source + sum of updates``, rounded once."""
 
-    plan: TensorPlan
+    source: TensorInfo
+    parts: tuple[Part, ...]
     factors: Factors
 
-    def __call__(self, target: TensorInfo) -> Iterator[Tensor]:
-        source = self.plan.source
-        assert source is not None
-        stacked = self.plan.stacked
-        columns = target.shape[-1] if len(target.shape) > 1 else 1
-        rows = target.size // ITEM_BYTES[target.dtype] // columns // stacked
-        for expert in range(stacked):
-            yield from self._matrix(target, source, expert, rows, columns)
+    @property
+    def matrices(self) -> int:
+        """Number of stacked expert matrices in the tensor; 1 for a single matrix."""
+        in_stack = any(part.place.expert is not None for part in self.parts)
+        return self.source.shape[0] if in_stack else 1
 
-    def _matrix(
-        self, target: TensorInfo, source: TensorInfo, expert: int, rows: int, columns: int
-    ) -> Iterator[Tensor]:
-        """The tensor's only matrix, or one expert's."""
-        left_OR, right_RI = self.low_rank(expert)
+    def __call__(self, target: TensorInfo) -> Iterator[Tensor]:
+        source, columns = self.source, target.shape[-1] if len(target.shape) > 1 else 1
+        rows = math.prod(target.shape) // columns // self.matrices
         # A chunk is the unit of reads and writes; a block is the part of it that fits into a cache.
         step, block = max(1, _CHUNK // columns), max(1, _BLOCK // columns)
-        for first in range(0, rows, step):
-            last = min(first + step, rows)
-            begin = (expert * rows + first) * columns
-            chunk_OI = read_elements(source, begin, (last - first) * columns).view(-1, columns)
-            out_OI = chunk_OI
-            if target.dtype != source.dtype:
-                out_OI = torch.empty(chunk_OI.shape, dtype=DTYPES[target.dtype])
-            for top in range(0, last - first, block):
-                bottom = min(top + block, last - first)
-                work_OI = chunk_OI[top:bottom].to(torch.float32, copy=True)
-                self.change(work_OI, slice(first + top, first + bottom), expert, left_OR, right_RI)
-                _check_range(work_OI, target)
-                out_OI[top:bottom] = work_OI
-                if not finite(out_OI[top:bottom]):
-                    raise self.not_finite()
-            yield out_OI
+        for expert in range(self.matrices):
+            pair = self.low_rank(expert)
+            for first in range(0, rows, step):
+                last = min(first + step, rows)
+                begin = (expert * rows + first) * columns
+                chunk_OI = read_elements(source, begin, (last - first) * columns).view(-1, columns)
+                out_OI = chunk_OI
+                if target.dtype != source.dtype:
+                    out_OI = torch.empty(chunk_OI.shape, dtype=DTYPES[target.dtype])
+                for top in range(first, last, block):
+                    bottom = min(top + block, last)
+                    here = slice(top - first, bottom - first)
+                    work_OI = chunk_OI[here].to(torch.float32, copy=True)
+                    self.change(work_OI, slice(top, bottom), expert, pair)
+                    _check_range(work_OI, target)
+                    out_OI[here] = work_OI
+                    if not finite(out_OI[here]):
+                        raise self.not_finite()
+                yield out_OI
 
     def change(
-        self,
-        work_OI: Tensor,
-        rows: slice,
-        expert: int,
-        left_OR: Tensor | None,
-        right_RI: Tensor | None,
+        self, work_OI: Tensor, rows: slice, expert: int, pair: tuple[Tensor, Tensor] | None
     ) -> None:
-        """Apply the updates to ``rows`` of one matrix, in place.
-
-        Args:
-            work_OI: the base's float32 values of those rows.
-            left_OR, right_RI: the pair from :meth:`low_rank`.
-        """
-        for part in self._parts(expert):
+        """Apply the updates to the base's float32 values of ``rows`` of one matrix, in place."""
+        parts = self._parts(expert)
+        for part in parts:
             if isinstance(part.update, Replace):
                 if not finite(work_OI):
                     raise self.not_finite()
-                self._replace(work_OI, part.update, part.first + rows.start * work_OI.shape[1])
-        if left_OR is None or right_RI is None:
+                info = self.factors.adapter.tensors[part.update.key]
+                start = (part.place.rows.start or 0) + rows.start  # whole rows, see parts_in_files
+                first = part.slot * math.prod(info.shape[1:]) + start * work_OI.shape[1]
+                work_OI.copy_(read_elements(info, first, work_OI.numel()).view(work_OI.shape))
+        if pair is None:
             return
+        left_OR, right_RI = pair
         work_OI.addmm_(left_OR[rows], right_RI)
-        for part in self._parts(expert):
+        for part in parts:
             if isinstance(part.update, LowRank) and part.update.magnitude:
-                norms_O = self.factors.norms(part.update.magnitude)[part.place.rows][rows]
+                norms_O = read_tensor(self.factors.adapter.tensors[part.update.magnitude]).float()
+                norms_O = norms_O[part.place.rows][rows]
                 work_OI.mul_((norms_O / work_OI.norm(dim=1))[:, None])
 
     def _parts(self, expert: int) -> list[Part]:
-        return [part for part in self.plan.updates if part.place.expert in (None, expert)]
+        return [part for part in self.parts if part.place.expert in (None, expert)]
+
+    def low_rank(self, expert: int) -> tuple[Tensor, Tensor] | None:
+        """All low-rank updates of the expert's matrix as one pair: their factors side by side."""
+        parts = [part for part in self._parts(expert) if isinstance(part.update, LowRank)]
+        if not parts:
+            return None
+        lefts, rights = zip(*(self.factors.pair(part) for part in parts), strict=True)
+        return (torch.cat(lefts, 1), torch.cat(rights)) if len(parts) > 1 else (lefts[0], rights[0])
 
     def not_finite(self) -> MoeFinetuneError:
         """The error for a result that is not finite; it names the base's tensor or the adapter."""
-        source = self.plan.source
-        assert source is not None
+        source = self.source
         if source.dtype in FLOATS and not all_finite(source):
             return CheckpointError(not_finite(source.file, source.name))
         return NumericsError(
@@ -175,22 +154,6 @@ class Merged:
             "adapter_config.json"
         )
 
-    def low_rank(self, expert: int) -> tuple[Tensor | None, Tensor | None]:
-        """All low-rank updates of the expert's matrix as one pair: their factors side by side."""
-        pairs = [
-            self.factors.pair(part)
-            for part in self._parts(expert)
-            if isinstance(part.update, LowRank)
-        ]
-        if len(pairs) < 2:
-            return pairs[0] if pairs else (None, None)
-        return torch.cat([left for left, _ in pairs], 1), torch.cat([right for _, right in pairs])
-
-    def _replace(self, work_OI: Tensor, update: Replace, first: int) -> None:
-        """Replace ``work_OI`` by the saved tensor's values."""
-        info = self.factors.adapter.tensors[update.key]
-        work_OI.copy_(read_elements(info, first, work_OI.numel()).view(work_OI.shape))
-
 
 def _check_range(work_OI: Tensor, target: TensorInfo) -> None:
     if target.dtype == "F16" and work_OI.abs().max().item() > _MAX_FLOAT16:
@@ -198,3 +161,84 @@ def _check_range(work_OI: Tensor, target: TensorInfo) -> None:
             f"'{target.name}' does not fit into float16 (largest value "
             f"{work_OI.abs().max().item():.3g}); choose dtype bfloat16 or float32"
         )
+
+
+@dataclass(frozen=True)
+class Requantization:
+    """The error of storing the merged weights in the base's quantized format.
+
+    Attributes:
+        format: name of the format.
+        tensors: number of float tensors that were packed again.
+        error: norm of (written - (base + adapter)) over the norm of (base + adapter).
+        error_of_change: the same distance over the norm of the adapter's change; at 1 the written
+            weights are as far off as the unchanged base.
+        retained: share of the adapter's change in the written weights, as a projection.
+    """
+
+    format: str
+    tensors: int
+    error: float
+    error_of_change: float
+    retained: float
+
+    @classmethod
+    def of(cls, format: str, sums: dict[str, Tensor]) -> Requantization:
+        """From each tensor's four sums; see :class:`Requantized`."""
+        zero = torch.zeros(4, dtype=torch.float64)
+        error, change, weight, along = sum(sums.values(), zero).tolist()
+        return cls(
+            format,
+            len(sums),
+            math.sqrt(error / weight) if weight else 0.0,
+            math.sqrt(error / change) if change else 0.0,
+            along / change if change else 1.0,
+        )
+
+    def text(self) -> str:
+        return (
+            f"requantized to {self.format}: {self.tensors} tensors, {self.error:.2e} of their norm "
+            f"from base + adapter, which is {self.error_of_change:.0%} of the adapter's change; "
+            f"the written weights have {self.retained:.0%} of that change"
+        )
+
+
+@dataclass(frozen=True)
+class Requantized:
+    """The bytes of one part (packed values, or scales) of ``base + sum of updates``.
+
+    Each part is computed separately, one matrix at a time, so that no part waits in memory for
+    another.
+
+    Attributes:
+        merged: the float tensor's updates.
+        sums: gets, with the first part, the float tensor's sums over its elements: squares of the
+            error, of the adapter's change, of base + adapter, and the written change times the
+            adapter's.
+    """
+
+    merged: Merged
+    stored: QuantizedTensors
+    sums: dict[str, Tensor] = field(default_factory=dict)
+
+    def __call__(self, target: TensorInfo) -> Iterator[Tensor]:
+        merged, name = self.merged, self.merged.source.name
+        index = [info.name for info in self.stored.stored(name)].index(target.name)
+        sums = torch.zeros(4, dtype=torch.float64)
+        for expert in range(merged.matrices):
+            parts = self.stored.read_parts(name, expert if merged.matrices > 1 else None)
+            before_OI = self.stored.values(name, parts)
+            exact_OI = before_OI.clone()
+            merged.change(exact_OI, slice(0, len(exact_OI)), expert, merged.low_rank(expert))
+            if not finite(exact_OI):
+                raise merged.not_finite()
+            packed = self.stored.pack(exact_OI, parts)
+            yield packed[index].contiguous()
+            if index == 0:
+                after_OI = self.stored.values(name, packed)
+                change_OI = exact_OI - before_OI
+                pairs = [(after_OI - exact_OI,) * 2, (change_OI,) * 2, (exact_OI,) * 2]
+                pairs.append((change_OI, after_OI - before_OI))
+                sums += torch.stack([(a * b).sum(dtype=torch.float64) for a, b in pairs])
+        if index == 0:
+            self.sums[name] = sums

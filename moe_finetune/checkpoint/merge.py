@@ -1,32 +1,90 @@
-"""Merge adapters into a base checkpoint: plan, check, apply, without building the model."""
+"""Merge an adapter into a base checkpoint, tensor by tensor, without building the model."""
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+import torch
+from torch import Tensor
 
 from moe_finetune.checkpoint.adapter import Adapter, open_adapter
-from moe_finetune.checkpoint.adapter_metadata import read_metadata
+from moe_finetune.checkpoint.bias import BiasValue, plan_bias
 from moe_finetune.checkpoint.card import CARD_FILE, is_hub_id, model_card, public_name
+from moe_finetune.checkpoint.carried import carried_files
+from moe_finetune.checkpoint.compute import Factors, Merged, Requantization, Requantized
 from moe_finetune.checkpoint.contents import Checkpoint
-from moe_finetune.checkpoint.merge_plan import MergePlan, plan_merge
+from moe_finetune.checkpoint.files import Content, Progress, check_values, copy_of, write_checkpoint
+from moe_finetune.checkpoint.gate import check_belongs
 from moe_finetune.checkpoint.opened import open_checkpoint
+from moe_finetune.checkpoint.untrained import stale_head
+from moe_finetune.checkpoint.updates import Replace, parts_in_files, read_updates
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io import check_output, one_writer
+from moe_finetune.io.checkpoint_files import COPY_AGAIN, INDEX, SINGLE, index_text
+from moe_finetune.io.json_file import read_object
+from moe_finetune.io.safetensors_header import FLOATS, ITEM_BYTES, Header, TensorInfo, build_header
+from moe_finetune.models.base import CORRECTION_BIASES
 
-if TYPE_CHECKING:
-    from torch import Tensor
+# Names of the --dtype option as stored in safetensors.
+STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+# Selection is decided by differences smaller than half precision resolves; it stays in float32.
+_KEPT_FLOAT32 = (*CORRECTION_BIASES, ".gate.bias")
 
-    from moe_finetune.checkpoint.files import Content
-    from moe_finetune.checkpoint.requantized import Requantization, Sums
-    from moe_finetune.io.safetensors_header import TensorInfo
 
-Progress = Callable[[int, int], None]
-Form = Literal["float", "base"]
+@dataclass(frozen=True)
+class MergePlan:
+    """Everything that a merge will do.
+
+    Attributes:
+        files: header of every output weight file by name.
+        contents: what fills each tensor, by name.
+        changed: name of each tensor that an adapter or bias changes, and how.
+        copied: names of the tensors that keep their bytes.
+        small_files: the other files of the output, name -> content.
+        notes: notes for the user (changed config fields, dropped bias).
+        sums: gets the error sums of requantized tensors.
+    """
+
+    files: dict[str, Header]
+    contents: dict[str, Content] = field(repr=False)
+    changed: dict[str, str]
+    copied: set[str]
+    small_files: dict[str, bytes] = field(repr=False)
+    notes: tuple[str, ...]
+    sums: dict[str, Tensor] = field(repr=False)
+
+    @property
+    def size(self) -> int:
+        weights = sum(header.file_bytes for header in self.files.values())
+        return weights + sum(len(content) for content in self.small_files.values())
+
+    def kinds(self) -> list[str]:
+        """A line for each kind of changed tensor: name without numbers, update and count."""
+        kinds = (
+            (".".join("*" if part.isdigit() else part for part in name.split(".")), how)
+            for name, how in self.changed.items()
+        )
+        return [
+            f"  {name}: {how}, {count}" for (name, how), count in sorted(Counter(kinds).items())
+        ]
+
+    def text(self) -> str:
+        """What ``--dry-run`` prints: kinds of changes, counts and notes."""
+        files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
+        return "\n".join(
+            [
+                *self.kinds(),
+                f"{len(self.changed)} tensors changed, {len(self.copied)} copied byte for byte, "
+                f"{len(self.contents)} tensors in {files}, {self.size / 1e9:.3f} GB",
+                *self.notes,
+            ]
+        )
 
 
 @dataclass(frozen=True)
@@ -44,7 +102,6 @@ class MergeReport:
 
     output: Path
     plan: MergePlan
-    dry_run: bool
     changed: int
     copied: int
     bytes_written: int
@@ -62,7 +119,7 @@ def merge_adapter(
     overwrite: bool = False,
     bias: Mapping[int, Sequence[float]] | None = None,
     progress: Progress | None = None,
-    format: Form = "float",
+    format: Literal["float", "base"] = "float",
 ) -> MergeReport:
     """Write ``base + adapter`` as an ordinary checkpoint with the base's names, files and config.
 
@@ -85,8 +142,6 @@ def merge_adapter(
         OutputExistsError, OutputBusyError, DiskSpaceError: before anything is written.
         NumericsError: a value does not fit into ``dtype``, or is not finite after the merge.
     """
-    from moe_finetune.checkpoint.gate import check_belongs
-
     started = time.perf_counter()
     output = Path(output)
     check_output(output, overwrite)
@@ -97,18 +152,14 @@ def merge_adapter(
     plan.small_files[CARD_FILE] = _card(opened, trained).encode()
     requantized = None
     if not dry_run:
-        sums: dict[str, Sums] = {}
-        apply_plan(plan, output, overwrite, progress, sums)
+        write_checkpoint(output, plan.files, plan.contents, plan.small_files, overwrite, progress)
         if opened.quantized is not None:
-            from moe_finetune.checkpoint.requantized import Requantization
-
-            requantized = Requantization.of(opened.quantized.format, sums)
+            requantized = Requantization.of(opened.quantized.format, plan.sums)
     return MergeReport(
         output=output,
         plan=plan,
-        dry_run=dry_run,
         changed=len(plan.changed),
-        copied=sum(tensor.copied for tensor in plan.tensors.values()),
+        copied=len(plan.copied),
         bytes_written=0 if dry_run else plan.size,
         seconds=time.perf_counter() - started,
         requantized=requantized,
@@ -117,7 +168,7 @@ def merge_adapter(
 
 def _card(base: Checkpoint, adapter: Adapter) -> str:
     """The export's model card, from the adapter's own notes on its training."""
-    training = read_metadata(adapter.folder).extra
+    training = adapter.metadata.extra
     named = adapter.config.get("base_model_name_or_path")
     hub = named if named and is_hub_id(named) else None
     method = str(training["method"]) if training.get("method") else None
@@ -130,37 +181,122 @@ def _card(base: Checkpoint, adapter: Adapter) -> str:
     )
 
 
-def apply_plan(
-    plan: MergePlan,
-    output: Path,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-    sums: dict[str, Sums] | None = None,
-) -> None:
-    """Carry out ``plan``; ``sums`` receives the error sums of each requantized tensor, by name."""
-    from moe_finetune.checkpoint.compute import Factors, Merged
-    from moe_finetune.checkpoint.files import check_values, copy_of, write_checkpoint
-    from moe_finetune.checkpoint.requantized import Requantized
+def plan_merge(
+    base: Checkpoint,
+    adapter: Adapter,
+    dtype: str | None = None,
+    bias: Mapping[int, Sequence[float]] | None = None,
+) -> MergePlan:
+    """Plan ``base + adapter``: nothing is computed or written; an impossible merge raises.
 
-    sums = {} if sums is None else sums
-    replaced = [t.source for t in plan.tensors.values() if t.value is not None and t.source]
-    check_values(replaced, CheckpointError)
-    factors = Factors(plan.adapter)
+    Args:
+        dtype: "float32", "float16", "bfloat16", or None to keep each tensor's stored dtype.
+        bias: loss-free routing bias by decoder layer, one number per expert.
+
+    Raises:
+        AdapterError: see :func:`moe_finetune.checkpoint.updates.read_updates`.
+        CheckpointError: a tensor to change has a dtype that cannot be added to, or ``dtype`` is set
+            and the base is stored quantized.
+        UnsupportedModelError: the family cannot store a bias.
+    """
+    if dtype is not None and dtype not in STORED:
+        raise CheckpointError(f"dtype '{dtype}' must be one of {', '.join(STORED)}")
+    if dtype is not None and base.quantized is not None:
+        raise CheckpointError(
+            f"dtype '{dtype}': {base.folder} is stored as {base.quantized.format}, and the merged "
+            "checkpoint keeps that format; leave dtype out, or merge into an unquantized base"
+        )
+    packed = base.quantized.packed() if base.quantized is not None else {}
+    values, config_changes, notes = plan_bias(base, bias)
+    check_values([base.tensors[name] for name in values if name in base.tensors], CheckpointError)
+    updates = read_updates(adapter, base)
+    parts, factors = parts_in_files(updates, base, adapter), Factors(adapter)
+    if updates.attention_only:
+        notes.append(
+            f"{adapter.folder.name}: attention only. Its target_modules name matrices of the "
+            "experts, but PEFT before 0.19 found none of them in the stacks of transformers 5"
+        )
+    files: dict[str, Header] = {}
     contents: dict[str, Content] = {}
-    for name, tensor in plan.tensors.items():
-        if tensor.value is not None:
-            contents[name] = partial(_literal, tensor.value)
-        elif tensor.copied and tensor.source is not None:
-            contents[name] = copy_of(tensor.source)
-        else:
-            merged = Merged(tensor, factors)
-            contents[name] = merged
-            if tensor.float_name is not None and plan.base.quantized is not None:
-                contents[name] = Requantized(merged, plan.base.quantized, sums)
-    write_checkpoint(output, plan.files, contents, plan.small_files, overwrite, progress)
+    changed: dict[str, str] = {}
+    sums: dict[str, Tensor] = {}
+    copied: set[str] = set()
+    for name, header in base.files.items():
+        file = name if len(base.files) > 1 or (base.folder / INDEX).is_file() else SINGLE
+        in_file = {k: v for k, v in values.items() if v.file == name}
+        files[file] = _target_header(header, Path(file), dtype, in_file)
+        for target in files[file].tensors.values():
+            source, float_name = header.tensors.get(target.name), packed.get(target.name)
+            found = tuple(parts.get(float_name or target.name, ()))
+            if target.name in values:
+                contents[target.name] = _literal(values[target.name].content)
+                changed[target.name] = "routing bias"
+                continue
+            assert source is not None
+            if found:
+                replaced = any(isinstance(part.update, Replace) for part in found)
+                how = "replaced by the adapter's tensor" if replaced else "low-rank update"
+                changed[target.name] = how + (", requantized" if float_name else "")
+            if found and float_name is not None and base.quantized is not None:
+                merged = Merged(base.tensors[float_name], found, factors)
+                contents[target.name] = Requantized(merged, base.quantized, sums)
+            elif found and source.dtype not in FLOATS:
+                raise CheckpointError(
+                    f"{source.file}: '{target.name}' is stored as {source.dtype}; an adapter "
+                    "cannot be merged into a quantized checkpoint; use the unquantized one"
+                )
+            elif found or source.dtype != target.dtype:
+                contents[target.name] = Merged(source, found, factors)
+            else:
+                contents[target.name] = copy_of(source)
+                copied.add(target.name)
+    if dtype is not None:
+        keys = [key for key in ("dtype", "torch_dtype") if key in base.config] or ["dtype"]
+        config_changes |= {key: dtype for key in keys if base.config.get(key) != dtype}
+    notes += [f"config.json: {k} becomes {json.dumps(v)}" for k, v in config_changes.items()]
+    if changed:
+        notes += stale_head(base)
+    small = carried_files(base.folder, config_changes) | _index_file(base, files)
+    return MergePlan(files, contents, changed, copied, small, tuple(notes), sums)
 
 
-def _literal(value: bytes, _target: TensorInfo) -> Iterator[Tensor]:
-    import torch
+def _literal(value: bytes) -> Content:
+    def content(_target: TensorInfo) -> Iterator[Tensor]:
+        yield torch.frombuffer(bytearray(value), dtype=torch.uint8)
 
-    yield torch.frombuffer(bytearray(value), dtype=torch.uint8)
+    return content
+
+
+def _index_file(base: Checkpoint, files: Mapping[str, Header]) -> dict[str, bytes]:
+    """The index for ``files``: the base's own bytes if they still fit; empty for a single file."""
+    infos = [info for header in files.values() for info in header.tensors.values()]
+    weight_map, total = {info.name: info.file.name for info in infos}, sum(i.size for i in infos)
+    old = base.folder / INDEX
+    if old.is_file():
+        index = read_object(old, CheckpointError, COPY_AGAIN)
+        total_size = (index.get("metadata") or {}).get("total_size", total)
+        if index["weight_map"] == weight_map and (total_size == total or total == base.size):
+            return {INDEX: old.read_bytes()}
+    return {} if list(files) == [SINGLE] else {INDEX: index_text(infos).encode()}
+
+
+def _target_header(
+    header: Header, file: Path, dtype: str | None, added: Mapping[str, BiasValue]
+) -> Header:
+    def stored(info: TensorInfo) -> str:
+        if info.name in added:
+            return "F32"
+        if dtype is None or info.dtype not in FLOATS or info.name.endswith(_KEPT_FLOAT32):
+            return info.dtype
+        return STORED[dtype]
+
+    layout = [(info.name, stored(info), info.shape) for info in header.tensors.values()]
+    layout += [(n, "F32", (len(v.content) // ITEM_BYTES["F32"],)) for n, v in added.items()
+               if n not in header.tensors]  # fmt: skip
+    if layout == [(info.name, info.dtype, info.shape) for info in header.tensors.values()]:
+        moved = {  # as replace(), which takes a second for a hundred thousand
+            n: TensorInfo(n, file, info.dtype, info.shape, info.offset, info.size)
+            for n, info in header.tensors.items()
+        }
+        return Header(file, moved, header.metadata, header.raw)
+    return build_header(file, layout, header.metadata or None)

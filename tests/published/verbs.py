@@ -9,7 +9,7 @@ import torch
 
 from moe_finetune.checkpoint import Checkpoint, open_checkpoint
 from moe_finetune.checkpoint.adapter import open_adapter
-from moe_finetune.checkpoint.merge_plan import plan_merge
+from moe_finetune.checkpoint.merge import plan_merge
 from moe_finetune.errors import MoeFinetuneError, UnsupportedModelError
 from moe_finetune.lora import targets
 from moe_finetune.lora.targets import add_lora
@@ -77,10 +77,8 @@ def merge(published: Published, folder: Path, opened: list[Checkpoint], adapted:
     """The plan of a LoRA on everything changes just those parts, and copies all else."""
     base = open_checkpoint(opened[0] if opened else folder)  # refuses a quantized one
     plan = plan_merge(base, open_adapter(_adapter(folder, adapted)))
-    changed = {tensor.target.name for tensor in plan.changed}
-    assert changed == {name for name, row in published.tensors if row.adapted}
-    copied = {name for name, tensor in plan.tensors.items() if tensor.copied}
-    assert copied == {name for name, row in published.tensors if not row.adapted}
+    assert plan.changed.keys() == {name for name, row in published.tensors if row.adapted}
+    assert plan.copied == {name for name, row in published.tensors if not row.adapted}
 
 
 def _recipe(folder: Path) -> Recipe:
