@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moe_finetune.checkpoint.loading import load_model
+    from moe_finetune.checkpoint.load import load_model
     from moe_finetune.recipe.schema import Recipe
     from moe_finetune.run import run_recipe
     from moe_finetune.training.callback import SpecializationCallback
@@ -35,7 +35,7 @@ _HOMES = {
     "Recipe": "moe_finetune.recipe.schema",
     "Specialization": "moe_finetune.training.specialization",
     "SpecializationCallback": "moe_finetune.training.callback",
-    "load_model": "moe_finetune.checkpoint.loading",
+    "load_model": "moe_finetune.checkpoint.load",
     "measure_strength": "moe_finetune.training.specialization",
     "run_recipe": "moe_finetune.run",
 }

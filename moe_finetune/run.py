@@ -26,7 +26,7 @@ from moe_finetune.training.prepare import prepare as prepare_run
 from moe_finetune.training.start import base_folder
 
 if TYPE_CHECKING:
-    from moe_finetune.checkpoint.contents import Checkpoint
+    from moe_finetune.checkpoint.open import Checkpoint
     from moe_finetune.training.plan import Plan
 
 log = logging.getLogger(__name__)

@@ -78,7 +78,7 @@ def test_the_base_is_opened_once(tiny_checkpoint, tmp_path, monkeypatch):
     The family is asked for twice: of the base, and of the merged checkpoint.
     """
     from moe_finetune import models
-    from moe_finetune.checkpoint import opened
+    from moe_finetune.checkpoint import open as opened
     from moe_finetune.models import loading
 
     base, calls, asked = tiny_checkpoint("qwen3_moe"), [], []

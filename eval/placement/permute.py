@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe_finetune.checkpoint.loading import load_model
+from moe_finetune.checkpoint.load import load_model
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io import check_output
 from moe_finetune.models.loading import local_folder

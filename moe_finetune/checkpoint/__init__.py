@@ -6,18 +6,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moe_finetune.checkpoint.adapter_metadata import read_metadata, write_metadata
-    from moe_finetune.checkpoint.contents import Checkpoint
+    from moe_finetune.checkpoint.adapter import read_metadata, write_metadata
     from moe_finetune.checkpoint.merge import merge_adapter
-    from moe_finetune.checkpoint.opened import open_checkpoint
+    from moe_finetune.checkpoint.open import Checkpoint, open_checkpoint
 
 __all__ = ["Checkpoint", "merge_adapter", "open_checkpoint", "read_metadata", "write_metadata"]
 _HOMES = {
-    "Checkpoint": "contents",
+    "Checkpoint": "open",
     "merge_adapter": "merge",
-    "open_checkpoint": "opened",
-    "read_metadata": "adapter_metadata",
-    "write_metadata": "adapter_metadata",
+    "open_checkpoint": "open",
+    "read_metadata": "adapter",
+    "write_metadata": "adapter",
 }
 
 

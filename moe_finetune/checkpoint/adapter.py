@@ -1,21 +1,41 @@
-"""An adapter folder in PEFT's LoRA format: config and header; tensors are read on demand."""
+"""An adapter folder in PEFT's LoRA format: config, header, and what PEFT's config has no field for.
 
+``moe_finetune.json`` is ``{"chosen_experts": {"<layer>": [ids]}, "experts_dropout": p, ...}``.
+``chosen_experts`` is present when only chosen experts trained (expert-selective fine-tuning, ESFT);
+the others' factors are zero, and the adapter is an ordinary PEFT adapter.
+
+Checkpoints of such a training, and adapters written until November 2026, have ``experts`` in place
+of ``chosen_experts``. A layer's factors are then packed like PEFT's for a whole stack, for the n
+listed experts in the listed order: ``lora_A`` (n·r, in) with the expert slowest, ``lora_B`` (out,
+r·n) with the expert fastest. A layer that is not listed has no expert LoRA.
+"""
+
+import json
+import logging
 import math
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from moe_finetune.checkpoint.adapter_metadata import AdapterMetadata, read_metadata
-from moe_finetune.errors import AdapterError
-from moe_finetune.io.checkpoint_files import COPY_AGAIN
+from pydantic import BaseModel, Field, ValidationError
+
+from moe_finetune.checkpoint.open import Checkpoint
+from moe_finetune.errors import AdapterError, CheckpointError
+from moe_finetune.io.checkpoint_files import COPY_AGAIN, tensors_of
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.safetensors_header import FLOATS, INTEGERS, TensorInfo, read_header
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+METADATA = "moe_finetune.json"
 BIAS_FILE = "router_bias.safetensors"
 PREFIX = "base_model.model."
+BASE_KEY = "base_sha256"
+"""Key of ``moe_finetune.json``: the fingerprint of the base's tensors."""
+STORED_KEY = "stored_base_sha256"
+"""The same for a quantized base; the adapter may also be merged into the unquantized one."""
 # Options that change what the factors mean; a merge that ignored them would be silently wrong.
 _REFUSED = (
     "use_qalora", "use_bdlora", "lora_bias", "layer_replication", "megatron_config",
@@ -25,6 +45,40 @@ _REFUSED = (
 
 _KEEP_BASE = ("gaussian", "orthogonal", "eva", "mica")
 """Values of ``init_lora_weights`` that leave the base's weights as they are."""
+
+log = logging.getLogger(__name__)
+_warned: set[Path] = set()
+_Names = list[str] | str | None
+_Rank = Annotated[int, Field(strict=True, gt=0)]
+_Alpha = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+
+
+class _Config(BaseModel):
+    """What PEFT's own config takes without a check."""
+
+    r: _Rank
+    lora_alpha: _Alpha
+    rank_pattern: dict[str, _Rank] | None = None
+    alpha_pattern: dict[str, _Alpha] | None = None
+    target_modules: _Names = None
+    exclude_modules: _Names = None
+    target_parameters: _Names = None
+    modules_to_save: _Names = None
+
+
+@dataclass(frozen=True)
+class AdapterMetadata:
+    """Contents of ``moe_finetune.json``.
+
+    Attributes:
+        experts: decoder layer -> experts with factors, in packing order; None if all have them.
+        experts_dropout: LoRA dropout on the routed experts, which PEFT's config cannot hold.
+        extra: every other key of the file, unchanged.
+    """
+
+    experts: dict[int, tuple[int, ...]] | None = None
+    experts_dropout: float = 0.0
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -84,14 +138,6 @@ def open_adapter(path: str | Path | Adapter) -> Adapter:
     return Adapter(folder, config, tensors, read_metadata(folder), tables)
 
 
-def check_finite(adapter: Adapter) -> None:
-    """Read every tensor once; raise AdapterError for the first one with a NaN or infinity."""
-    from moe_finetune.checkpoint.files import check_values
-
-    remedy = "the training diverged; use an earlier checkpoint"
-    check_values(adapter.tensors.values(), AdapterError, remedy)
-
-
 def read_bias(folder: Path) -> dict[int, list[float]] | None:
     """The loss-free routing bias in an adapter's folder, by decoder layer; None without one.
 
@@ -137,29 +183,137 @@ def _read_config(file: Path) -> dict[str, Any]:
             f"{file}: init_lora_weights is {start!r:.60}, which changes the base's weights too; "
             "convert the adapter to an ordinary one with PEFT"
         )
-    for key in ("target_modules", "exclude_modules", "target_parameters", "modules_to_save"):
-        names = config.get(key) or []
-        listed = isinstance(names, list) and all(isinstance(name, str) for name in names)
-        if not listed and not isinstance(names, str):
-            raise AdapterError(f"{file}: {key} must be a list of names, not {names!r:.60}")
-    ranks = {"r": config.get("r")} | _patterns(config, "rank_pattern", file)
-    alphas = {"lora_alpha": config.get("lora_alpha")} | _patterns(config, "alpha_pattern", file)
-    for key, rank in ranks.items():
-        if type(rank) is not int or rank < 1:
-            raise AdapterError(f"{file}: '{key}' must be a positive whole number, not {rank!r:.60}")
-    for key, alpha in alphas.items():
-        if not isinstance(alpha, int | float) or alpha is True or not 0 < alpha < math.inf:
-            raise AdapterError(f"{file}: '{key}' must be a positive number, not {alpha!r:.60}")
+    try:
+        _Config.model_validate(config)
+        for pattern in (*(config.get("rank_pattern") or ()), *(config.get("alpha_pattern") or ())):
+            re.compile(pattern)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        option = str(wrong["loc"][0])
+        if option.endswith("_pattern") and len(wrong["loc"]) > 1:
+            option = f"{option}' of '{wrong['loc'][1]}"
+        raise AdapterError(f"{file}: '{option}': {wrong['msg']}") from None
+    except re.error as error:
+        raise AdapterError(
+            f"{file}: rank_pattern and alpha_pattern must map regular expressions to numbers "
+            f"({error})"
+        ) from None
     return config
 
 
-def _patterns(config: dict[str, Any], key: str, file: Path) -> dict[str, Any]:
-    patterns = config.get(key) or {}
-    try:
-        for pattern in patterns:
-            re.compile(pattern)
-        return dict(patterns)
-    except (re.error, TypeError, ValueError) as error:
+def write_metadata(
+    folder: str | Path,
+    experts: Mapping[int, Sequence[int]] | None = None,
+    experts_dropout: float = 0.0,
+    **extra: Any,
+) -> Path:
+    """Write ``moe_finetune.json`` into an adapter folder and return its path."""
+    content: dict[str, Any] = {"experts_dropout": experts_dropout, **extra}
+    if experts is not None:
+        content["experts"] = {str(k): [int(e) for e in experts[k]] for k in sorted(experts)}
+    file = Path(folder) / METADATA
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return file
+
+
+def read_metadata(folder: str | Path) -> AdapterMetadata:
+    """Read ``moe_finetune.json``; an adapter without the file gets the defaults.
+
+    Raises:
+        AdapterError: the file does not have the format that the module's docstring describes.
+    """
+    file = Path(folder) / METADATA
+    if not file.is_file():
+        return AdapterMetadata()
+    content = read_object(file, AdapterError, COPY_AGAIN)
+    experts = content.pop("experts", None)
+    dropout = content.pop("experts_dropout", 0.0)
+    if type(dropout) not in (int, float) or not 0 <= dropout < 1:
         raise AdapterError(
-            f"{file}: {key} must map regular expressions to numbers ({error})"
-        ) from None
+            f"{file}: experts_dropout is {dropout!r:.60}; it must be a number from 0 to below 1"
+        )
+    return AdapterMetadata(_experts(file, experts), float(dropout), content)
+
+
+def _experts(file: Path, value: Any) -> dict[int, tuple[int, ...]] | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict) or not all(
+        re.fullmatch(r"0|[1-9][0-9]{0,8}", layer)
+        and isinstance(ids, list)
+        and all(type(expert) is int and expert >= 0 for expert in ids)
+        and 0 < len(ids) == len(set(ids))
+        for layer, ids in value.items()
+    ):
+        raise AdapterError(
+            f"{file}: 'experts' must map a layer's number to a list of different expert numbers"
+        )
+    return {int(layer): tuple(ids) for layer, ids in value.items()}
+
+
+def check_belongs(adapter: Adapter, base: Checkpoint) -> None:
+    """Check that ``adapter``, whose tensors fit ``base``, is finite and made for it.
+
+    Raises:
+        AdapterError: names the tensor that is not finite, or both bases' fingerprints.
+    """
+    from moe_finetune.checkpoint.files import check_values
+
+    _check_tables(adapter, base)
+    _check_base(adapter, base)
+    remedy = "the training diverged; use an earlier checkpoint"
+    check_values(adapter.tensors.values(), AdapterError, remedy)
+
+
+def _check_base(adapter: Adapter, base: Checkpoint) -> None:
+    from moe_finetune.checkpoint.files import check_values, fingerprint
+
+    key, tensors = named_tensors(base)
+    recorded = adapter.metadata.extra.get(key)
+    if recorded is None:
+        folder = adapter.folder.absolute()
+        if folder not in _warned:
+            _warned.add(folder)
+            log.warning(
+                "%s: does not record its base (%s of %s), so only its shapes can be checked "
+                "against %s",
+                adapter.folder,
+                key,
+                METADATA,
+                base.folder,
+            )
+        return
+    actual = fingerprint(tensors)
+    if recorded != actual:
+        # A base damaged since training also differs; its damaged tensor is then the better message.
+        check_values(tensors, CheckpointError, "copy the checkpoint again")
+        raise AdapterError(
+            f"{adapter.folder}: was trained on another base: the tensors of {base.folder} have "
+            f"the fingerprint {actual[:12]}, {METADATA} names {str(recorded)[:12]}; give the base "
+            "that it was trained on (merge: --base)"
+        )
+
+
+def named_tensors(base: Checkpoint) -> tuple[str, list[TensorInfo]]:
+    """The key of the base's fingerprint in ``moe_finetune.json``, and the tensors it covers."""
+    if base.quantized is None:
+        return BASE_KEY, list(base.tensors.values())
+    return STORED_KEY, list(tensors_of(base.files).values())
+
+
+def _check_tables(adapter: Adapter, base: Checkpoint) -> None:
+    """Check that integer tensors of a saved module equal the base's, which a merge keeps."""
+    from moe_finetune.checkpoint.files import read_tensor
+
+    for key, info in adapter.tables.items():
+        name = base.names.files.get(key, [key])[0]
+        table = base.tensors.get(name)
+        if (
+            table is None
+            or table.shape != info.shape
+            or (read_tensor(table) != read_tensor(info)).any()
+        ):
+            raise AdapterError(
+                f"{adapter.folder}: adapter tensor '{key}' differs from the base's '{name}'; the "
+                "adapter was trained on another base"
+            )

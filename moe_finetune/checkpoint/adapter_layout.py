@@ -21,12 +21,11 @@ from moe_finetune.errors import AdapterError
 
 if TYPE_CHECKING:
     from moe_finetune.checkpoint.adapter import Adapter
-    from moe_finetune.checkpoint.contents import Checkpoint
+    from moe_finetune.checkpoint.open import Checkpoint
 
 MARKER = "lora_B_layout"
 DETAIL = "unsloth_fused_expert_lora"
 RANK_MAJOR, GROUPED = "rank_major", "grouped_by_expert"
-SWAPPED_UNTIL = (0, 19)
 OLD_EXPERT = re.compile(r".*\.layers\.\d+\..*\.experts\.\d+\..*")
 """Keys of adapters that were saved when PEFT wrapped each expert's own matrices."""
 
@@ -75,7 +74,7 @@ def made_by_unsloth(config: Mapping[str, Any]) -> bool:
 def before_019(config: Mapping[str, Any]) -> bool:
     """Return whether PEFT before 0.19 saved the adapter; 0.17 does not write its version."""
     version = re.match(r"(\d+)\.(\d+)", str(config.get("peft_version") or "0.0"))
-    return version is not None and (int(version[1]), int(version[2])) < SWAPPED_UNTIL
+    return version is not None and (int(version[1]), int(version[2])) < (0, 19)
 
 
 def outputs_first(
@@ -95,45 +94,42 @@ def outputs_first(
     """
     if out_size != in_size:
         return (a_shape[-1], b_shape[0]) == (out_size, in_size)
-    version = re.match(r"(\d+)\.(\d+)", str(config.get("peft_version") or ""))
-    if version is None:
+    if not re.match(r"\d+\.\d+", str(config.get("peft_version") or "")):
         raise AdapterError(
             f"{location}: the experts' matrices are square, and peft_version is missing, so "
             "lora_A may apply to their inputs or their outputs. Add the version of PEFT that "
             'saved the adapter, such as "peft_version": "0.18.1"'
         )
-    return (int(version[1]), int(version[2])) < SWAPPED_UNTIL
+    return before_019(config)
 
 
 def lacks_experts(adapter: Adapter, base: Checkpoint) -> bool:
-    """Return whether PEFT before 0.19 found no experts by the names in ``target_modules``.
+    """Return whether PEFT before 0.19 found no experts by their names in ``target_modules``.
 
     With transformers 5 ``gate_proj`` and the like then matched nothing in the stacks; today's PEFT
     translates the names. What was trained and saved is complete without the experts.
     """
     stack = f".{base.family.experts_path}."
-    parameters = [f".{base.family.experts_path}.{name}" for name in base.family.expert_parameters]
-    targets = adapter.config.get("target_parameters") or ()
+    parameters = [f"{stack}{name}" for name in base.family.expert_parameters]
+    targets, modules = (adapter.config.get(f"target_{k}") or () for k in ("parameters", "modules"))
+    names = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")  # of transformers 4
     return (
         adapter.metadata.experts is None
         and before_019(adapter.config)
-        and not any(stack in key or OLD_EXPERT.fullmatch(key) for key in adapter.tensors)
+        and not any(stack in key for key in adapter.tensors)
         and not any(p.endswith(f".{target}") for p in parameters for target in targets)
+        and (isinstance(modules, str) or any(m.rpartition(".")[2] in names for m in modules))
     )
 
 
-def names_experts(adapter: Adapter) -> bool:
-    """Return whether ``target_modules`` has names that transformers 4 gave experts' matrices."""
-    targets = adapter.config.get("target_modules") or ()
-    names = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-    return isinstance(targets, str) or any(t.rpartition(".")[2] in names for t in targets)
+def names_files(adapter: Adapter, base: Checkpoint) -> bool:
+    """Return whether the adapter's keys name the tensors of the files, as with transformers 4.
 
-
-def stacks_of_files(adapter: Adapter, base: Checkpoint) -> bool:
-    """Return whether the adapter has factors of a stack under its name in the files.
-
-    transformers 4 had GraniteMoE's stacks there, as parameters that PEFT could adapt.
+    It has factors for each expert's own matrices, or for a stack under its name in the files, as
+    GraniteMoE's were parameters that PEFT could adapt.
     """
+    if any(map(OLD_EXPERT.fullmatch, adapter.tensors)):
+        return True
     paths = {key.partition(".lora_")[0] for key in adapter.tensors if ".lora_" in key}
     stored = (base.tensors.get(f"{path}.weight") for path in paths)
     return any(info is not None and len(info.shape) == 3 for info in stored)

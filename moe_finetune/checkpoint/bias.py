@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe_finetune.checkpoint.contents import Checkpoint
+from moe_finetune.checkpoint.open import Checkpoint
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.models.base import CORRECTION_BIASES, Family
 

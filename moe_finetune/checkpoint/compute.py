@@ -100,12 +100,12 @@ class Merged:
                     out_OI = torch.empty(chunk_OI.shape, dtype=DTYPES[target.dtype])
                 for top in range(first, last, block):
                     bottom = min(top + block, last)
-                    here = slice(top - first, bottom - first)
-                    work_OI = chunk_OI[here].to(torch.float32, copy=True)
+                    block_rows = slice(top - first, bottom - first)
+                    work_OI = chunk_OI[block_rows].to(torch.float32, copy=True)
                     self.change(work_OI, slice(top, bottom), expert, pair)
                     _check_range(work_OI, target)
-                    out_OI[here] = work_OI
-                    if not finite(out_OI[here]):
+                    out_OI[block_rows] = work_OI
+                    if not finite(out_OI[block_rows]):
                         raise self.not_finite()
                 yield out_OI
 
@@ -119,7 +119,8 @@ class Merged:
                 if not finite(work_OI):
                     raise self.not_finite()
                 info = self.factors.adapter.tensors[part.update.key]
-                start = (part.place.rows.start or 0) + rows.start  # whole rows, see parts_in_files
+                assert isinstance(part.place.rows, slice)  # see parts_in_files
+                start = (part.place.rows.start or 0) + rows.start
                 first = part.slot * math.prod(info.shape[1:]) + start * work_OI.shape[1]
                 work_OI.copy_(read_elements(info, first, work_OI.numel()).view(work_OI.shape))
         if pair is None:

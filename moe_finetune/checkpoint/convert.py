@@ -5,10 +5,15 @@ import os
 import shutil
 from pathlib import Path
 
-from moe_finetune.checkpoint.card import public_name, write_card
-from moe_finetune.checkpoint.carried import refuse_foreign_links, small_files
-from moe_finetune.checkpoint.opened import open_checkpoint
-from moe_finetune.checkpoint.tokenizer import write_json, write_tokenizer
+from moe_finetune.checkpoint.export import (
+    json_text,
+    public_name,
+    refuse_foreign_links,
+    small_files,
+    write_card,
+    write_tokenizer,
+)
+from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io import check_output, one_writer, output_folder, sync
 from moe_finetune.io.checkpoint_files import INDEX, SINGLE, index_text, read_config, tensors_of
@@ -53,7 +58,7 @@ def convert_checkpoint(source: str | Path, output: str | Path) -> Path:
             (partial / INDEX).write_text(index, encoding="utf-8")
         config = read_config(folder)
         config.pop("auto_map", None)
-        write_json(partial / "config.json", config)
+        (partial / "config.json").write_text(json_text(config), encoding="utf-8")
         write_tokenizer(folder, partial)
         for file in small_files(folder):
             if file.name in _CARRIED or file.name.startswith("LICENSE"):

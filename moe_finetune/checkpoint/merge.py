@@ -13,16 +13,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moe_finetune.checkpoint.adapter import Adapter, open_adapter
+from moe_finetune.checkpoint.adapter import Adapter, check_belongs, open_adapter
 from moe_finetune.checkpoint.bias import BiasValue, plan_bias
-from moe_finetune.checkpoint.card import CARD_FILE, is_hub_id, model_card, public_name
-from moe_finetune.checkpoint.carried import carried_files
 from moe_finetune.checkpoint.compute import Factors, Merged, Requantization, Requantized
-from moe_finetune.checkpoint.contents import Checkpoint
+from moe_finetune.checkpoint.export import (
+    CARD_FILE,
+    carried_files,
+    is_hub_id,
+    model_card,
+    public_name,
+)
 from moe_finetune.checkpoint.files import Content, Progress, check_values, copy_of, write_checkpoint
-from moe_finetune.checkpoint.gate import check_belongs
-from moe_finetune.checkpoint.opened import open_checkpoint
-from moe_finetune.checkpoint.untrained import stale_head
+from moe_finetune.checkpoint.open import Checkpoint, open_checkpoint, stale_head
 from moe_finetune.checkpoint.updates import Replace, parts_in_files, read_updates
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io import check_output, one_writer
@@ -227,26 +229,26 @@ def plan_merge(
         files[file] = _target_header(header, Path(file), dtype, in_file)
         for target in files[file].tensors.values():
             source, float_name = header.tensors.get(target.name), packed.get(target.name)
-            found = tuple(parts.get(float_name or target.name, ()))
+            updating = tuple(parts.get(float_name or target.name, ()))
             if target.name in values:
                 contents[target.name] = _literal(values[target.name].content)
                 changed[target.name] = "routing bias"
                 continue
             assert source is not None
-            if found:
-                replaced = any(isinstance(part.update, Replace) for part in found)
+            if updating:
+                replaced = any(isinstance(part.update, Replace) for part in updating)
                 how = "replaced by the adapter's tensor" if replaced else "low-rank update"
                 changed[target.name] = how + (", requantized" if float_name else "")
-            if found and float_name is not None and base.quantized is not None:
-                merged = Merged(base.tensors[float_name], found, factors)
+            if updating and float_name is not None and base.quantized is not None:
+                merged = Merged(base.tensors[float_name], updating, factors)
                 contents[target.name] = Requantized(merged, base.quantized, sums)
-            elif found and source.dtype not in FLOATS:
+            elif updating and source.dtype not in FLOATS:
                 raise CheckpointError(
                     f"{source.file}: '{target.name}' is stored as {source.dtype}; an adapter "
                     "cannot be merged into a quantized checkpoint; use the unquantized one"
                 )
-            elif found or source.dtype != target.dtype:
-                contents[target.name] = Merged(source, found, factors)
+            elif updating or source.dtype != target.dtype:
+                contents[target.name] = Merged(source, updating, factors)
             else:
                 contents[target.name] = copy_of(source)
                 copied.add(target.name)

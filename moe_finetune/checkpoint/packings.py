@@ -26,22 +26,22 @@ from torch import Tensor, nn
 from moe_finetune.checkpoint.adapter import (
     BIAS_FILE,
     CONFIG,
+    METADATA,
     PREFIX,
     WEIGHTS,
     Adapter,
     open_adapter,
+    write_metadata,
 )
-from moe_finetune.checkpoint.adapter_metadata import METADATA, write_metadata
 from moe_finetune.checkpoint.compute import Factors
-from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.files import read_tensor
-from moe_finetune.checkpoint.gate import check_adapter
-from moe_finetune.checkpoint.opened import open_checkpoint
+from moe_finetune.checkpoint.open import Checkpoint, open_checkpoint
 from moe_finetune.checkpoint.peft_model import fill, wrap
 from moe_finetune.checkpoint.updates import (
     LowRank,
     Replace,
     Updates,
+    check_adapter,
     parts_in_files,
     read_updates,
 )
@@ -97,47 +97,34 @@ def as_peft(adapter: Adapter, base: Checkpoint, output: Path, rewrite: bool = Fa
         AdapterError, CheckpointError: as for a merge, or PEFT has no form for the adapter.
     """
     updates = read_updates(adapter, base)
-    foreign = any(update.grouped or update.swapped for update in updates.low_rank)
-    if not (rewrite or foreign or adapter.metadata.experts is not None) and updates.as_loaded:
+    if updates.for_peft and not rewrite:
         return adapter.folder
     model, factors = meta_model(base.model_config), Factors(adapter)
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     scales: dict[str, float] = {}
     modules: set[str] = set()
-    stacks: dict[str, dict[str, tuple[Tensor, Tensor]]] = {}
-    for loaded, terms in _by_loaded(updates, base).items():
+    by_loaded = _by_loaded(updates, base)
+    for loaded, terms in by_loaded.items():
         path, _, parameter = loaded.rpartition(".")
-        shape = base.names.shapes[loaded]
-        if len(shape) == 3:
-            a_nI, b_On = _packed(factors, terms, shape)
-            stacks.setdefault(path, {})[parameter] = a_nI, b_On
-            ranks[loaded], scales[loaded] = a_nI.shape[0] // shape[0], 1.0
-            continue
-        module = path.rpartition(".")[2] not in _TAKEN and _is_layer(model, path)
-        if module:
+        shape, update = base.names.shapes[loaded], terms[0].update
+        matrix = len(shape) == 2
+        if matrix and path.rpartition(".")[2] not in _TAKEN and _is_layer(model, path):
             modules.add(path)
-        target, update = path if module else loaded, terms[0].update
-        if len(terms) == 1 and (
-            shape[0] == adapter.tensors[update.b].shape[0] or update.transposed
-        ):
+        target = path if path in modules else loaded
+        whole_rows = update.transposed or shape[0] == adapter.tensors[update.b].shape[0]
+        if matrix and len(terms) == 1 and whole_rows:
             ranks[target], scales[target] = update.rank, update.scale
-            keys = [update.a, update.b, *([update.magnitude] if update.magnitude else [])]
-            for key in keys:
-                tensors[f"{path}.lora_{key.partition('.lora_')[2]}"] = read_tensor(
-                    adapter.tensors[key]
-                )
-        else:
-            a_rI, b_Or = _packed(factors, terms, (1, *shape))
-            tensors |= {f"{path}.lora_A.weight": a_rI, f"{path}.lora_B.weight": b_Or}
-            ranks[target], scales[target] = a_rI.shape[0], 1.0
-    for path, pairs in stacks.items():
-        inner_last = [
-            pairs[name] for name in reversed(base.family.expert_parameters) if name in pairs
-        ]
-        for depth, (a_nI, b_On) in enumerate(inner_last):
-            key = path + ".base_layer" * depth
-            tensors |= {f"{key}.lora_A.weight": a_nI, f"{key}.lora_B.weight": b_On}
+            for key in filter(None, (update.a, update.b, update.magnitude)):
+                factor = key.partition(".lora_")[2]
+                tensors[f"{path}.lora_{factor}"] = read_tensor(adapter.tensors[key])
+            continue
+        a_nI, b_On = _packed(factors, terms, (1, *shape) if matrix else shape)
+        ranks[target], scales[target] = a_nI.shape[0] // (1 if matrix else shape[0]), 1.0
+        inner = [n for n in base.family.expert_parameters if f"{path}.{n}" in by_loaded]
+        depth = 0 if matrix else len(inner) - 1 - inner.index(parameter)
+        key = path + ".base_layer" * depth
+        tensors |= {f"{key}.lora_A.weight": a_nI, f"{key}.lora_B.weight": b_On}
     for replaced in updates.replaced:
         name = base.names.loaded[replaced.name] if updates.of_files else replaced.key
         tensors[name] = read_tensor(adapter.tensors[replaced.key])
@@ -281,8 +268,8 @@ def as_per_expert(adapter: Adapter, base: Checkpoint, output: Path) -> Path:
             # Gate and up share their A; in a file each has its own.
             tensors |= {f"{path}.lora_{key}": factor.clone() for key, factor in pair.items()}
             if update.magnitude:
-                norms_O = factors.norms(update.magnitude)[part.place.rows]
-                tensors[f"{path}.lora_magnitude_vector"] = norms_O.clone()
+                norms_O = read_tensor(written.tensors[update.magnitude]).float()
+                tensors[f"{path}.lora_magnitude_vector"] = norms_O[part.place.rows].clone()
     root = 0.5 if adapter.config.get("use_rslora") else 1
     (rank, scale), _ = Counter(scales.values()).most_common(1)[0]
     others = {_kind(path): value for path, value in scales.items() if value != (rank, scale)}

@@ -1,8 +1,8 @@
-"""An adapter over a model in PEFT: every tensor goes where its name says, and none may be missing.
+"""An adapter in PEFT's own modules: over a model, or one module at a time for what it changes.
 
 ``PeftModel.from_pretrained`` is not used: PEFT 0.21 applies the renamings of transformers 4 to keys
 that are already right, loses factors that way (shared experts of Laguna and DeepSeek-OCR-2), and
-only warns.
+only warns. Here every tensor goes where its name says, and none may be missing.
 """
 
 import re
@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from moe_finetune.checkpoint.adapter import CONFIG, PREFIX, Adapter
 from moe_finetune.checkpoint.files import read_tensor
@@ -21,30 +21,41 @@ from moe_finetune.errors import AdapterError, reason_of
 from moe_finetune.io.safetensors_header import TensorInfo
 
 # A router's buffer is saved only where the router trains.
-_MAY_LACK = "e_score_correction_bias"
+MAY_LACK = "e_score_correction_bias"
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+def lora_config(adapter: Adapter) -> Any:
+    """The adapter's config as PEFT's, with initial values, some of which would need weights.
+
+    Raises:
+        AdapterError: PEFT refuses the config.
+    """
+    from peft import LoraConfig
+
+    names = {field.name for field in fields(LoraConfig)} - {"peft_type", "auto_mapping"}
+    options = {key: value for key, value in adapter.config.items() if key in names}
+    with _refused(adapter):
+        return LoraConfig(**options | {"init_lora_weights": True, "inference_mode": True})
 
 
 def wrap(model: Any, adapter: Adapter) -> Any:
     """``model`` with PEFT's modules for the adapter's config, with initial values."""
-    from peft import LoraConfig, PeftModel, PeftModelForCausalLM
+    from peft import PeftModel, PeftModelForCausalLM
 
     from moe_finetune.moe.lora_factors import quiet_patterns
 
-    names = {field.name for field in fields(LoraConfig)} - {"peft_type", "auto_mapping"}
-    options = {key: value for key, value in adapter.config.items() if key in names}
-    # Every initial value is replaced; some of them need weights.
-    options |= {"init_lora_weights": True, "inference_mode": True}
-    if not hasattr(model, "config") and options.get("target_modules") == "all-linear":
-        linear = [name for name, module in model.named_modules() if type(module) is nn.Linear]
-        options["target_modules"] = [name for name in linear if not name.endswith("lm_head")]
+    config = lora_config(adapter)
+    kind = PeftModelForCausalLM if config.task_type == "CAUSAL_LM" else PeftModel
+    with _refused(adapter), warnings.catch_warnings(), quiet_patterns():
+        warnings.simplefilter("ignore")
+        return kind(model, config)
+
+
+@contextmanager
+def _refused(adapter: Adapter) -> Iterator[None]:
     try:
-        config = LoraConfig(**options)
-        generates = config.task_type == "CAUSAL_LM" and hasattr(model, "config")
-        kind = PeftModelForCausalLM if generates else PeftModel
-        with warnings.catch_warnings(), quiet_patterns():
-            warnings.simplefilter("ignore")
-            return kind(model, config)
+        yield
     except Exception as error:  # PEFT's checks raise half a dozen types
         raise AdapterError(
             f"{adapter.folder / CONFIG}: PEFT cannot apply it to the base: {reason_of(error):.300}"
@@ -65,16 +76,15 @@ def fill(wrapped: Any, adapter: Adapter, layers: int | None = None) -> None:
     live = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
     targets = {key.removeprefix(PREFIX): tensor for key, tensor in live.items()}
     others = dict(wrapped.named_parameters())
-    missing = sorted(k for k in targets.keys() - stored.keys() if not k.endswith(_MAY_LACK))
-    missing = [key for key in missing if key not in adapter.tables]
+    present = stored.keys() | adapter.tables.keys()
+    missing = sorted(k for k in targets.keys() - present if not k.endswith(MAY_LACK))
     if missing:
         raise AdapterError(
             f"{adapter.folder}: adapter tensor '{missing[0]}' is missing ({len(missing)} in all)"
         )
     for key, info in stored.items():
-        target = targets.get(key)
-        if target is None:  # a whole embedding that was saved with its factors
-            target = others.get(PREFIX + key)
+        # A whole embedding that was saved with its factors is no part of what PEFT would save.
+        target = targets.get(key, others.get(PREFIX + key))
         if target is None or tuple(target.shape) != info.shape:
             raise AdapterError(
                 f"{adapter.folder}: adapter tensor '{key}' {list(info.shape)} has no place in PEFT"
@@ -95,6 +105,40 @@ class LoraModule:
     loaded: str
     module: Any
 
+    @property
+    def embedding(self) -> bool:
+        return "default" in self.module.lora_embedding_A
+
+    @torch.no_grad()
+    def deltas(self, adapter: Adapter) -> Iterator[Tensor]:
+        """The change by PEFT in float32: of a matrix, or of each matrix of a stack in turn.
+
+        The module, on the meta device, has its factors only meanwhile.
+        """
+        module: Any = self.module
+        suffix, names = (
+            ("", ("embedding_A", "embedding_B")) if self.embedding else (".weight", "AB")
+        )
+        factors = {
+            f"lora_{name}.default{suffix}": read_tensor(
+                adapter.tensors[f"{self.path}.lora_{name}{suffix}"]
+            ).float()
+            for name in names
+        }
+        assert not module.load_state_dict(factors, strict=False, assign=True).unexpected_keys
+        try:
+            if not hasattr(module, "parameter_name"):
+                yield module.get_delta_weight("default")
+            elif module.num_experts > 1:
+                lhs_EOr, rhs_ErI, scale = module.get_delta_factors("default")
+                for lhs_Or, rhs_rI in zip(lhs_EOr, rhs_ErI, strict=True):
+                    yield (lhs_Or @ rhs_rI) * scale
+            else:  # PEFT would move the product to the base's device
+                a_rI, b_Or = (getattr(module, f"lora_{f}")["default"].weight for f in "AB")
+                yield (b_Or @ a_rI) * module.scaling["default"]
+        finally:
+            module.to("meta")
+
 
 def modules_of(wrapped: Any) -> Iterator[LoraModule]:
     """PEFT's modules with factors."""
@@ -106,52 +150,3 @@ def modules_of(wrapped: Any) -> Iterator[LoraModule]:
             parameter = getattr(module, "parameter_name", "weight")
             loaded = f"{path.replace('.base_layer', '')}.{parameter}"
             yield LoraModule(path, loaded, module)
-
-
-def modules_for(shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
-    """A module for each tensor by its name, which PEFT adapts as it did those of transformers 4."""
-    root = nn.Module()
-    for name in sorted((name for name in shapes if "." in name), key=lambda name: name.count(".")):
-        path, _, leaf = name.rpartition(".")
-        shape, matrix = shapes[name], len(shapes.get(f"{path}.weight", ())) == 2
-        parent = root
-        for part in path.split(".")[:-1]:
-            if part not in parent._modules:
-                parent.add_module(part, nn.Module())
-            parent = parent.get_submodule(part)
-        last = path.rpartition(".")[2]
-        if matrix and leaf == "weight":
-            linear = nn.Linear(shape[1], shape[0], f"{path}.bias" in shapes)
-            embeds = last == "embed_tokens"
-            parent.add_module(last, nn.Embedding(shape[0], shape[1]) if embeds else linear)
-        elif not (matrix and leaf == "bias"):
-            if last not in parent._modules:
-                parent.add_module(last, nn.Module())
-            value = nn.Parameter(torch.empty(shape), requires_grad=False)
-            parent.get_submodule(last).register_parameter(leaf, value)
-    return root
-
-
-@contextmanager
-def filled(adapter: Adapter, adapted: LoraModule) -> Iterator[None]:
-    """Give one module its factors in float32, and take them away again."""
-    path, module = adapted.path, adapted.module
-    embedding = f"{path}.lora_embedding_A" in adapter.tensors
-    before = {}
-    for factor in ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A", "lora_B"):
-        holder = getattr(module, factor)
-        key = f"{path}.{factor}" if embedding else f"{path}.{factor}.weight"
-        value = torch.nn.Parameter(read_tensor(adapter.tensors[key]).float())
-        if embedding:
-            before[factor], holder["default"] = holder["default"], value
-        else:
-            before[factor], holder["default"].weight = holder["default"].weight, value
-    try:
-        yield
-    finally:
-        for factor, value in before.items():
-            holder = getattr(module, factor)
-            if embedding:
-                holder["default"] = value
-            else:
-                holder["default"].weight = value

@@ -2,44 +2,51 @@
 
 PEFT's own modules say it: PEFT wraps a model without weights as the adapter's config demands, and
 its modules have the names, ranks and scalings. What the adapter lacks, or has besides, is refused.
-The model that PEFT wraps is the one that the adapter was trained on: transformers' class; the same
-without its stacks of experts, in which PEFT before 0.19 found no matrices; or a module for each
-tensor of the files, as in transformers 4.
+For a model that transformers 5 has no class for, PEFT's rules are applied to its names: that of
+transformers 4, with a module for each tensor of the files, or today's without its stacks, in which
+PEFT before 0.19 found no matrices.
 
 Shape legend: E experts, n those with factors, r rank, O rows and I columns of a matrix.
 """
 
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from moe_finetune.checkpoint.adapter import CONFIG, PREFIX, WEIGHTS, Adapter
+from moe_finetune.checkpoint.adapter import (
+    CONFIG,
+    PREFIX,
+    WEIGHTS,
+    Adapter,
+    check_belongs,
+    open_adapter,
+    read_bias,
+)
 from moe_finetune.checkpoint.adapter_layout import (
-    OLD_EXPERT,
     before_019,
     grouped_by_expert,
     lacks_experts,
-    names_experts,
+    names_files,
     outputs_first,
-    stacks_of_files,
 )
-from moe_finetune.checkpoint.contents import Checkpoint
+from moe_finetune.checkpoint.bias import check_bias
 from moe_finetune.checkpoint.names import Place, on_meta
-from moe_finetune.checkpoint.peft_model import modules_for, modules_of, wrap
+from moe_finetune.checkpoint.open import Checkpoint
+from moe_finetune.checkpoint.peft_model import MAY_LACK, lora_config, modules_of, wrap
 from moe_finetune.errors import AdapterError, did_you_mean
 
-# A router's buffer is saved only where the router trains.
-_MAY_LACK = "e_score_correction_bias"
 # PEFT also saves these where the vocabulary has grown or LoRA is on one of them.
 _MAY_ADD = (
     "embed_tokens.weight",
     "embed_tokens.base_layer.weight",
     "lm_head.weight",
     "lm_head.base_layer.weight",
-    _MAY_LACK,
+    MAY_LACK,
 )
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
@@ -53,8 +60,8 @@ class LowRank:
         a, b: the factors' keys in the adapter.
         experts: the stack's matrices that have factors, in packing order; None for a matrix.
         grouped: B has an expert's columns side by side.
-        swapped: A has the outputs and B the inputs, as before PEFT 0.19.
-        transposed: the product's transpose is added.
+        transposed: the product's transpose is added, as of a class with (E, I, O), or because A has
+            the outputs and B the inputs, as before PEFT 0.19.
         magnitude: the key of DoRA's norms, to which the changed matrix's rows are scaled.
     """
 
@@ -65,9 +72,12 @@ class LowRank:
     scale: float
     experts: tuple[int, ...] | None = None
     grouped: bool = False
-    swapped: bool = False
     transposed: bool = False
     magnitude: str | None = None
+
+    @property
+    def key(self) -> str:
+        return self.a
 
 
 @dataclass(frozen=True)
@@ -84,15 +94,15 @@ class Updates:
 
     Attributes:
         of_files: names are those in the base's files; otherwise those of the loaded model.
-        as_loaded: the adapter's modules are those of transformers' class.
+        for_peft: PEFT reads the adapter as it is, over transformers' class.
         attention_only: its config names matrices of experts, of which PEFT found none.
     """
 
     of_files: bool
-    as_loaded: bool
+    for_peft: bool
     attention_only: bool
-    low_rank: list[LowRank] = field(default_factory=list)
-    replaced: list[Replace] = field(default_factory=list)
+    low_rank: list[LowRank]
+    replaced: list[Replace]
 
 
 @dataclass(frozen=True)
@@ -101,13 +111,43 @@ class Part:
 
     Attributes:
         slot: which of the update's experts.
-        first: index of the part's first element in a saved tensor.
     """
 
     update: LowRank | Replace
     place: Place
     slot: int = 0
-    first: int = 0
+
+
+def check_adapter(path: str | Path, base: Checkpoint) -> Adapter:
+    """Open an adapter to use unmerged with ``base``, with all checks of a merge.
+
+    Raises:
+        AdapterError: see :func:`read_updates` and :func:`check_belongs`.
+        CheckpointError: a bias is for a layer without experts, or has the wrong length.
+    """
+    adapter = open_adapter(path)
+    read_updates(adapter, base)
+    check_bias(base, read_bias(adapter.folder) or {})
+    check_belongs(adapter, base)
+    return adapter
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A tensor that PEFT adapts.
+
+    Attributes:
+        path: in the adapter's keys.
+        name: in the model.
+        inputs_first: the class stores stacks as (E, I, O).
+    """
+
+    path: str
+    name: str
+    rank: int
+    scale: float
+    embedding: bool
+    inputs_first: bool = False
 
 
 def read_updates(adapter: Adapter, base: Checkpoint) -> Updates:
@@ -117,120 +157,123 @@ def read_updates(adapter: Adapter, base: Checkpoint) -> Updates:
         AdapterError: names the tensor that is missing, does not belong to the base or its config,
             or does not have the shape of the base's tensor.
     """
-    old = any(map(OLD_EXPERT.fullmatch, adapter.tensors)) or stacks_of_files(adapter, base)
-    bare = not old and lacks_experts(adapter, base)
-    if old:
+    of_files = names_files(adapter, base)
+    attention_only = not of_files and lacks_experts(adapter, base)
+    if of_files:
         trained = {n: i.shape for n, i in base.tensors.items() if n not in base.untrained}
     else:
-        trained = base.names.shapes
-    attention_only = bare and names_experts(adapter)
-    if attention_only:
         stacks = f".{base.family.experts_path}."
-        trained = {name: shape for name, shape in trained.items() if stacks not in name}
-    alike = _alike(trained, adapter) if old else {}
-    with torch.device("meta"):
-        if old:
-            model = modules_for({first: trained[names[0]] for first, names in alike.items()})
-        elif trained is base.names.shapes:
-            model = on_meta(base.model_config)
-        else:
-            model = modules_for(trained)
-        wrapped = wrap(model, adapter)
+        shapes = base.names.shapes
+        trained = {n: s for n, s in shapes.items() if not (attention_only and stacks in n)}
+    read = _by_names if of_files or attention_only else _by_modules
+    targets, expected = read(adapter, base, trained)
     reader = _Reader(adapter, base, trained)
     _check_biases(adapter)
-    reader.check_keys(_expected(wrapped, alike))
-    updates = Updates(old, not old and not bare, attention_only)
-    for module in modules_of(wrapped):
-        for name in alike.get(module.loaded, [module.loaded]):
-            path = name.removesuffix(".weight") if alike else module.path
-            if (update := reader.low_rank(path, name, module.module)) is not None:
-                updates.low_rank.append(update)
+    reader.check_keys(expected)
+    low_rank = [update for target in targets if (update := reader.low_rank(target)) is not None]
+    reader.check_version()
+    replaced = []
     for key, info in adapter.tensors.items():
         if ".lora_" not in key:
             name = key.replace(".base_layer.", ".")
             reader.check_shape(key, info.shape, trained[name], name)
-            updates.replaced.append(Replace(name, key))
-    reader.check_version()
-    return updates
+            replaced.append(Replace(name, key))
+    packed = adapter.metadata.experts is not None or any(update.grouped for update in low_rank)
+    for_peft = not (of_files or attention_only or packed or True in reader.swapped)
+    return Updates(of_files, for_peft, attention_only, low_rank, replaced)
 
 
-def _alike(names: Iterable[str], adapter: Adapter) -> dict[str, list[str]]:
-    """One name for all experts of a layer -> their names; a config can tell experts apart.
-
-    PEFT takes a millisecond for a module, and a model may have a hundred thousand.
-    """
-    keys = ("target_modules", "exclude_modules", "modules_to_save", "target_parameters",
-            "rank_pattern", "alpha_pattern")  # fmt: skip
-    rules = [adapter.config.get(key) or () for key in keys]
-    patterns = "\n".join(r if isinstance(r, str) else "\n".join(map(str, r)) for r in rules)
-    others = re.sub(r"\\d|\bw[123]\b|layers\W+[\d|]*", "", patterns)
-    numbered = re.search(r"\d", others) is not None
-    alike: dict[str, list[str]] = {}
-    for name in names:
-        first = name if numbered else re.sub(r"\.experts\.\d+\.", ".experts.0.", name)
-        alike.setdefault(first, []).append(name)
-    return alike
-
-
-def _expected(wrapped: object, alike: Mapping[str, list[str]]) -> set[str]:
-    """The keys that PEFT would save."""
+def _by_modules(adapter: Adapter, base: Checkpoint, _: object) -> tuple[list[_Target], set[str]]:
+    """What PEFT adapts in transformers' class, and the keys that it would save."""
     from peft import get_peft_model_state_dict
 
-    keys = set()
-    for key in get_peft_model_state_dict(wrapped, save_embedding_layers=False):
-        path, lora, factor = key.removeprefix(PREFIX).partition(".lora_")
-        names = alike.get(f"{path}.weight" if lora else path, [f"{path}.weight" if lora else path])
-        keys |= {f"{n.removesuffix('.weight')}{lora}{factor}" if lora else n for n in names}
-    return keys
+    with torch.device("meta"):
+        wrapped = wrap(on_meta(base.model_config), adapter)
+    targets = [
+        _Target(
+            lora.path,
+            lora.loaded,
+            lora.module.r["default"],
+            lora.module.scaling["default"],
+            lora.embedding,
+            getattr(lora.module.get_base_layer(), "is_transposed", False),
+        )
+        for lora in modules_of(wrapped)
+    ]
+    saved = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
+    return targets, {key.removeprefix(PREFIX) for key in saved}
+
+
+def _by_names(
+    adapter: Adapter, base: Checkpoint, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[list[_Target], set[str]]:
+    """The same in a model with a module for each tensor of ``shapes``, by PEFT's own rules."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+    from peft.utils.other import get_pattern_key
+
+    config: Any = lora_config(adapter)
+    parameters = tuple(f".{name}" for name in config.target_parameters or ())
+    saved = [re.compile(rf"(?:^|.*\.){name}(?:$|\..*)") for name in config.modules_to_save or ()]
+    targets, expected = [], set()
+    for name, shape in shapes.items():
+        path, _, leaf = name.rpartition(".")
+        embedding = path.endswith("embed_tokens")
+        module = len(shape) == 2 and leaf == "weight"
+        if config.target_modules == "all-linear":
+            module = module and not embedding and not path.endswith("lm_head")
+        else:
+            module = module and bool(check_target_module_exists(config, path))
+        if module or f".{name}".endswith(parameters):
+            ranks, alphas = config.rank_pattern, config.alpha_pattern
+            key = path if module else name
+            rank = ranks.get(get_pattern_key(ranks, key), config.r)
+            alpha = alphas.get(get_pattern_key(alphas, key), config.lora_alpha)
+            scale = alpha / (math.sqrt(rank) if config.use_rslora else rank)
+            targets.append(_Target(path, name, rank, scale, embedding))
+            factors = ["embedding_A", "embedding_B"] if embedding else ["A.weight", "B.weight"]
+            factors += ["magnitude_vector"] if config.use_dora else []
+            expected |= {f"{path}.lora_{factor}" for factor in factors}
+        if any(pattern.match(path) for pattern in saved) or (
+            config.bias == "all" and "bias" in name
+        ):
+            expected.add(name)
+    return targets, expected
 
 
 def parts_in_files(updates: Updates, base: Checkpoint, adapter: Adapter) -> dict[str, list[Part]]:
     """The parts of each tensor in the files that changes, in the order in which they apply."""
     parts: dict[str, list[Part]] = {}
-    for replaced in updates.replaced:
-        for part in _of_saved(replaced, base, adapter, updates.of_files):
-            parts.setdefault(part.place.name, []).append(part)
-    for update in updates.low_rank:
-        places = _places(update.name, update.a, base, adapter, updates.of_files)
-        for slot, expert in enumerate(update.experts or [0]):
-            for place in places[expert]:
-                parts.setdefault(place.name, []).append(Part(update, place, slot))
+    all_updates: list[LowRank | Replace] = [*updates.replaced, *updates.low_rank]
+    for update in all_updates:
+        places = _places(update, base, adapter, updates.of_files)
+        saved = isinstance(update, Replace)
+        experts = (update.experts or [0]) if isinstance(update, LowRank) else range(len(places))
+        for slot, expert in enumerate(experts):
+            for at in places[expert]:
+                if saved and (at.transposed or not isinstance(at.rows, slice)):
+                    raise AdapterError(
+                        f"{adapter.folder}: adapter tensor '{update.key}': the base stores "
+                        f"'{at.name}' in another order than the model, and fully trained experts "
+                        "cannot be merged into that; train them with LoRA"
+                    )
+                parts.setdefault(at.name, []).append(Part(update, at, slot))
     return parts
 
 
 def _places(
-    name: str, key: str, base: Checkpoint, adapter: Adapter, of_files: bool
+    update: LowRank | Replace, base: Checkpoint, adapter: Adapter, of_files: bool
 ) -> list[list[Place]]:
-    if not of_files:
-        if name in base.names.split:
-            raise AdapterError(
-                f"{adapter.folder}: adapter tensor '{key}': the files have this matrix and others "
-                f"in one tensor, '{base.names.files[name][0]}', into which it cannot be merged; "
-                "train without it"
-            )
-        return base.names.places(name)
-    shape = base.tensors[name].shape
-    experts = range(shape[0]) if len(shape) == 3 else [None]
-    return [[Place(name, expert)] for expert in experts]
-
-
-def _of_saved(
-    replaced: Replace, base: Checkpoint, adapter: Adapter, of_files: bool
-) -> Iterator[Part]:
-    """The parts of a tensor that trained in full: whole rows, in the loaded model's order."""
-    name, info = replaced.name, adapter.tensors[replaced.key]
-    places = _places(name, replaced.key, base, adapter, of_files)
-    columns = info.shape[-1] if len(info.shape) > 1 else 1
-    matrix = torch.Size(info.shape).numel() // len(places)
-    for expert, of_expert in enumerate(places):
-        for place in of_expert:
-            if place.transposed or not isinstance(place.rows, slice):
-                raise AdapterError(
-                    f"{adapter.folder}: adapter tensor '{replaced.key}': the base stores "
-                    f"'{place.name}' in another order than the model, and fully trained experts "
-                    "cannot be merged into that; train them with LoRA"
-                )
-            yield Part(replaced, place, 0, expert * matrix + (place.rows.start or 0) * columns)
+    name = update.name
+    if of_files:
+        shape = base.tensors[name].shape
+        return [[Place(name, e)] for e in (range(shape[0]) if len(shape) == 3 else [None])]
+    if name in base.names.split:
+        raise AdapterError(
+            f"{adapter.folder}: adapter tensor '{update.key}': the files have this matrix and "
+            f"others in one tensor, '{base.names.files[name][0]}', into which it cannot be merged; "
+            "train without it"
+        )
+    return base.names.places(name)
 
 
 class _Reader:
@@ -250,11 +293,12 @@ class _Reader:
         """Check for all keys that PEFT would save for this config and model, and for no others."""
         adapter = self.adapter
         stored = adapter.tensors.keys() | adapter.tables.keys()
+        expected = {key for key in expected if self._chosen(key) != ()}
         extra = [key for key in stored if key not in expected and not key.endswith(_MAY_ADD)]
         for key in sorted(stored):
             self._check_target(key)
         for key in sorted(expected - stored):
-            if not key.endswith(_MAY_LACK) and self._chosen(key) != ():
+            if not key.endswith(MAY_LACK):
                 raise AdapterError(
                     f"{adapter.folder}: adapter tensor '{key}' is missing, which {CONFIG} requires"
                     + (did_you_mean(key, extra) if extra else "; copy the adapter again")
@@ -266,22 +310,19 @@ class _Reader:
                 f"({len(extra)} such tensors); use the config of this adapter"
             )
 
-    def low_rank(self, path: str, name: str, module: Any) -> LowRank | None:
-        """The update of tensor ``name`` by one of PEFT's modules; None for experts not chosen."""
-        from peft.tuners.lora.layer import ParamWrapper
-
-        shape, rank = self.trained[name], module.r["default"]
-        embedding = "default" in module.lora_embedding_A
+    def low_rank(self, target: _Target) -> LowRank | None:
+        """The update that a target stands for; None for experts not chosen."""
+        path, name, rank = target.path, target.name, target.rank
+        shape, embedding = self.trained[name], target.embedding
         names = ("embedding_A", "embedding_B") if embedding else ("A.weight", "B.weight")
         a, b = (f"{path}.lora_{factor}" for factor in names)
         magnitude: str | None = f"{path}.lora_magnitude_vector"
         if magnitude not in self.adapter.tensors:
             magnitude = None
-        stack = isinstance(module, ParamWrapper) and len(shape) == 3
-        if len(shape) != 2 and not stack:
+        if len(shape) not in (2, 3):
             raise self._error(a, f"LoRA targets '{name}', which has shape {list(shape)}")
-        experts, grouped, swapped, transposed = None, False, False, embedding
-        if stack:
+        experts, grouped, transposed = None, False, embedding
+        if len(shape) == 3:
             experts = self._chosen(a)
             experts = tuple(range(shape[0])) if experts is None else experts
             if not experts:
@@ -291,27 +332,25 @@ class _Reader:
                     a,
                     f"moe_finetune.json lists expert {max(experts)}, but the base has {shape[0]}",
                 )
-            transposed = getattr(module.get_base_layer(), "is_transposed", False)
-            grouped, swapped = self._packing(name, a, b, transposed)
-            transposed = transposed or swapped
+            grouped, transposed = self._packing(target, a, b)
         slots, sizes = len(experts or [0]), shape[-2:][::-1] if transposed else shape[-2:]
         self.check_shape(a, self._shape(a), (slots * rank, sizes[1]), name, rank)
         self.check_shape(b, self._shape(b), (sizes[0], rank * slots), name, rank)
         if magnitude is not None:
             self.check_shape(magnitude, self._shape(magnitude), shape[:1], name)
-        scale = module.scaling["default"]
-        return LowRank(name, a, b, rank, scale, experts, grouped, swapped, transposed, magnitude)
+        flags = grouped, transposed, magnitude
+        return LowRank(name, a, b, rank, target.scale, experts, *flags)
 
-    def _packing(self, name: str, a: str, b: str, transposed: bool) -> tuple[bool, bool]:
-        """Return LowRank's ``grouped`` and ``swapped`` for a stack (E, O, I)."""
+    def _packing(self, target: _Target, a: str, b: str) -> tuple[bool, bool]:
+        """Return LowRank's ``grouped`` and ``transposed`` for a stack."""
         config, file = self.adapter.config, self.adapter.folder / CONFIG
-        if self.adapter.metadata.experts is not None:
-            return False, False  # written by this toolkit
-        grouped = grouped_by_expert(config, name.rpartition(".")[2], file)
-        if transposed:  # of a class with (E, I, O) every version of PEFT has the inputs in A
-            return grouped, False
-        _, out_size, in_size = self.trained[name]
-        swapped = outputs_first(config, self._shape(a), self._shape(b), out_size, in_size, file)
+        if self.adapter.metadata.experts is not None:  # written by this toolkit
+            return False, target.inputs_first
+        grouped = grouped_by_expert(config, target.name.rpartition(".")[2], file)
+        if target.inputs_first:  # every version of PEFT then has the inputs in A
+            return grouped, True
+        _, rows, columns = self.trained[target.name]
+        swapped = outputs_first(config, self._shape(a), self._shape(b), rows, columns, file)
         self.swapped.add(swapped)
         return grouped, swapped
 
@@ -358,8 +397,6 @@ class _Reader:
         base = self.base
         path, lora, _ = key.replace(".base_layer", "").partition(".lora_")
         name = f"{path}.weight" if lora else path
-        if self._chosen(key) == ():
-            raise self._error(key, "moe_finetune.json lists no experts for its layer")
         if name in self._tied:
             raise self._error(
                 key,

@@ -10,21 +10,24 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_finetune.checkpoint.adapter import Adapter, open_adapter
+from moe_finetune.checkpoint.adapter_layout import OLD_EXPERT
 from moe_finetune.checkpoint.bias import plan_bias
-from moe_finetune.checkpoint.changes import Change, Changes
-from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.files import DTYPES, digest, read_tensor
-from moe_finetune.checkpoint.opened import open_checkpoint
-from moe_finetune.checkpoint.packings import with_adapter
+from moe_finetune.checkpoint.names import on_meta
+from moe_finetune.checkpoint.open import Checkpoint, open_checkpoint
+from moe_finetune.checkpoint.packings import as_peft, with_adapter
+from moe_finetune.checkpoint.peft_model import LoraModule, modules_of, wrap
+from moe_finetune.checkpoint.updates import read_updates
 from moe_finetune.errors import AdapterError, CheckpointError, NumericsError, reason_of
 from moe_finetune.io.checkpoint_files import tensors_of
 from moe_finetune.models.base import CORRECTION_BIASES
@@ -98,13 +101,14 @@ def verify_merge(
     """
     opened, result = open_checkpoint(base, stored=True), open_checkpoint(merged, stored=True)
     trained = open_adapter(adapter)
-    changes = Changes(trained, opened)
-    compared = [_compare(opened, result, change) for change in changes]
-    written = _check_bias(opened, result, bias)
-    _check_unchanged(opened, result, changes.names | written)
-    elements, off = (sum(counts) for counts in zip(*compared, strict=True)) if compared else (0, 0)
+    changed, compared, elements, off = _check_bias(opened, result, bias), 0, 0, 0
+    for change in changes(trained, opened):
+        size, off_here = _compare(opened, result, change)
+        changed.add(change.name)
+        compared, elements, off = compared + 1, elements + size, off + off_here
+    _check_unchanged(opened, result, changed)
     total = opened.model_config.get_text_config().num_hidden_layers
-    counts = len(compared), elements, off
+    counts = compared, elements, off
     if result.quantized is not None:
         return VerifyReport(*counts, None, total)  # no bound on how far requantizing moves logits
     if result.config.get("topk_method") != opened.config.get("topk_method"):
@@ -122,6 +126,75 @@ def verify_merge(
         note = f"no logits: the first {layers} layers alone do not run ({reason_of(problem):.200})"
         return VerifyReport(*counts, None, total, note=note)
     return VerifyReport(*counts, layers, total, error, moved, _judge(result, error, moved))
+
+
+@dataclass(frozen=True)
+class Change:
+    """The change of one tensor in the files, or of one matrix of a stack there.
+
+    Attributes:
+        name: the tensor in the files.
+        expert: which matrix of a stack; None for the whole tensor.
+        values: what is added to the base; with ``whole`` the new value itself.
+        norms_O: with DoRA, the norms that the rows get.
+    """
+
+    name: str
+    expert: int | None
+    values: Tensor
+    norms_O: Tensor | None = None
+    whole: bool = False
+
+    def of(self, base_OI: Tensor) -> Tensor:
+        """The difference to the base's float32 values, or the new value."""
+        if self.norms_O is None:
+            return self.values
+        new_OI = base_OI + self.values
+        return (self.norms_O / torch.linalg.norm(new_OI, dim=1))[:, None] * new_OI - base_OI
+
+
+def changes(adapter: Adapter, base: Checkpoint) -> Iterator[Change]:
+    """All changes, by PEFT's own modules, which are built without weights and filled one by one.
+
+    PEFT, not the merge, thus maps keys to parameters and unpacks the factors, and transformers, not
+    the merge, splits the changes into the tensors of the files.
+    """
+    with TemporaryDirectory() as scratch:
+        if any(map(OLD_EXPERT.fullmatch, adapter.tensors)):  # matrices of the files
+            stored = adapter.tensors
+            for update in read_updates(adapter, base).low_rank:
+                a, b = (read_tensor(stored[key]).float() for key in (update.a, update.b))
+                norms = read_tensor(stored[update.magnitude]).float() if update.magnitude else None
+                yield Change(update.name, None, (b @ a) * update.scale, norms)
+        else:
+            adapter = open_adapter(as_peft(adapter, base, Path(scratch) / "adapter"))
+            with torch.device("meta"):
+                wrapped = wrap(on_meta(base.model_config), adapter)
+            for module in modules_of(wrapped):
+                yield from _of_module(module, adapter, base)
+        for key, info in adapter.tensors.items():
+            if ".lora_" not in key:
+                name, value = key.replace(".base_layer.", "."), read_tensor(info)
+                pieces = {name: value} if name in base.tensors else base.names.pieces(name, value)
+                for piece, part in pieces.items():
+                    yield Change(piece, None, part, whole=True)
+
+
+def _of_module(adapted: LoraModule, adapter: Adapter, base: Checkpoint) -> Iterator[Change]:
+    loaded, names = adapted.loaded, base.names
+    shape = names.shapes[loaded]
+    norms = adapter.tensors.get(f"{adapted.path}.lora_magnitude_vector")
+    for expert, delta_OI in enumerate(adapted.deltas(adapter)):
+        if getattr(adapted.module, "num_experts", 1) > 1:
+            for name, piece in names.of_expert(loaded, expert, delta_OI).items():
+                yield Change(name, expert if names.stacked(name) else None, piece)
+            continue
+        spread: dict[str, Tensor] = {}
+        if norms is not None:
+            norms_OI = read_tensor(norms).float()[:, None].expand(shape)
+            spread = {name: part[:, 0] for name, part in names.pieces(loaded, norms_OI).items()}
+        for name, piece in names.pieces(loaded, delta_OI.view(shape)).items():
+            yield Change(name, None, piece, spread.get(name))
 
 
 def _judge(merged: Checkpoint, error: float, moved: float) -> str:
@@ -152,7 +225,7 @@ def _compare(base: Checkpoint, merged: Checkpoint, change: Change) -> tuple[int,
         NumericsError: the merged tensor is not base + delta.
     """
     before, after = _read(base, change), _read(merged, change)
-    delta = change.apply(before.float())
+    delta = change.of(before.float())
     exact = delta.float() if change.whole else before.float() + delta
     requantized = merged.quantized is not None and len(merged.quantized.stored(change.name)) > 1
     if requantized:

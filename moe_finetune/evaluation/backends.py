@@ -116,8 +116,8 @@ def open_backend(
             raise DependencyError(f"backend 'server' needs lm-eval[api]: {error}") from None
         lm, settings, identity = open_server(checkpoint, base_url, model, seed)
         return Backend("server", lm, identity, str(checkpoint), settings, 64, notes)
-    from moe_finetune.checkpoint.gate import check_adapter
-    from moe_finetune.checkpoint.opened import open_checkpoint
+    from moe_finetune.checkpoint.open import open_checkpoint
+    from moe_finetune.checkpoint.updates import check_adapter
     from moe_finetune.models.loading import local_folder
 
     folder = local_folder(checkpoint)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from lm_eval.models.huggingface import HFLM
 
-from moe_finetune.checkpoint.contents import Checkpoint
-from moe_finetune.checkpoint.loading import forget_generation_defaults, load_model
+from moe_finetune.checkpoint.load import forget_generation_defaults, load_model
+from moe_finetune.checkpoint.open import Checkpoint
 from moe_finetune.io.environment import package_versions
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import family_in

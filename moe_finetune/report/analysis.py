@@ -106,8 +106,8 @@ def analyze(
         )
     if backend != "vllm" and engine:
         raise DataError("arguments of vLLM's engine need --backend vllm")
-    from moe_finetune.checkpoint.gate import check_adapter
-    from moe_finetune.checkpoint.opened import open_checkpoint
+    from moe_finetune.checkpoint.open import open_checkpoint
+    from moe_finetune.checkpoint.updates import check_adapter
     from moe_finetune.models.loading import load_tokenizer, local_folder
     from moe_finetune.routing.tracing_checkpoint import record
     from moe_finetune.routing.tracing_vllm import trace_vllm

@@ -11,7 +11,7 @@ import numpy as np
 from moe_finetune.moe.bias import BiasBalancer
 
 if TYPE_CHECKING:
-    from moe_finetune.checkpoint.contents import Checkpoint
+    from moe_finetune.checkpoint.open import Checkpoint
     from moe_finetune.routing.measures import Measures
 
 
@@ -33,7 +33,7 @@ def record(
     """
     import torch
 
-    from moe_finetune.checkpoint.loading import load_model
+    from moe_finetune.checkpoint.load import load_model
     from moe_finetune.routing.tracing import trace_model
 
     device = "cuda" if torch.cuda.is_available() else None
@@ -59,8 +59,8 @@ def with_adapter(model: Any, base: Path | Checkpoint, adapter: Path) -> Any:
         AdapterError: the adapter is damaged or belongs to another base.
     """
     from moe_finetune.checkpoint import open_checkpoint
-    from moe_finetune.checkpoint.gate import check_adapter
     from moe_finetune.checkpoint.packings import with_adapter as in_peft
+    from moe_finetune.checkpoint.updates import check_adapter
 
     checkpoint = open_checkpoint(base)
     return in_peft(model, check_adapter(adapter, checkpoint), checkpoint)

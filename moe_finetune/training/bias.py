@@ -15,8 +15,7 @@ from typing import Any
 from peft import PeftModel
 from torch import Tensor, nn
 
-from moe_finetune.checkpoint.adapter import BIAS_FILE
-from moe_finetune.checkpoint.adapter_metadata import read_metadata, write_metadata
+from moe_finetune.checkpoint.adapter import BIAS_FILE, read_metadata, write_metadata
 from moe_finetune.checkpoint.bias import bias_config, bias_name
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.io.json_file import read_object

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_finetune.checkpoint.contents import Checkpoint
+from moe_finetune.checkpoint.open import Checkpoint
 from moe_finetune.errors import AdapterError
 
 
@@ -32,9 +32,8 @@ def continue_adapter(model: Any, path: Path, checkpoint: Checkpoint) -> None:
 
     from moe_finetune.checkpoint.adapter import PREFIX, open_adapter
     from moe_finetune.checkpoint.files import read_tensor
-    from moe_finetune.checkpoint.gate import check_adapter
     from moe_finetune.checkpoint.packings import as_peft
-    from moe_finetune.checkpoint.updates import read_updates
+    from moe_finetune.checkpoint.updates import check_adapter, read_updates
     from moe_finetune.training.full_weights import live_weights
 
     with tempfile.TemporaryDirectory() as scratch:

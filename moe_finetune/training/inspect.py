@@ -17,7 +17,7 @@ from moe_finetune.models import opened_as
 from moe_finetune.models.structure import meta_model
 
 if TYPE_CHECKING:
-    from moe_finetune.checkpoint.contents import Checkpoint
+    from moe_finetune.checkpoint.open import Checkpoint
     from moe_finetune.recipe.schema import Recipe
     from moe_finetune.training.memory import MemoryPlan
 
@@ -172,7 +172,7 @@ def inspect_checkpoint(
 
 def _opened(source: str | Checkpoint) -> Checkpoint | None:
     """The opened checkpoint; None for a hub id, whose weights are not downloaded."""
-    from moe_finetune.checkpoint.opened import open_checkpoint
+    from moe_finetune.checkpoint.open import open_checkpoint
 
     if isinstance(source, str) and not Path(source).exists():
         if source.startswith((".", "/", "~")):

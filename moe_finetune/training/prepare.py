@@ -195,8 +195,8 @@ def check_machine(recipe: Recipe) -> None:
 
 def check_start(start: Start) -> None:
     """Refuse what the checkpoint's architecture or its files rule out; warn of surprises."""
-    from moe_finetune.checkpoint.gate import check_adapter
-    from moe_finetune.checkpoint.untrained import stale_head
+    from moe_finetune.checkpoint.open import stale_head
+    from moe_finetune.checkpoint.updates import check_adapter
     from moe_finetune.evaluation.catalog import prepare as prepare_suite
     from moe_finetune.evaluation.suites import load_suite, select
     from moe_finetune.losses.objective import Objective

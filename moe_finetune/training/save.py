@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from moe_finetune.checkpoint.adapter import WEIGHTS as ADAPTER_FILE
-from moe_finetune.checkpoint.card import public_name, write_card
-from moe_finetune.checkpoint.contents import Checkpoint
+from moe_finetune.checkpoint.export import public_name, write_card
+from moe_finetune.checkpoint.open import Checkpoint
 from moe_finetune.io import output_folder, sync
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.moe.bias import BiasBalancer
@@ -121,9 +121,9 @@ def name_base(model: Any, recipe: Recipe) -> None:
 
 def base_fingerprint(recipe: Recipe, checkpoint: Checkpoint | None) -> dict[str, str]:
     """The fingerprint of the recipe's base, as stored in the adapter's metadata."""
+    from moe_finetune.checkpoint.adapter import named_tensors
     from moe_finetune.checkpoint.files import fingerprint
-    from moe_finetune.checkpoint.gate import named_tensors
-    from moe_finetune.checkpoint.opened import open_checkpoint
+    from moe_finetune.checkpoint.open import open_checkpoint
     from moe_finetune.models.loading import local_folder
 
     if recipe.model.init != "checkpoint":

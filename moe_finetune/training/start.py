@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from moe_finetune.recipe.schema import Recipe
 
 if TYPE_CHECKING:
-    from moe_finetune.checkpoint.contents import Checkpoint
+    from moe_finetune.checkpoint.open import Checkpoint
     from moe_finetune.models import Family
 
 
@@ -62,10 +62,10 @@ def open_start(recipe: Recipe) -> Start:
 
     Raises:
         CheckpointError, UnsupportedModelError: see
-            :func:`~moe_finetune.checkpoint.opened.open_checkpoint`.
+            :func:`~moe_finetune.checkpoint.open.open_checkpoint`.
         RecipeError: ``model.config`` does not fit the checkpoint's.
     """
-    from moe_finetune.checkpoint.opened import open_checkpoint
+    from moe_finetune.checkpoint.open import open_checkpoint
     from moe_finetune.models import check_supported
     from moe_finetune.models.fresh import check_vocabulary, fresh_config
     from moe_finetune.models.loading import load_tokenizer
@@ -90,7 +90,7 @@ def start_model(start: Start) -> Any:
     Without LoRA all weights train in float32, because updates at usual learning rates are below the
     resolution of bfloat16; the trainer then computes in ``model.dtype``.
     """
-    from moe_finetune.checkpoint.loading import load_model
+    from moe_finetune.checkpoint.load import load_model
     from moe_finetune.models import opened_as
     from moe_finetune.models.fresh import fresh_model
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_finetune.checkpoint.opened import check_folder as check_weights
+from moe_finetune.checkpoint.open import check_folder as check_weights
 from moe_finetune.errors import CheckpointError, RecipeError, did_you_mean
 from moe_finetune.io import clear_leftovers, output_lock, write_atomic
 from moe_finetune.io.children import run_children

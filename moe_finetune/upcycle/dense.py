@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_finetune.checkpoint.loading import read_weights
-from moe_finetune.checkpoint.opened import check_folder
+from moe_finetune.checkpoint.load import read_weights
+from moe_finetune.checkpoint.open import check_folder
 from moe_finetune.errors import UnsupportedModelError
 from moe_finetune.io.checkpoint_files import read_config
 from moe_finetune.models.loading import local_folder, parse_config

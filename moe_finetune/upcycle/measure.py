@@ -91,7 +91,7 @@ def measure(
     Perplexity of a text is ``exp`` of its mean loss per token, over its first
     ``texts.max_length`` tokens.
     """
-    from moe_finetune.checkpoint.loading import load_model
+    from moe_finetune.checkpoint.load import load_model
     from moe_finetune.models.loading import load_tokenizer
     from moe_finetune.moe.layers import model_facts
     from moe_finetune.upcycle.dense import load_dense

@@ -79,7 +79,7 @@ def run_job(job: Job, work_folder: Path, output: Path, curve: Path | None = None
     """
     from transformers import set_seed
 
-    from moe_finetune.checkpoint.loading import load_model
+    from moe_finetune.checkpoint.load import load_model
     from moe_finetune.lora.targets import add_lora
     from moe_finetune.models.loading import load_tokenizer
     from moe_finetune.training.callback import add_callbacks

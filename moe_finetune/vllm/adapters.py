@@ -13,7 +13,7 @@ from moe_finetune.vllm.lora_support import LORA_RANKS, LoraSupport
 
 if TYPE_CHECKING:
     from moe_finetune.checkpoint.adapter import Adapter
-    from moe_finetune.checkpoint.contents import Checkpoint
+    from moe_finetune.checkpoint.open import Checkpoint
 
 
 def named_adapters(arguments: Sequence[str]) -> tuple[tuple[str, Path], ...]:
@@ -47,7 +47,7 @@ def checked_adapters(
             names the reason.
     """
     from moe_finetune.checkpoint.adapter import open_adapter
-    from moe_finetune.checkpoint.gate import check_adapter
+    from moe_finetune.checkpoint.updates import check_adapter
 
     readable: list[tuple[str, Adapter]] = []
     for index, (name, path) in enumerate(adapters):

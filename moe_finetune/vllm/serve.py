@@ -24,7 +24,7 @@ from moe_finetune.vllm.install import CPU_KV_CACHE, is_cpu_build, require_vllm
 from moe_finetune.vllm.lora_support import ask_vllm
 
 if TYPE_CHECKING:
-    from moe_finetune.checkpoint.contents import Checkpoint
+    from moe_finetune.checkpoint.open import Checkpoint
 
 VLLM = "vllm.entrypoints.cli.main"
 
@@ -36,7 +36,7 @@ def open_merged(source: str | Path) -> Checkpoint:
         CheckpointError: ``source`` is an adapter, a run that was not merged, or an incomplete
             checkpoint.
     """
-    from moe_finetune.checkpoint.opened import open_checkpoint
+    from moe_finetune.checkpoint.open import open_checkpoint
     from moe_finetune.models.loading import local_folder
 
     return open_checkpoint(local_folder(checkpoint_in(source)), values=True)

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from moe_finetune.checkpoint import merge_adapter, write_metadata
-from moe_finetune.checkpoint.card import license_of, write_card
+from moe_finetune.checkpoint.export import license_of, write_card
 from tests.checkpoint import helpers
 
 

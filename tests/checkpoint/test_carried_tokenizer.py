@@ -4,7 +4,7 @@ import json
 
 from transformers import AutoTokenizer
 
-from moe_finetune.checkpoint.carried import carried_files
+from moe_finetune.checkpoint.export import carried_files
 from moe_finetune.models.loading import load_tokenizer
 from tests import tiny
 

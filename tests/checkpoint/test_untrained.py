@@ -6,8 +6,8 @@ from safetensors.torch import load_file
 
 from moe_finetune.checkpoint import merge_adapter, open_checkpoint
 from moe_finetune.checkpoint.convert import convert_checkpoint
-from moe_finetune.checkpoint.loading import load_model
-from moe_finetune.checkpoint.untrained import MTP, OTHER
+from moe_finetune.checkpoint.load import load_model
+from moe_finetune.checkpoint.open import MTP, OTHER
 from moe_finetune.errors import CheckpointError
 from moe_finetune.models import FAMILIES
 from moe_finetune.training.inspect import inspect_checkpoint

@@ -3,7 +3,7 @@
 import pytest
 
 from moe_finetune import cli, models
-from moe_finetune.checkpoint import opened
+from moe_finetune.checkpoint import open as opened
 from moe_finetune.evaluation.backends import open_backend
 from tests.checkpoint import helpers
 

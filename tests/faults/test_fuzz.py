@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_finetune.checkpoint import merge_adapter, open_checkpoint
-from moe_finetune.checkpoint.gate import check_adapter
+from moe_finetune.checkpoint.updates import check_adapter
 from moe_finetune.cli import main
 from moe_finetune.data.rows import Former
 from moe_finetune.data.sources import read_rows

@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_finetune.checkpoint import open_checkpoint
+from moe_finetune.checkpoint.adapter import BASE_KEY
 from moe_finetune.checkpoint.files import fingerprint
-from moe_finetune.checkpoint.gate import BASE_KEY, check_adapter
-from moe_finetune.checkpoint.loading import load_model
+from moe_finetune.checkpoint.load import load_model
+from moe_finetune.checkpoint.updates import check_adapter
 from moe_finetune.cli import main
 from moe_finetune.errors import AdapterError, CheckpointError
 from moe_finetune.upcycle.dense import load_dense

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from moe_finetune.checkpoint.carried import carried_files
+from moe_finetune.checkpoint.export import carried_files
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io.checkpoint_files import read_config
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from moe_finetune.checkpoint import merge_adapter
-from moe_finetune.checkpoint.opened import open_checkpoint
+from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.errors import CaptureError, ObjectiveError, UnsupportedModelError
 from moe_finetune.lora.coverage import lora_coverage

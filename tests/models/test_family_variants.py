@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from moe_finetune.checkpoint.opened import open_checkpoint
+from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.errors import UnsupportedModelError
 from moe_finetune.losses.objective import Objective
 from moe_finetune.models import FAMILIES

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_finetune.checkpoint.loading import load_model
+from moe_finetune.checkpoint.load import load_model
 from moe_finetune.errors import CheckpointError, RecipeError, UnsupportedModelError
 from moe_finetune.models import family_of
 from moe_finetune.models.fresh import check_vocabulary, fresh_config, fresh_model

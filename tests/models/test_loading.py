@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from moe_finetune.checkpoint.convert import write_tokenizer
-from moe_finetune.checkpoint.loading import load_model
+from moe_finetune.checkpoint.export import write_tokenizer
+from moe_finetune.checkpoint.load import load_model
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.models import deepseek_moe
 from moe_finetune.models.loading import load_config, load_tokenizer, local_folder

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_finetune import load_model
-from moe_finetune.checkpoint.opened import open_checkpoint
+from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from tests import tiny, tiny_families
 from tests.quantization.formats import as_fp8, as_int4, as_mxfp4, rewrite

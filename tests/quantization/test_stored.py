@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from moe_finetune import load_model
-from moe_finetune.checkpoint.opened import open_checkpoint
+from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.cli import main
 from moe_finetune.errors import RecipeError
 from moe_finetune.quantization.weight import QuantizedWeight, quantized

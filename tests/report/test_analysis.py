@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_finetune import cli
-from moe_finetune.checkpoint.loading import load_model
+from moe_finetune.checkpoint.load import load_model
 from moe_finetune.errors import (
     AdapterError,
     DataError,

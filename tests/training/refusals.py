@@ -117,7 +117,7 @@ def answer(case: str) -> list[str]:
     out, err = StringIO(), StringIO()
     loaded = AssertionError("weights were loaded")
     with (
-        patch("moe_finetune.checkpoint.loading.load_model", side_effect=loaded),
+        patch("moe_finetune.checkpoint.load.load_model", side_effect=loaded),
         patch("moe_finetune.models.fresh.fresh_model", side_effect=loaded),
         patch.dict("os.environ", environment),
         redirect_stdout(out),

@@ -5,8 +5,8 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from moe_finetune import SpecializationCallback
-from moe_finetune.checkpoint.loading import load_model
-from moe_finetune.checkpoint.opened import open_checkpoint
+from moe_finetune.checkpoint.load import load_model
+from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.models.loading import load_tokenizer
 from moe_finetune.recipe.sections import LoraSection

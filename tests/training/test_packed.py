@@ -12,7 +12,7 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from moe_finetune import cli
-from moe_finetune.checkpoint.opened import open_checkpoint
+from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.evaluation.transformers_backend import open_transformers
 from moe_finetune.models import FAMILIES, using
 from moe_finetune.models.base import Rows

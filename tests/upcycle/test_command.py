@@ -8,7 +8,7 @@ import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from moe_finetune.checkpoint.loading import load_model
+from moe_finetune.checkpoint.load import load_model
 from moe_finetune.errors import RecipeError
 from moe_finetune.upcycle.clustering import sizes_of
 from moe_finetune.upcycle.recipe import load_upcycle_recipe

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_finetune.checkpoint.loading import load_model
+from moe_finetune.checkpoint.load import load_model
 from moe_finetune.data.padding import fill
 from moe_finetune.upcycle import merge_experts
 from moe_finetune.upcycle.frequencies import count_table

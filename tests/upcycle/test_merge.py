@@ -6,8 +6,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from moe_finetune.checkpoint.loading import load_model
-from moe_finetune.checkpoint.opened import open_checkpoint
+from moe_finetune.checkpoint.load import load_model
+from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.models.loading import load_tokenizer
 from moe_finetune.upcycle import merge_experts

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from moe_finetune import cli
 from moe_finetune.checkpoint.adapter import open_adapter
-from moe_finetune.checkpoint.opened import open_checkpoint
+from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.errors import AdapterError, CheckpointError, EvaluationError, RecipeError
 from moe_finetune.evaluation.backends import open_backend
 from moe_finetune.evaluation.server import server_models

@@ -10,8 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_finetune.checkpoint.contents import Checkpoint
-from moe_finetune.checkpoint.opened import open_checkpoint
+from moe_finetune.checkpoint.open import Checkpoint, open_checkpoint
 from moe_finetune.errors import (
     CheckpointError,
     DependencyError,
