@@ -20,8 +20,7 @@ from moe_finetune.io.checkpoint_files import read_config, read_headers, tensors_
 from moe_finetune.io.config_file import QUANTIZATION, UNQUANTIZED
 from moe_finetune.io.safetensors_header import FLOATS, INTEGERS, Header, TensorInfo
 from moe_finetune.models import Family, check_supported, family_of, find_family
-from moe_finetune.models.structure import part_of
-from moe_finetune.models.structure import ignored_names
+from moe_finetune.models.structure import ignored_names, part_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
