@@ -27,7 +27,6 @@ from moe_finetune.training.start import base_folder
 
 if TYPE_CHECKING:
     from moe_finetune.checkpoint.open import Checkpoint
-    from moe_finetune.training.plan import Plan
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +160,7 @@ def free_model() -> None:
 
 def plan_run(
     recipe: Recipe, output: str | Path, resume: bool = False, ignore_memory: bool = False
-) -> Plan:
+) -> Inputs:
     """Check everything that :func:`run_recipe` checks before it begins, and write nothing.
 
     Raises:
@@ -174,7 +173,7 @@ def plan_run(
     inputs = prepare_run(recipe, ignore_memory, activations=True)
     if not resume:
         inputs.check_disk(RunFolder(output))
-    return inputs.plan
+    return inputs
 
 
 def merge(recipe: Recipe, run: RunFolder, base: Path | Checkpoint | None = None) -> None:
@@ -258,13 +257,13 @@ def evaluate_base(recipe: Recipe, run: RunFolder) -> None:
         return
     trained = load_results(run.results)
     if run.base_results.is_file():
-        before = load_results(run.base_results)
-        limits = [results.get("settings", {}).get("limit") for results in (before, trained)]
-        same = [before.get(key) == trained.get(key) for key in ("suite", "backend", "complete")]
+        earlier = load_results(run.base_results)
+        limits = [results.get("settings", {}).get("limit") for results in (earlier, trained)]
+        same = [earlier.get(key) == trained.get(key) for key in ("suite", "backend", "complete")]
         if all(same) and limits[0] == limits[1]:
             return
-    took = duration(trained["wall_seconds"])
-    terminal().say(f"scores of the base, to compare with; the trained model took {took}")
+    seconds = duration(trained["wall_seconds"])
+    terminal().say(f"scores of the base, to compare with; the trained model took {seconds}")
     options = section.model_dump(include={"suite", "backend", "only", "limit", "data_dir", "vllm"})
     try:
         score_base(base_folder(recipe), output=run.base_evaluation, **options)

@@ -146,26 +146,26 @@ def stored_bytes(model: nn.Module, recipe: Recipe, gpus: int = 1) -> Stored:
             size = 4 * count
         elif plain.removeprefix("base_model.model.") in packed:
             if stack:  # one at a time, some experts at once
-                some = max(DEQUANTIZED_BYTES, size // rows)
-                dequantized = max(dequantized, min(size, some))
+                chunk = max(DEQUANTIZED_BYTES, size // rows)
+                dequantized = max(dequantized, min(size, chunk))
             size, kind = quantized_bytes(shape), NF4
         is_spread = stack and spread > 1
         sharing = spread if is_spread else gpus
-        own = size if sharing == 1 else -(-rows // sharing) * (size // rows)
+        local = size if sharing == 1 else -(-rows // sharing) * (size // rows)
         if added:
-            adapter += own
+            adapter += local
         else:
-            weights_by[kind] += own
+            weights_by[kind] += local
         if stack:
-            stacks[layer] += own
+            stacks[layer] += local
         if not is_spread:
             gathered[layer] += size
         if parameter.requires_grad:
-            own_count = -(-rows // gpus) * (count // rows)
-            trained += own_count
+            local_count = -(-rows // gpus) * (count // rows)
+            trained += local_count
             reduced[layer] += 4 * count
             if f".{family.experts_path}." in name or f".{family.router_path}." in name:
-                measured += 4 * own_count
+                measured += 4 * local_count
     staged, opened = sum(sorted(stacks.values())[-2:]) if offload else 0, dequantized
     if gpus > 1:
         staged, _ = gathered.pop(None, 0), reduced.pop(None, 0)
@@ -304,11 +304,11 @@ def plan_recipe(config: Any, recipe: Recipe, device: Device = "cuda", gpus: int 
     if MEASURING in peaks and (device == "cpu" or measured // 4 <= stored.parameters):
         peaks[MEASURING] += measured - stored.measured_gradients
         peaks[AFTER_MEASURING] += measured
-    again = any(options.get("every") is not None for options in terms)
+    repeated = any(options.get("every") is not None for options in terms)
 
     def states(moment: str) -> int:
         # Strength is measured in the first step, which has no states yet.
-        return stored.states_on_device if again or MEASURING not in moment else 0
+        return stored.states_on_device if repeated or MEASURING not in moment else 0
 
     moment = max(peaks, key=lambda name: peaks[name] + states(name))
     return MemoryPlan(stored, states(moment), peaks[moment], moment, micro_batch(recipe), device)

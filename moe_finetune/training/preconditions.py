@@ -1,13 +1,17 @@
-"""Refuse trainer settings that are incompatible with injected losses, before the first step."""
+"""Refuse launchers and trainers that are incompatible with the losses, before the first step."""
 
+import logging
 import os
 from typing import Any
 
 import torch
 
-from moe_finetune.errors import ObjectiveError
+from moe_finetune.errors import ObjectiveError, RecipeError
 from moe_finetune.recipe.method import Method
+from moe_finetune.recipe.schema import Recipe
+from moe_finetune.training import ranks
 
+log = logging.getLogger(__name__)
 OWN_BALANCE_LOSS = (
     "the trainer adds the checkpoint's own load-balancing loss (router_aux_loss_coef); pass "
     "router_aux_loss_coef=0.0 to the trainer's config and choose a method with load_balance"
@@ -18,6 +22,12 @@ _FP16 = "fp16 scales the trainer's loss but not the added terms; train in bf16"
 def launched_by(name: str) -> bool:
     """Whether accelerate's launcher set ``ACCELERATE_USE_<name>``."""
     return os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("1", "true", "yes")
+
+
+def expert_ranks(recipe: Recipe) -> int:
+    """Number of ranks that share the experts of the recipe's model."""
+    spread = recipe.parallel.experts
+    return ranks.world_size() if spread == "all" else spread
 
 
 def check_whole_rows(args: Any = None) -> None:
@@ -38,6 +48,47 @@ def check_whole_rows(args: Any = None) -> None:
                 "on each process; set it to 1 in the accelerate config, and shard with FSDP2 "
                 "(recipes/hardware/fsdp2_8gpu.yaml)"
             )
+
+
+def check_launch(recipe: Recipe) -> None:
+    """Refuse a launcher that cannot start the run."""
+    spread = expert_ranks(recipe)
+    if launched_by("DEEPSPEED"):  # whose engine keeps gradients and optimizer to itself
+        raise RecipeError(
+            "the launcher's config has distributed_type: DEEPSPEED, which cannot resume (it "
+            "stores the optimizer in pickle files, which are never loaded); use FSDP2: "
+            "accelerate launch --config_file recipes/hardware/fsdp2_8gpu.yaml"
+        )
+    check_whole_rows()
+    if spread > 1:
+        load_on_each_rank(f"parallel.experts: {spread}", "leave the key out")
+    if recipe.parallel.experts == "all" and spread == 1:
+        log.warning(
+            "parallel.experts: all, but only one process was started, so experts are not spread"
+        )
+
+
+def load_on_each_rank(setting: str, otherwise: str) -> None:
+    """Prepare FSDP2 for ``setting``: each process reads its own weights; refuse other sharding.
+
+    Accelerate's loading on rank 0 would broadcast float values, and rank 0's experts to all.
+
+    Raises:
+        RecipeError: FSDP1 or CPU offload is on.
+    """
+    if not launched_by("FSDP"):
+        return
+    problem = None
+    if os.environ.get("FSDP_VERSION", "1") != "2":
+        problem = "FSDP1, which flattens weights into one float tensor; set fsdp_version: 2"
+    elif os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
+        problem = "fsdp_offload_params, which pins float shards; set it to false"
+    if problem is not None:
+        raise RecipeError(
+            f"{setting} cannot be combined with {problem} in the accelerate "
+            f"config (recipes/hardware/fsdp2_8gpu.yaml is one), or {otherwise}"
+        )
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
 
 
 def check_arguments(args: Any, method: Method, config: Any) -> None:

@@ -1,8 +1,7 @@
 """Everything that is checked before a run begins: no weights are read, and no file is written.
 
-In this order: launcher and versions, TRL's config, the checkpoint and what the method and the
+In this order: launcher and machine, TRL's config, the checkpoint and what the method and the
 adapter ask of it, the rows, memory, and the trainer itself, built on the meta device as in the run.
-A library's error is reported with the recipe key that causes it.
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ from __future__ import annotations
 import copy
 import importlib.util
 import logging
-import os
+import math
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,6 +24,7 @@ from moe_finetune.errors import (
     RecipeError,
     UnsupportedModelError,
 )
+from moe_finetune.io.folder import check_space
 from moe_finetune.io.terminal import terminal
 from moe_finetune.models.structure import class_of
 from moe_finetune.recipe.schema import Recipe
@@ -33,21 +33,24 @@ from moe_finetune.training import ranks
 from moe_finetune.training.fake_step import Device
 from moe_finetune.training.memory import (
     GIB,
+    MemoryPlan,
     machine_bytes,
     machine_room,
     plainly_fits,
     plan_recipe,
+    quiet,
+    state_bytes,
     stored_bytes,
 )
-from moe_finetune.training.plan import Plan
-from moe_finetune.training.preconditions import check_whole_rows, launched_by
-from moe_finetune.training.start import Start, expert_ranks, open_start
+from moe_finetune.training.preconditions import check_launch, expert_ranks, load_on_each_rank
+from moe_finetune.training.start import Start, open_start
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch import nn
 
     from moe_finetune.io.run_folder import RunFolder
+    from moe_finetune.lora.coverage import Coverage
 
 log = logging.getLogger(__name__)
 ROWS = 8
@@ -57,26 +60,83 @@ Built = TypeVar("Built")
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of training, read before anything is written.
+    """The inputs of training, read before anything is written, and what it needs.
 
     Attributes:
         rendering: the trainer's tokenizer, for stages whose trainer renders the turns.
         sources: rows by source, for measuring routing.
+        arguments: TRL's config of the stage.
+        coverage: parameters that LoRA reaches and that train.
+        fixed: bytes that do not depend on the batch.
+        memory: the plan of a step, if it was asked for or might not fit.
     """
 
     start: Start
     rendering: Any
-    train: Any
-    validation: Any
+    train: Dataset
+    validation: Dataset | None
     sources: list[tuple[str, Any]]
-    plan: Plan
+    arguments: Any
+    coverage: Coverage
+    fixed: int
+    memory: MemoryPlan | None = None
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens of the training rows; None if the stage's trainer tokenizes."""
+        if "input_ids" not in self.train.column_names:
+            return None
+        import pyarrow.compute as pc
+
+        # From the offsets of the mapped file, whose rows may be many; shuffled or not, all count.
+        return pc.sum(pc.list_value_length(self.train.data.column("input_ids"))).as_py()
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps; approximate for packed rows."""
+        rows, tokens = len(self.train), self.tokens or 0
+        return count_steps(self.start.recipe, self.arguments, rows, tokens)[1]
+
+    def text(self) -> str:
+        """What ``--dry-run`` prints."""
+        recipe, tokens = self.start.recipe, self.tokens
+        batch, steps = count_steps(recipe, self.arguments, len(self.train), tokens or 0)
+        terms = f" ({', '.join(recipe.method.terms)})" if recipe.method.terms else ""
+        length = "" if tokens is None else f", {tokens:,} tokens"
+        packed, about = (", packed", "about ") if recipe.data.packing else ("", "")
+        evaluation = "none" if recipe.evaluation is None else recipe.evaluation.suite
+        if recipe.evaluation is not None and recipe.evaluation.base:
+            evaluation += "; then of the base, once for all runs that start from it"
+        return "\n".join(
+            [
+                self.coverage.table(),
+                "",
+                *(self.memory.lines() if self.memory is not None else []),
+                f"  {'machine':<12} {machine_bytes() / GIB:8.2f} GiB",
+                "",
+                f"stage          {recipe.stage}",
+                f"method         {recipe.method.preset or 'no preset'}{terms}",
+                f"training data  {len(self.train):,} rows{length}{packed}",
+                "validation     "
+                + ("none" if self.validation is None else f"{len(self.validation):,} rows"),
+                f"steps          {about}{steps:,}, of {batch} sequences",
+                f"evaluation     {evaluation}",
+            ]
+        )
 
     def check_disk(self, run: RunFolder) -> None:
-        """Refuse a run that does not fit on its disk; see :meth:`Plan.check_disk`."""
-        base, merged = self.start.checkpoint, 0
-        if self.start.recipe.export.merge and self.start.adapted and base is not None:
+        """Refuse a run whose adapter, checkpoints and merged weights do not fit on the disk.
+
+        Raises:
+            DiskSpaceError: with the sizes needed and free.
+        """
+        recipe, base, merged = self.start.recipe, self.start.checkpoint, 0
+        if recipe.export.merge and self.start.adapted and base is not None:
             merged = sum(info.size for info in base.tensors.values())
-        self.plan.check_disk(run.adapter, merged)
+        trained = self.coverage.total.trained_parameters
+        checkpoint = 4 * trained + state_bytes(recipe, trained)
+        count = checkpoints_at_once(recipe.trainer, self.steps)
+        check_space(run.adapter, 4 * trained + count * checkpoint + merged)
 
 
 def prepare(recipe: Recipe, ignore_memory: bool = False, activations: bool = False) -> Inputs:
@@ -90,6 +150,7 @@ def prepare(recipe: Recipe, ignore_memory: bool = False, activations: bool = Fal
         MoeFinetuneError: the run cannot start; names the key and the remedy.
     """
     from moe_finetune.data.stage_rows import load_for_stage
+    from moe_finetune.lora.coverage import lora_coverage
     from moe_finetune.losses.objective import Objective
     from moe_finetune.moe.layers import model_facts
     from moe_finetune.training.reach import check_reach
@@ -98,72 +159,36 @@ def prepare(recipe: Recipe, ignore_memory: bool = False, activations: bool = Fal
 
     check_launch(recipe)
     check_machine(recipe)
-    arguments = _with_culprit(recipe, lambda tried: training_arguments(tried, Path("checkpoints")))
+    arguments = blamed(recipe, lambda tried: training_arguments(tried, Path("checkpoints")))
     start = open_start(recipe)
     check_start(start)
     with tokenizer_faults(recipe.model.tokenizer or str(start.folder)):
         rows = load_for_stage(recipe, start.tokenizer)
     model = build_model(start)
     check_reach(model, Objective.from_options(recipe.method.options, model_facts(model)))
-    plan = make_plan(start, model, arguments, rows.train, rows.validation, activations)
+    inputs = Inputs(
+        start,
+        start.tokenizer if rows.tokenizer is None else rows.tokenizer,
+        rows.train,
+        rows.validation,
+        rows.sources,
+        arguments,
+        lora_coverage(model),
+        stored_bytes(model, recipe).fixed,
+    )
+    inputs = replace(inputs, memory=plan_step(inputs, activations))
     if not ignore_memory:
-        check_memory(plan)
+        check_memory(inputs)
     reward_functions(recipe.rewards, rows.train.column_names)
     # Trainers that hold a second model cannot be built without weights; several processes build
     # theirs together, with the launcher's plugins, once.
     if ranks.world_size() == 1 and STAGES[recipe.stage].form == "tokens":
-        data = (start.tokenizer, rows.train, rows.validation)
-        _with_culprit(recipe, lambda tried: build(tried, model, *data))
-    for line in plan.opening():
-        log.info("%s", line)
-    for remark in plan.remarks():
-        log.warning("%s", remark)
-    rendering = start.tokenizer if rows.tokenizer is None else rows.tokenizer
-    return Inputs(start, rendering, rows.train, rows.validation, rows.sources, plan)
+        blamed(recipe, lambda tried: build_on_meta(tried, model, inputs))
+    announce(inputs)
+    return inputs
 
 
 # -- the recipe and this machine, before anything is opened --------------------------------------
-
-
-def check_launch(recipe: Recipe) -> None:
-    """Refuse a launcher that cannot start the run."""
-    spread = expert_ranks(recipe)
-    if launched_by("DEEPSPEED"):  # whose engine keeps gradients and optimizer to itself
-        raise RecipeError(
-            "the launcher's config has distributed_type: DEEPSPEED, which cannot resume (it "
-            "stores the optimizer in pickle files, which are never loaded); use FSDP2: "
-            "accelerate launch --config_file recipes/hardware/fsdp2_8gpu.yaml"
-        )
-    check_whole_rows()
-    if spread > 1:
-        load_on_each_rank(f"parallel.experts: {spread}", "leave the key out")
-    if recipe.parallel.experts == "all" and spread == 1:
-        log.warning(
-            "parallel.experts: all, but only one process was started, so experts are not spread"
-        )
-
-
-def load_on_each_rank(setting: str, otherwise: str) -> None:
-    """Prepare FSDP2 for ``setting``: each process reads its own weights; refuse other sharding.
-
-    Accelerate's loading on rank 0 would broadcast float values, and rank 0's experts to all.
-
-    Raises:
-        RecipeError: FSDP1 or CPU offload is on.
-    """
-    if not launched_by("FSDP"):
-        return
-    problem = None
-    if os.environ.get("FSDP_VERSION", "1") != "2":
-        problem = "FSDP1, which flattens weights into one float tensor; set fsdp_version: 2"
-    elif os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
-        problem = "fsdp_offload_params, which pins float shards; set it to false"
-    if problem is not None:
-        raise RecipeError(
-            f"{setting} cannot be combined with {problem} in the accelerate "
-            f"config (recipes/hardware/fsdp2_8gpu.yaml is one), or {otherwise}"
-        )
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
 
 
 def check_machine(recipe: Recipe) -> None:
@@ -190,11 +215,12 @@ def check_machine(recipe: Recipe) -> None:
         )
 
 
-# -- the opened checkpoint ------------------------------------------------------------------------
+# -- the opened checkpoint and its rows -----------------------------------------------------------
 
 
 def check_start(start: Start) -> None:
     """Refuse what the checkpoint's architecture or its files rule out; warn of surprises."""
+    from moe_finetune.checkpoint.bias import bias_config
     from moe_finetune.checkpoint.open import stale_head
     from moe_finetune.checkpoint.updates import check_adapter
     from moe_finetune.evaluation.catalog import prepare as prepare_suite
@@ -205,8 +231,9 @@ def check_start(start: Start) -> None:
     from moe_finetune.training.packed import check_packing
 
     recipe, checkpoint, config, family = start.recipe, start.checkpoint, start.config, start.family
+    method, lora = recipe.method, recipe.lora
     stored = None if checkpoint is None else checkpoint.quantized
-    if stored is not None and recipe.export.merge and recipe.lora is not None:
+    if stored is not None and recipe.export.merge and lora is not None:
         raise RecipeError(
             f"export.merge: {start.folder} is stored as {stored.format}, but a run merges into an "
             "unquantized base; set export.merge: false, then merge the adapter with moe-finetune "
@@ -214,15 +241,23 @@ def check_start(start: Start) -> None:
         )
     for line in () if checkpoint is None else stale_head(checkpoint, start.adapted):
         log.warning("%s", line)
-    if recipe.lora is not None and recipe.lora.start is not None:
+    if lora is not None and lora.start is not None:
         if checkpoint is None:
             raise RecipeError(
                 "lora.start: an adapter needs the base that it was trained on, but model.init is "
                 "random; leave one of them out"
             )
-        check_adapter(recipe.lora.start, checkpoint)
-    Objective.from_options(recipe.method.options, config_facts(config, family))
-    check_bias_export(start)
+        check_adapter(lora.start, checkpoint)
+    Objective.from_options(method.options, config_facts(config, family))
+    exported = method.export_bias == "write" and (recipe.export.merge or not start.adapted)
+    if method.bias_update is not None and exported:
+        try:
+            bias_config(family, config.to_dict())
+        except UnsupportedModelError as problem:
+            raise RecipeError(
+                f"method.bias_update: {problem}. In a recipe, set method.export_bias: drop, or "
+                "export.merge: false with an adapter"
+            ) from None
     if recipe.data.packing and recipe.data.packing_strategy != "wrapped":
         check_packing(config, family)
     check_rollouts(recipe, family)
@@ -239,23 +274,6 @@ def check_start(start: Start) -> None:
         suite = load_suite(section.suite)
         suite = suite if section.only is None else select(suite, section.only)
         prepare_suite(suite, section.data_dir)
-
-
-def check_bias_export(start: Start) -> None:
-    """Refuse a loss-free bias that the family's checkpoints have no tensor for."""
-    from moe_finetune.checkpoint.bias import bias_config
-
-    method = start.recipe.method
-    exported = start.recipe.export.merge or not start.adapted
-    if method.bias_update is None or method.export_bias != "write" or not exported:
-        return
-    try:
-        bias_config(start.family, start.config.to_dict())
-    except UnsupportedModelError as problem:
-        raise RecipeError(
-            f"method.bias_update: {problem}. In a recipe, set method.export_bias: drop, or "
-            "export.merge: false with an adapter"
-        ) from None
 
 
 @contextmanager
@@ -293,7 +311,7 @@ def build_model(start: Start) -> nn.Module:
     from moe_finetune.moe.layers import model_facts
     from moe_finetune.moe.spread import check_spread
 
-    attention = start.recipe.model.attn_implementation
+    recipe, attention = start.recipe, start.recipe.model.attn_implementation
     # A model notes kernels and dtype in its config, and the run's is the merge's and verify's too.
     config = copy.deepcopy(start.config)
     try:
@@ -309,107 +327,87 @@ def build_model(start: Start) -> nn.Module:
     except (RuntimeError, TypeError, KeyError) as error:
         raise RecipeError(f"model.config: {config.model_type} cannot be built: {error}") from error
     opened_as(start.family, model)
-    if start.expert_ranks > 1:
-        experts = model_facts(model).num_experts
-        check_spread(model, experts, start.expert_ranks, ranks.world_size())
+    if (spread := expert_ranks(recipe)) > 1:
+        check_spread(model, model_facts(model).num_experts, spread, ranks.world_size())
     with torch.device("meta"):
-        return add_lora(model, start.recipe.lora, start.recipe.router.train)
+        return add_lora(model, recipe.lora, recipe.router.train)
 
 
-def make_plan(
-    start: Start,
-    model: nn.Module,
-    arguments: Any,
-    train: Dataset,
-    validation: Dataset | None,
-    activations: bool,
-) -> Plan:
-    """Count what the run needs; a step is planned only if asked for, or if it may not fit."""
+def plan_step(inputs: Inputs, activations: bool) -> MemoryPlan | None:
+    """The memory of a step on the longest row, if asked for or if it might not fit."""
+    import pyarrow.compute as pc
     import torch
 
-    from moe_finetune.lora.coverage import lora_coverage
-
-    as_long = as_long_as(start.recipe, train)
+    recipe, train, room = inputs.start.recipe, inputs.train, machine_room()
+    if not recipe.data.packing and "input_ids" in train.column_names and len(train):
+        longest = pc.max(pc.list_value_length(train.data.column("input_ids"))).as_py()
+        data = recipe.data.model_copy(update={"max_length": min(longest, recipe.data.max_length)})
+        recipe = recipe.model_copy(update={"data": data})
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
-    fixed, room = stored_bytes(model, start.recipe).fixed, machine_room()
-    memory, unknown = None, None
-    plain = ranks.world_size() > 1 or plainly_fits(start.config, as_long, fixed, room)
-    if activations or not (plain or fixed > room):
-        try:
-            with nullcontext() if activations else terminal().phase("plan"):
-                memory = plan_recipe(start.config, as_long, device)
-        except UnsupportedModelError as error:  # the run needs no plan
-            unknown = str(error) if activations else None
-    coverage = lora_coverage(model)
-    return Plan(
-        start.recipe,
-        arguments,
-        coverage,
-        fixed,
-        memory,
-        unknown,
-        train,
-        validation,
-        machine_bytes(),
-    )
+    fits = plainly_fits(inputs.start.config, recipe, inputs.fixed, room)
+    if not activations and (fits or ranks.world_size() > 1 or inputs.fixed > room):
+        return None
+    try:
+        with nullcontext() if activations else terminal().phase("plan"):
+            return plan_recipe(inputs.start.config, recipe, device)
+    except UnsupportedModelError as error:  # the run needs no plan
+        if activations:
+            log.warning("%s", error)
+        return None
 
 
-def as_long_as(recipe: Recipe, train: Dataset) -> Recipe:
-    """``recipe`` with ``data.max_length`` lowered to its longest row, unless rows are packed."""
-    if recipe.data.packing or "input_ids" not in train.column_names or not len(train):
-        return recipe
-    import pyarrow.compute as pc
-
-    longest = pc.max(pc.list_value_length(train.data.column("input_ids"))).as_py()
-    data = recipe.data.model_copy(update={"max_length": min(longest, recipe.data.max_length)})
-    return recipe.model_copy(update={"data": data})
-
-
-def check_memory(plan: Plan) -> None:
+def check_memory(inputs: Inputs) -> None:
     """Refuse a run that does not fit into this machine's memory."""
-    if plan.fixed > plan.machine:
+    machine, memory = machine_bytes(), inputs.memory
+    if inputs.fixed > machine:
         raise RecipeError(
-            f"the run needs {plan.fixed / GIB:.1f} GiB for weights, adapter and optimizer, but "
-            f"this machine has {plan.machine / GIB:.1f} GiB;\nlower lora.rank, choose fewer "
+            f"the run needs {inputs.fixed / GIB:.1f} GiB for weights, adapter and optimizer, but "
+            f"this machine has {machine / GIB:.1f} GiB;\nlower lora.rank, choose fewer "
             "lora.targets, or take more devices; where weights are offloaded, --ignore-memory "
             "starts it anyway"
         )
-    if plan.memory is not None and ranks.world_size() == 1 and plan.memory.total > machine_room():
-        lines = [*plan.memory.lines(), plan.memory.verdict(plan.machine / GIB)]
+    if memory is not None and ranks.world_size() == 1 and memory.total > machine_room():
+        lines = [*memory.lines(), memory.verdict(machine / GIB)]
         raise RecipeError("\n".join([*lines, "--ignore-memory starts the run anyway"]))
 
 
-def build(
-    recipe: Recipe, model: nn.Module, tokenizer: Any, train: Dataset, validation: Dataset | None
-) -> None:
+def build_on_meta(recipe: Recipe, model: nn.Module, inputs: Inputs) -> None:
     """Build the trainer with optimizer, schedule and first data loader, on a few rows."""
+    from datasets import disable_progress_bars, enable_progress_bars
+    from datasets.utils import are_progress_bars_disabled
+
     from moe_finetune.training.trainer import build_trainer
 
     few = [None if rows is None else rows.select(range(min(ROWS, len(rows))))
-           for rows in (train, validation)]  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder, _quiet():
-        trainer, _ = build_trainer(recipe, Path(folder), model, tokenizer, few[0], few[1])
-        trainer.get_train_dataloader()
-        trainer.create_optimizer_and_scheduler(num_training_steps=2)
+           for rows in (inputs.train, inputs.validation)]  # fmt: skip
+    visible = not are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        with tempfile.TemporaryDirectory() as folder, quiet():
+            trainer, _ = build_trainer(recipe, Path(folder), model, inputs.start.tokenizer, *few)
+            trainer.get_train_dataloader()
+            trainer.create_optimizer_and_scheduler(num_training_steps=2)
+    finally:
+        if visible:
+            enable_progress_bars()
 
 
-def _with_culprit(recipe: Recipe, build: Callable[[Recipe], Built]) -> Built:
+def blamed(recipe: Recipe, build: Callable[[Recipe], Built]) -> Built:
     """Return ``build(recipe)``; name the trainer's key without which a library's error is gone."""
     try:
         return build(recipe)
     except MoeFinetuneError:
         raise
     except Exception as error:
-        culprit = "trainer:"
+        culprit, remedy = "trainer:", ""
         for name, value in recipe.trainer.items():
             others = {key: other for key, other in recipe.trainer.items() if key != name}
             try:
                 build(recipe.model_copy(update={"trainer": others}))
             except Exception:  # still refused: another key is to blame
                 continue
-            culprit = f"trainer.{name}: {value!r}"
+            culprit, remedy = f"trainer.{name}: {value!r}", "; change it or leave it out"
             break
-        remedy = "" if culprit == "trainer:" else "; change it or leave it out"
         raise RecipeError(f"{culprit} cannot be used here: {_short(error)}{remedy}") from error
 
 
@@ -418,18 +416,89 @@ def _short(error: Exception) -> str:
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence progress bars and warnings that the run will show again."""
-    from datasets import disable_progress_bars, enable_progress_bars
-    from datasets.utils import are_progress_bars_disabled
+# -- the size of the run --------------------------------------------------------------------------
 
-    hidden, level = are_progress_bars_disabled(), logging.root.manager.disable
-    disable_progress_bars()
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(level)
-        if not hidden:
-            enable_progress_bars()
+
+def announce(inputs: Inputs) -> None:
+    """Log the run's steps and memory, and settings that have no effect in a run of its length."""
+    from moe_finetune.training.run_log import logged_every
+
+    recipe, arguments, steps = inputs.start.recipe, inputs.arguments, inputs.steps
+    log.info("%s", describe_steps(recipe, arguments, len(inputs.train), inputs.tokens))
+    needs = f"{inputs.fixed / GIB:.2f} GiB for weights, adapter and optimizer"
+    if inputs.memory is not None:
+        needs = f"{inputs.memory.total / GIB:.2f} GiB at its worst moment ({inputs.memory.moment})"
+    log.info("memory: %s; this machine has %.1f GiB", needs, machine_bytes() / GIB)
+    if arguments.logging_strategy == "steps" and arguments.logging_steps > steps:
+        interval = logged_every(steps)
+        log.warning(
+            "trainer.logging_steps %g is more than the run's %d steps; the run logs %s instead",
+            arguments.logging_steps,
+            steps,
+            "every step" if interval == 1 else f"every {interval} steps",
+        )
+    validated = inputs.validation is not None and arguments.eval_strategy == "steps"
+    if validated and arguments.eval_steps > steps:
+        log.warning(
+            "trainer.eval_steps %g is more than the run's %d steps; data.validation is evaluated "
+            "only %safter the last",
+            arguments.eval_steps,
+            steps,
+            "before the first step and " if arguments.eval_on_start else "",
+        )
+    if recipe.data.packing and recipe.data.packing_strategy == "wrapped":
+        log.warning(
+            "data.packing_strategy 'wrapped' cuts one stream of texts into rows whose texts "
+            "attend to each other; 'bfd_split' keeps them separate"
+        )
+    scored_every = None if recipe.evaluation is None else recipe.evaluation.every
+    if scored_every is not None and scored_every >= steps:
+        log.warning(
+            "evaluation.every %d is not less than the run's %d steps; the run is scored only at "
+            "its end",
+            scored_every,
+            steps,
+        )
+
+
+def count_steps(recipe: Recipe, arguments: Any, rows: int, tokens: int) -> tuple[int, int]:
+    """Sequences per step, and number of steps; packed rows are counted as full."""
+    sequences = math.ceil(tokens / recipe.data.max_length) if recipe.data.packing else rows
+    sequences *= getattr(arguments, "num_generations", 1)
+    device_batch = arguments.per_device_train_batch_size * ranks.world_size()
+    accumulation = arguments.gradient_accumulation_steps
+    steps = arguments.max_steps
+    if steps <= 0:
+        an_epoch = math.ceil(math.ceil(sequences / device_batch) / accumulation)
+        steps = math.ceil(arguments.num_train_epochs * an_epoch)
+    return device_batch * accumulation, steps
+
+
+def describe_steps(recipe: Recipe, arguments: Any, rows: int, tokens: int | None) -> str:
+    """One line with the number of steps and the size of one.
+
+    Args:
+        tokens: tokens of the rows; None if the stage's trainer tokenizes.
+    """
+    batch, steps = count_steps(recipe, arguments, rows, tokens or 0)
+    count = f"{steps:,} step{'' if steps == 1 else 's'} of"
+    if tokens is None:
+        group = getattr(arguments, "num_generations", 0)
+        unit = f"completions, {group} of a prompt" if group else "rows"
+        return f"{count} {batch} {unit}"
+    if recipe.data.packing:
+        size = batch * recipe.data.max_length
+        return f"about {count} {batch} packed sequences, about {size:,} tokens a step"
+    batch = min(batch, rows)  # a step ends with the epoch
+    unit = "sequence" if batch == 1 else "sequences"
+    return f"{count} {batch} {unit}, about {batch * tokens / rows:,.0f} tokens a step"
+
+
+def checkpoints_at_once(trainer: dict[str, Any], steps: int) -> int:
+    """How many lie on the disk at once: one more than are kept, while the next is written."""
+    if trainer.get("save_strategy") == "no":
+        return 0
+    interval = float(trainer.get("save_steps", 500))
+    interval = interval if interval >= 1 else interval * steps
+    written = max(1, int(steps // max(interval, 1)))
+    return min(written, int(trainer.get("save_total_limit", 2) or written) + 1)

@@ -88,10 +88,10 @@ class StopOnSignal(TrainerCallback):
         last, _ = newest_checkpoint(RunFolder(self.output).checkpoints)
         checkpoint = f"last checkpoint: {last}" if last else "no checkpoint was saved"
         if unsaved is not None:
-            again = unsaved - (step_of(last) or 0 if last else 0)
+            repeated = unsaved - (step_of(last) or 0 if last else 0)
             checkpoint += (
-                f", because step {unsaved} is inside a generation batch; {again} "
-                f"{'step is' if again == 1 else 'steps are'} done again"
+                f", because step {unsaved} is inside a generation batch; {repeated} "
+                f"{'step is' if repeated == 1 else 'steps are'} done again"
             )
         return f"interrupted by {name}; {checkpoint}. To continue: {self.go_on}"
 

@@ -1,16 +1,24 @@
-"""The start of a run: its checkpoint and tokenizer, opened once, and the models built from them."""
+"""The start of a run: its checkpoint and tokenizer, opened once, and the model that trains."""
 
 from __future__ import annotations
 
+import logging
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moe_finetune.errors import AdapterError
 from moe_finetune.recipe.schema import Recipe
+from moe_finetune.training.preconditions import expert_ranks
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from moe_finetune.checkpoint.open import Checkpoint
     from moe_finetune.models import Family
+
+log = logging.getLogger(__name__)
 
 
 def base_folder(recipe: Recipe) -> Path:
@@ -28,7 +36,6 @@ class Start:
     Attributes:
         folder: the base checkpoint's folder.
         config: transformers' config of the trained model.
-        family: the family of ``config``.
         tokenizer: as its files define it; saved with the trained weights.
         checkpoint: the base's tensors by name; None for random weights.
     """
@@ -44,10 +51,6 @@ class Start:
     def base(self) -> Path | Checkpoint:
         """The opened base if its weights are used, else its folder."""
         return self.folder if self.checkpoint is None else self.checkpoint
-
-    @property
-    def expert_ranks(self) -> int:
-        return expert_ranks(self.recipe)
 
     @property
     def adapted(self) -> bool:
@@ -101,19 +104,85 @@ def start_model(start: Start) -> Any:
         start.checkpoint,
         dtype=recipe.model.dtype if recipe.lora is not None else "float32",
         quantization=recipe.model.quantization,
-        expert_ranks=start.expert_ranks,
+        expert_ranks=expert_ranks(recipe),
         attn_implementation=attention,
     )
 
 
-def expert_ranks(recipe: Recipe) -> int:
-    """Number of ranks that share the experts of the recipe's model."""
-    from moe_finetune.training import ranks
+def trainable_model(start: Start) -> Any:
+    """The model with its adapter before training: new factors, or those of ``lora.start``."""
+    from transformers import set_seed
 
-    spread = recipe.parallel.experts
-    return ranks.world_size() if spread == "all" else spread
+    from moe_finetune.lora.coverage import lora_coverage
+    from moe_finetune.lora.targets import add_lora
+    from moe_finetune.moe.offload import offload_experts
+
+    recipe = start.recipe
+    model = start_model(start)
+    set_seed(recipe.seed)
+    model = add_lora(model, recipe.lora, recipe.router.train)
+    if start.checkpoint is not None and recipe.lora is not None and recipe.lora.start is not None:
+        continue_adapter(model, Path(recipe.lora.start), start.checkpoint)
+    if recipe.model.offload == "experts":
+        offload_experts(model)
+    log.debug("LoRA coverage\n%s", lora_coverage(model).table())
+    return model
 
 
-def reference_model(start: Start) -> Any:
-    """The reference of a preference stage."""
-    return start_model(start).requires_grad_(False)
+def continue_adapter(model: Any, path: Path, checkpoint: Checkpoint) -> None:
+    """Copy an adapter's weights into the new factors that ``add_lora`` gave ``model``.
+
+    The model then computes the same as base and adapter. If the adapter's rank is lower than the
+    recipe's, the remaining directions start fresh; so do factors on parts that it does not adapt.
+
+    Args:
+        path: the adapter's folder, written by any program.
+        checkpoint: the base model that the adapter was trained on.
+
+    Raises:
+        AdapterError: it adapts or replaces parts that the recipe does not, or has a higher rank.
+    """
+    from peft.tuners.lora.layer import LoraLayer
+
+    from moe_finetune.checkpoint.adapter import PREFIX, open_adapter
+    from moe_finetune.checkpoint.files import read_tensor
+    from moe_finetune.checkpoint.packings import as_peft
+    from moe_finetune.checkpoint.updates import check_adapter, read_updates
+    from moe_finetune.training.full_weights import live_weights
+
+    with tempfile.TemporaryDirectory() as scratch:
+        written = as_peft(check_adapter(path, checkpoint), checkpoint, Path(scratch), True)
+        adapter = open_adapter(written)
+        scales = {update.a: update.scale for update in read_updates(adapter, checkpoint).low_rank}
+        tensors = {key: read_tensor(info).float() for key, info in adapter.tensors.items()}
+    live = {
+        name.removeprefix(PREFIX): tensor.detach() for name, tensor in live_weights(model).items()
+    }
+    for name, module in model.named_modules():
+        key = name.removeprefix(PREFIX)
+        if not isinstance(module, LoraLayer) or f"{key}.lora_A.weight" not in tensors:
+            continue
+        a, b = (tensors.pop(f"{key}.lora_{factor}.weight") for factor in "AB")
+        experts: Any = getattr(module, "num_experts", 1)
+        rank, target_rank = a.shape[0] // experts, module.r[model.active_adapter]
+        if rank > target_rank:
+            raise AdapterError(
+                f"{path}: '{key}' has rank {rank}, but the recipe gives it {target_rank}; set "
+                f"lora.rank or lora.parts to {rank} or more"
+            )
+        scale = scales[f"{key}.lora_A.weight"] / module.scaling[model.active_adapter]
+        # PEFT packs A as (experts x rank, inputs), and B as (outputs, rank x experts).
+        target: Tensor = live[f"{key}.lora_A.weight"].view(experts, target_rank, -1)
+        target[:, :rank] = a.view(experts, rank, -1).to(target)
+        target = live[f"{key}.lora_B.weight"]
+        target = target.view(len(target), target_rank, experts)
+        target[:, :rank] = (b * scale).reshape(len(target), rank, experts).to(target)
+    for key in list(tensors):
+        if key in live and live[key].shape == tensors[key].shape:
+            live[key].copy_(tensors.pop(key))
+    if tensors:
+        raise AdapterError(
+            f"{path}: has '{next(iter(tensors))}' ({len(tensors)} such tensors), which the recipe "
+            "does not train; add its part to lora.targets or set router.train, or merge the "
+            "adapter and train from the merged checkpoint"
+        )

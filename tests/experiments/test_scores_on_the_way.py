@@ -15,8 +15,8 @@ from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.recipe.schema import load_recipe
 from moe_finetune.report.numbers import report_numbers
 from moe_finetune.run import lost_steps, plan_run, run_recipe
-from moe_finetune.training.callback import SpecializationCallback
-from moe_finetune.training.keep_steps import KeepSteps
+from moe_finetune.training.save import save_trained
+from moe_finetune.training.train import KeepSteps
 from tests import tiny
 from tests.faults.harness import train
 
@@ -104,23 +104,25 @@ def test_a_killed_run_scores_each_state_once(ingredients, finished, tmp_path):
         assert ours["checkpoint"]["sha256"] == theirs["checkpoint"]["sha256"]
 
 
-def test_scores_that_no_step_is_early_enough_for_are_said(ingredients, tmp_path):
+def test_scores_that_no_step_is_early_enough_for_are_said(ingredients, tmp_path, caplog):
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(base_of(ingredients)))
     said = (
         "evaluation.every 3 is not less than the run's 3 steps; the run is scored only at its end"
     )
-    assert said in plan_run(load_recipe(file, ["evaluation.every=3"]), tmp_path / "run").remarks()
-    assert said not in plan_run(load_recipe(file), tmp_path / "run").remarks()
+    plan_run(load_recipe(file), tmp_path / "run")
+    assert said not in caplog.text
+    plan_run(load_recipe(file, ["evaluation.every=3"]), tmp_path / "run")
+    assert said in caplog.text
 
 
 def test_a_state_that_cannot_be_written_does_not_end_the_training(ingredients, tmp_path, caplog):
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump({**base_of(ingredients), "lora": None}))
     (tmp_path / "steps").write_text("in the way")
-    method = SpecializationCallback("none")
-    method.specialization = SimpleNamespace(balancer=None)
-    keep = KeepSteps(load_recipe(file), tmp_path, tiny.model("olmoe"), tiny.tokenizer(), method)
+    recipe, model = load_recipe(file), tiny.model("olmoe")
+    save = lambda folder: save_trained(model, tiny.tokenizer(), recipe, folder.path)  # noqa: E731
+    keep = KeepSteps(recipe, RunFolder(tmp_path), save)
     keep.on_step_end(None, SimpleNamespace(global_step=2, max_steps=3), None)
     assert "the model after step 2 could not be kept and will not be scored" in caplog.text
 

@@ -12,7 +12,7 @@ from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.run import plan_run, run_recipe
 from moe_finetune.training import train
-from moe_finetune.training.plan import _checkpoints
+from moe_finetune.training.prepare import checkpoints_at_once
 
 
 @pytest.mark.parametrize("begin", [run_recipe, plan_run])
@@ -45,4 +45,4 @@ def test_a_run_that_does_not_fit_is_refused_before_its_weights_load(
     ],
 )
 def test_the_checkpoints_that_lie_on_the_disk_at_once(trainer, steps, count):
-    assert _checkpoints({"save_total_limit": 2, **trainer}, steps) == count
+    assert checkpoints_at_once({"save_total_limit": 2, **trainer}, steps) == count

@@ -11,8 +11,8 @@ from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.run import run_recipe
-from moe_finetune.training.continued_adapter import continue_adapter
 from moe_finetune.training.prepare import prepare
+from moe_finetune.training.start import continue_adapter
 from moe_finetune.training.trainer import build_trainer
 from tests import tiny
 from tests.checkpoint import helpers

@@ -14,8 +14,8 @@ from moe_finetune.recipe.stages import STAGES
 from moe_finetune.run import plan_run
 from moe_finetune.training import prepare as preparation
 from moe_finetune.training import trainer as stage_trainer
-from moe_finetune.training.keep_steps import KeepSteps
 from moe_finetune.training.prepare import prepare
+from moe_finetune.training.train import KeepSteps
 from tests import tiny, tiny_families
 
 
@@ -99,7 +99,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(capsys, recipe, tmp_path):
     assert code == 2 and "trainer.optim_args" in err
 
 
-def test_a_dry_run_without_a_memory_plan_says_why(recipe, tmp_path):
+def test_a_dry_run_without_a_memory_plan_says_why(recipe, tmp_path, caplog):
     base, content = tmp_path / "base", json.loads(recipe.read_text())
     tiny_families.model("qwen4_exp_text").save_pretrained(base)
     tiny.tokenizer().save_pretrained(base)
@@ -107,7 +107,7 @@ def test_a_dry_run_without_a_memory_plan_says_why(recipe, tmp_path):
     recipe.write_text(json.dumps(content))
     plan = plan_run(load_recipe(recipe), tmp_path / "run")
     assert plan.memory is None and plan.fixed > 0
-    assert "note: no memory plan for qwen4_exp_text" in plan.text()
+    assert "no memory plan for qwen4_exp_text" in caplog.text
 
 
 def _machine_of(monkeypatch, size):
@@ -149,14 +149,14 @@ def test_the_plan_counts_the_longest_row(recipe, tmp_path):
 
 def test_a_small_step_needs_no_plan(recipe, monkeypatch):
     monkeypatch.setattr(preparation, "plan_recipe", lambda *_: pytest.fail("planned"))
-    assert prepare(load_recipe(recipe)).plan.memory is None
+    assert prepare(load_recipe(recipe)).memory is None
 
 
 def test_what_is_prepared_is_not_changed_by_its_checks(recipe, tmp_path):
     """The run's own start must find the data as it was."""
     inputs = prepare(load_recipe(recipe, ["data.packing=true"]))
     assert inputs.train.column_names == ["input_ids", "labels"] and len(inputs.train) == 7
-    assert inputs.plan.tokens == sum(map(len, inputs.train["input_ids"]))
+    assert inputs.tokens == sum(map(len, inputs.train["input_ids"]))
 
 
 def test_the_opened_checkpoint_keeps_its_config(recipe):
