@@ -181,7 +181,7 @@ def merge(recipe: Recipe, run: RunFolder, base: Path | Checkpoint | None = None)
 
     ``base``: the recipe's base, if already open.
     """
-    from moe_finetune.checkpoint import merge_adapter
+    from moe_finetune.checkpoint.merge import merge_adapter
 
     if run.merge_done:
         return
@@ -213,8 +213,8 @@ def exported_bias(recipe: Recipe, run: RunFolder) -> dict[int, list[float]] | No
 
 def verify(recipe: Recipe, run: RunFolder, base: Path | Checkpoint | None = None) -> None:
     """Compare the merged checkpoint with base + adapter; raise if they differ."""
-    from moe_finetune.checkpoint import open_checkpoint
     from moe_finetune.checkpoint.adapter import open_adapter
+    from moe_finetune.checkpoint.open import open_checkpoint
     from moe_finetune.checkpoint.verify import verify_merge
 
     base, bias = base or base_folder(recipe), exported_bias(recipe, run)

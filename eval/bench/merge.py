@@ -22,7 +22,7 @@ from saved import add_save, finish
 
 RANK, VOCABULARY = 32, 151936
 MERGE = """
-from moe_finetune.checkpoint import merge_adapter
+from moe_finetune.checkpoint.merge import merge_adapter
 seconds = merge_adapter(sys.argv[1], sys.argv[2], sys.argv[3]).seconds
 """
 PEFT = """

@@ -7,10 +7,12 @@ bias for them is refused.
 """
 
 import math
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from moe_finetune.checkpoint.open import Checkpoint
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
@@ -21,10 +23,10 @@ _NOAUX = {"topk_method": "noaux_tc", "scoring_func": "softmax", "n_group": 1, "t
 
 @dataclass(frozen=True)
 class BiasValue:
-    """A layer's bias as float32 bytes, and the name of the base's file that will contain it."""
+    """A layer's bias in float32, and the name of the base's file that will contain it."""
 
     file: str
-    content: bytes
+    values_E: Tensor
 
 
 def bias_name(family: Family, layer: int, loaded: Iterable[str]) -> str:
@@ -109,7 +111,6 @@ def plan_bias(
         notes = ["topk_method noaux_tc loads in vLLM; transformers' DeepseekV2 does not know it"]
     tensors: dict[str, BiasValue] = {}
     for layer in sorted(bias):
-        content = struct.pack(f"<{len(bias[layer])}f", *(float(value) for value in bias[layer]))
         name = _name_in_files(base, layer)
         if family.bias_export == "tensor" and name not in base.tensors:
             raise UnsupportedModelError(
@@ -117,5 +118,5 @@ def plan_bias(
                 "cannot store a routing bias; export with bias 'drop'"
             )
         file = base.tensors[name if name in base.tensors else router_name(base, layer)].file.name
-        tensors[name] = BiasValue(file, content)
+        tensors[name] = BiasValue(file, torch.tensor(bias[layer], dtype=torch.float32))
     return tensors, changes, notes

@@ -29,10 +29,8 @@ from moe_finetune.checkpoint.updates import LowRank, Part, Replace
 from moe_finetune.errors import CheckpointError, MoeFinetuneError, NumericsError
 from moe_finetune.io.safetensors_header import FLOATS, TensorInfo
 
-# Elements that a thread reads and writes at a time: one expert's whole matrix, or a part of
-# lm_head. Elements computed at a time: few enough to stay in a core's own cache.
-_CHUNK = 4 << 20
-_BLOCK = 1 << 18
+# Elements that a thread computes at a time: few enough to stay in a core's own cache.
+_CHUNK = 1 << 18
 _MAX_FLOAT16 = 65504.0
 _CACHED = 4  # updates: a layer's experts follow one another
 
@@ -87,27 +85,20 @@ class Merged:
     def __call__(self, target: TensorInfo) -> Iterator[Tensor]:
         source, columns = self.source, target.shape[-1] if len(target.shape) > 1 else 1
         rows = math.prod(target.shape) // columns // self.matrices
-        # A chunk is the unit of reads and writes; a block is the part of it that fits into a cache.
-        step, block = max(1, _CHUNK // columns), max(1, _BLOCK // columns)
+        step = max(1, _CHUNK // columns)
         for expert in range(self.matrices):
             pair = self.low_rank(expert)
             for first in range(0, rows, step):
                 last = min(first + step, rows)
                 begin = (expert * rows + first) * columns
-                chunk_OI = read_elements(source, begin, (last - first) * columns).view(-1, columns)
-                out_OI = chunk_OI
-                if target.dtype != source.dtype:
-                    out_OI = torch.empty(chunk_OI.shape, dtype=DTYPES[target.dtype])
-                for top in range(first, last, block):
-                    bottom = min(top + block, last)
-                    block_rows = slice(top - first, bottom - first)
-                    work_OI = chunk_OI[block_rows].to(torch.float32, copy=True)
-                    self.change(work_OI, slice(top, bottom), expert, pair)
-                    _check_range(work_OI, target)
-                    out_OI[block_rows] = work_OI
-                    if not finite(out_OI[block_rows]):
-                        raise self.not_finite()
-                yield out_OI
+                values_OI = read_elements(source, begin, (last - first) * columns).view(-1, columns)
+                exact_OI = values_OI.to(torch.float32, copy=True)
+                self.change(exact_OI, slice(first, last), expert, pair)
+                _check_range(exact_OI, target)
+                rounded_OI = exact_OI.to(DTYPES[target.dtype])
+                if not finite(rounded_OI):
+                    raise self.not_finite()
+                yield rounded_OI
 
     def change(
         self, work_OI: Tensor, rows: slice, expert: int, pair: tuple[Tensor, Tensor] | None

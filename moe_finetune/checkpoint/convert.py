@@ -21,7 +21,7 @@ from moe_finetune.io.folder import check_space
 from moe_finetune.models.loading import load_config, local_folder
 
 _CARRIED = ("generation_config.json", "chat_template.jinja")
-_COPY_BYTES = 16 << 20
+_COPY_BYTES = 1 << 30
 
 
 @one_writer
@@ -73,13 +73,10 @@ def convert_checkpoint(source: str | Path, output: str | Path) -> Path:
 def _copy(source: Path, target: Path) -> None:
     """Copy a large file inside the kernel, which shares blocks where the file system can."""
     with source.open("rb") as old, target.open("xb") as new:
-        remaining = os.fstat(old.fileno()).st_size
         try:
-            while remaining > 0 and (
-                count := os.copy_file_range(old.fileno(), new.fileno(), remaining)
-            ):
-                remaining -= count
+            while os.copy_file_range(old.fileno(), new.fileno(), _COPY_BYTES):
+                pass
         except OSError as error:
             if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
-            shutil.copyfileobj(old, new, _COPY_BYTES)  # continue where the kernel stopped
+            shutil.copyfileobj(old, new)  # continue where the kernel stopped

@@ -28,6 +28,7 @@ DTYPES = {
 }  # fmt: skip
 DAMAGED = "copy or download the checkpoint again"
 _CHUNK_BYTES = 8 << 20
+_THREADS = min(8, os.cpu_count() or 1)
 # Fingerprints: a checkpoint up to this size is read whole; of larger ones, parts of every tensor.
 _WHOLE_BYTES = 256 << 20
 _PARTS, _PART_BYTES = 4, 16 << 10
@@ -112,7 +113,7 @@ def check_values(
     stamps = {file: _stamp(file) for file in {info.file for info in chosen}}
     chosen = [info for info in chosen if stamps[info.file] not in _known_finite]
     size, read = sum(info.size for info in chosen), 0
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(_THREADS) as pool:
         for info, good in zip(chosen, pool.map(all_finite, chosen), strict=True):
             read += info.size
             terminal().progress(read, size, "reading the weights")
@@ -134,7 +135,7 @@ def fingerprint(tensors: Iterable[TensorInfo]) -> str:
     if files in _known_prints:
         return _known_prints[files]
     read_whole = sum(info.size for info in infos) <= _WHOLE_BYTES
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(_THREADS) as pool:
         parts = list(pool.map(lambda info: digest(info, read_whole), infos))
     over_all = hashlib.sha256()
     for info, part in zip(infos, parts, strict=True):
@@ -173,6 +174,11 @@ def copy_of(source: TensorInfo) -> Content:
     return chunks
 
 
+def constant(value: Tensor) -> Content:
+    """A tensor in memory."""
+    return lambda _target: iter([value])
+
+
 def write_checkpoint(
     output: Path,
     files: Mapping[str, Header],
@@ -189,12 +195,11 @@ def write_checkpoint(
         contents: tensor name -> content.
         small: the other files, by name.
         progress: called with (bytes done, total bytes) after each tensor, in the calling thread.
-        workers: threads; by default one for each core that this process may use, at most 8, plus
-            two that wait for the disk.
+        workers: threads; by default one for each core, at most 8, and two that wait for the disk.
     """
     total = sum(header.data_bytes for header in files.values())
     size = sum(header.file_bytes for header in files.values()) + sum(map(len, small.values()))
-    done, threads = 0, workers or min(8, len(os.sched_getaffinity(0))) + 2
+    done, threads = 0, workers or _THREADS + 2
     with output_folder(output, size, overwrite) as folder:
         for name, raw in small.items():
             write_small(folder, name, raw)

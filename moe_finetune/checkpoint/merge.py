@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from moe_finetune.checkpoint.adapter import Adapter, check_belongs, open_adapter
@@ -23,14 +22,21 @@ from moe_finetune.checkpoint.export import (
     model_card,
     public_name,
 )
-from moe_finetune.checkpoint.files import Content, Progress, check_values, copy_of, write_checkpoint
+from moe_finetune.checkpoint.files import (
+    Content,
+    Progress,
+    check_values,
+    constant,
+    copy_of,
+    write_checkpoint,
+)
 from moe_finetune.checkpoint.open import Checkpoint, open_checkpoint, stale_head
 from moe_finetune.checkpoint.updates import Replace, parts_in_files, read_updates
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io import check_output, one_writer
 from moe_finetune.io.checkpoint_files import COPY_AGAIN, INDEX, SINGLE, index_text
 from moe_finetune.io.json_file import read_object
-from moe_finetune.io.safetensors_header import FLOATS, ITEM_BYTES, Header, TensorInfo, build_header
+from moe_finetune.io.safetensors_header import FLOATS, Header, TensorInfo, build_header
 from moe_finetune.models.base import CORRECTION_BIASES
 
 # Names of the --dtype option as stored in safetensors.
@@ -231,7 +237,7 @@ def plan_merge(
             source, float_name = header.tensors.get(target.name), packed.get(target.name)
             updating = tuple(parts.get(float_name or target.name, ()))
             if target.name in values:
-                contents[target.name] = _literal(values[target.name].content)
+                contents[target.name] = constant(values[target.name].values_E)
                 changed[target.name] = "routing bias"
                 continue
             assert source is not None
@@ -262,13 +268,6 @@ def plan_merge(
     return MergePlan(files, contents, changed, copied, small, tuple(notes), sums)
 
 
-def _literal(value: bytes) -> Content:
-    def content(_target: TensorInfo) -> Iterator[Tensor]:
-        yield torch.frombuffer(bytearray(value), dtype=torch.uint8)
-
-    return content
-
-
 def _index_file(base: Checkpoint, files: Mapping[str, Header]) -> dict[str, bytes]:
     """The index for ``files``: the base's own bytes if they still fit; empty for a single file."""
     infos = [info for header in files.values() for info in header.tensors.values()]
@@ -293,7 +292,7 @@ def _target_header(
         return STORED[dtype]
 
     layout = [(info.name, stored(info), info.shape) for info in header.tensors.values()]
-    layout += [(n, "F32", (len(v.content) // ITEM_BYTES["F32"],)) for n, v in added.items()
+    layout += [(n, "F32", tuple(v.values_E.shape)) for n, v in added.items()
                if n not in header.tensors]  # fmt: skip
     if layout == [(info.name, info.dtype, info.shape) for info in header.tensors.values()]:
         moved = {  # as replace(), which takes a second for a hundred thousand

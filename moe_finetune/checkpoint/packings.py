@@ -156,12 +156,12 @@ def _is_layer(model: Any, path: str) -> bool:
         return True  # PEFT refuses it, with its name
 
 
-def with_adapter(model: Any, adapter: Adapter, base: Checkpoint, layers: int | None = None) -> Any:
+def with_adapter(model: Any, adapter: Adapter, base: Checkpoint, partial: bool = False) -> Any:
     """``model`` with ``adapter``, of any program, in PEFT and in eval mode.
 
     Args:
         base: the checkpoint of ``model``.
-        layers: number of layers of a ``model`` that has only the first; None if it has all.
+        partial: ``model`` has only the first layers.
 
     Raises:
         AdapterError: PEFT cannot apply the adapter, or one of its tensors has no place in the model
@@ -171,7 +171,7 @@ def with_adapter(model: Any, adapter: Adapter, base: Checkpoint, layers: int | N
         folder = as_peft(adapter, base, Path(scratch) / "adapter")
         written = adapter if folder == adapter.folder else open_adapter(folder)
         wrapped = wrap(model, written)
-        fill(wrapped, written, layers)
+        fill(wrapped, written, partial)
     return wrapped.eval()
 
 

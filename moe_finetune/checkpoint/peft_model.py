@@ -5,9 +5,8 @@ that are already right, loses factors that way (shared experts of Laguna and Dee
 only warns. Here every tensor goes where its name says, and none may be missing.
 """
 
-import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
@@ -18,11 +17,9 @@ from torch import Tensor
 from moe_finetune.checkpoint.adapter import CONFIG, PREFIX, Adapter
 from moe_finetune.checkpoint.files import read_tensor
 from moe_finetune.errors import AdapterError, reason_of
-from moe_finetune.io.safetensors_header import TensorInfo
 
 # A router's buffer is saved only where the router trains.
 MAY_LACK = "e_score_correction_bias"
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 def lora_config(adapter: Adapter) -> Any:
@@ -63,16 +60,11 @@ def _refused(adapter: Adapter) -> Iterator[None]:
 
 
 @torch.no_grad()
-def fill(wrapped: Any, adapter: Adapter, layers: int | None = None) -> None:
-    """Copy the adapter's tensors into PEFT's modules."""
+def fill(wrapped: Any, adapter: Adapter, partial: bool = False) -> None:
+    """Copy the adapter's tensors into PEFT's modules, of a ``partial`` model those that it has."""
     from peft import get_peft_model_state_dict
 
-    stored: Mapping[str, TensorInfo] = adapter.tensors
-    if layers is not None:
-        numbers = {key: _LAYER.search(key) for key in stored}
-        stored = {
-            k: stored[k] for k, match in numbers.items() if not match or int(match[1]) < layers
-        }
+    stored = adapter.tensors
     live = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
     targets = {key.removeprefix(PREFIX): tensor for key, tensor in live.items()}
     others = dict(wrapped.named_parameters())
@@ -85,6 +77,8 @@ def fill(wrapped: Any, adapter: Adapter, layers: int | None = None) -> None:
     for key, info in stored.items():
         # A whole embedding that was saved with its factors is no part of what PEFT would save.
         target = targets.get(key, others.get(PREFIX + key))
+        if target is None and partial:
+            continue
         if target is None or tuple(target.shape) != info.shape:
             raise AdapterError(
                 f"{adapter.folder}: adapter tensor '{key}' {list(info.shape)} has no place in PEFT"

@@ -75,9 +75,6 @@ class QuantizedTensors:
             for part in parts
         }  # fmt: skip
 
-    def __contains__(self, name: object) -> bool:
-        return name in self.tensors
-
     def read(self, name: str, expert: int | None = None) -> Tensor:
         """A tensor, or one matrix of a stack, in float32 if it is stored quantized."""
         return self.values(name, self.read_parts(name, expert))

@@ -185,8 +185,9 @@ def merge(
 
     Example: moe-finetune merge runs/erc --verify --output merged/erc
     """
-    from moe_finetune.checkpoint import merge_adapter, open_checkpoint
     from moe_finetune.checkpoint.adapter import open_adapter, read_bias
+    from moe_finetune.checkpoint.merge import merge_adapter
+    from moe_finetune.checkpoint.open import open_checkpoint
     from moe_finetune.models.find import warn_of_plugins
     from moe_finetune.models.loading import local_folder
 

@@ -58,7 +58,7 @@ def with_adapter(model: Any, base: Path | Checkpoint, adapter: Path) -> Any:
     Raises:
         AdapterError: the adapter is damaged or belongs to another base.
     """
-    from moe_finetune.checkpoint import open_checkpoint
+    from moe_finetune.checkpoint.open import open_checkpoint
     from moe_finetune.checkpoint.packings import with_adapter as in_peft
     from moe_finetune.checkpoint.updates import check_adapter
 

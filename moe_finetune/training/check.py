@@ -270,7 +270,7 @@ def _gradients(model: nn.Module, family: Family) -> Iterator[Check]:
 
 
 def _merged(stock: Any, family: Family) -> Iterator[Check]:
-    from moe_finetune.checkpoint import merge_adapter
+    from moe_finetune.checkpoint.merge import merge_adapter
 
     tokens = batch(stock)
     quiet = contextlib.redirect_stderr(io.StringIO())  # progress bars of one file

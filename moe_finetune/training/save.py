@@ -160,7 +160,7 @@ def describe_adapter(
 
     ``packed``: the adapter next to it has factors of the chosen experts only.
     """
-    from moe_finetune.checkpoint import write_metadata
+    from moe_finetune.checkpoint.adapter import write_metadata
 
     chosen = selected_experts(model)
     metadata: dict[str, Any] = (

@@ -120,7 +120,7 @@ def run_job(job: Job, work_folder: Path, output: Path, curve: Path | None = None
         write_atomic(curve, run.metrics.read_bytes())
     output.parent.mkdir(parents=True, exist_ok=True)
     if saved == run.adapter:
-        from moe_finetune.checkpoint import merge_adapter
+        from moe_finetune.checkpoint.merge import merge_adapter
 
         merge_adapter(job.start, saved, output)
     else:

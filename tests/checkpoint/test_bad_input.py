@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_finetune.checkpoint import merge_adapter, write_metadata
+from moe_finetune.checkpoint.adapter import write_metadata
+from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.errors import (
     AdapterError,
     CheckpointError,

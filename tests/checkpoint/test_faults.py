@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_finetune.checkpoint import merge_adapter
+from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.errors import OutputExistsError
 from moe_finetune.io import output_folder
 

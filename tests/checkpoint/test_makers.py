@@ -16,8 +16,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from moe_finetune.checkpoint import merge_adapter, open_checkpoint
 from moe_finetune.checkpoint.adapter import open_adapter
+from moe_finetune.checkpoint.merge import merge_adapter
+from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.checkpoint.packings import as_peft
 from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.cli import main

@@ -10,9 +10,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from moe_finetune.checkpoint import merge_adapter, open_checkpoint
 from moe_finetune.checkpoint.adapter import open_adapter
 from moe_finetune.checkpoint.load import load_model
+from moe_finetune.checkpoint.merge import merge_adapter
+from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.checkpoint.packings import as_peft
 from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.errors import (

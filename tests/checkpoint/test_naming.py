@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from moe_finetune.checkpoint import merge_adapter, open_checkpoint
 from moe_finetune.checkpoint.convert import convert_checkpoint
 from moe_finetune.checkpoint.load import load_model
+from moe_finetune.checkpoint.merge import merge_adapter
+from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.models import FAMILIES

@@ -4,8 +4,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_finetune.checkpoint import open_checkpoint
 from moe_finetune.checkpoint.adapter import open_adapter
+from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.checkpoint.packings import with_adapter
 from moe_finetune.errors import AdapterError
 from moe_finetune.lora.targets import add_lora

@@ -6,8 +6,8 @@ import logging
 import pytest
 from safetensors.torch import load_file, save_file
 
-from moe_finetune.checkpoint import open_checkpoint
 from moe_finetune.checkpoint.bias import router_name
+from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.io.rows import write_jsonl
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.tree import Tree

@@ -4,10 +4,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moe_finetune.checkpoint import merge_adapter, open_checkpoint
 from moe_finetune.checkpoint.convert import convert_checkpoint
 from moe_finetune.checkpoint.load import load_model
-from moe_finetune.checkpoint.open import MTP, OTHER
+from moe_finetune.checkpoint.merge import merge_adapter
+from moe_finetune.checkpoint.open import MTP, OTHER, open_checkpoint
 from moe_finetune.errors import CheckpointError
 from moe_finetune.models import FAMILIES
 from moe_finetune.training.inspect import inspect_checkpoint

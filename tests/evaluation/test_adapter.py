@@ -4,9 +4,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moe_finetune.checkpoint import merge_adapter, write_metadata
-from moe_finetune.checkpoint.adapter import BIAS_FILE, read_bias
+from moe_finetune.checkpoint.adapter import BIAS_FILE, read_bias, write_metadata
 from moe_finetune.checkpoint.load import load_model
+from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.errors import EvaluationError
 from moe_finetune.evaluation.backends import open_backend
 from moe_finetune.moe.layers import moe_layers

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_finetune.checkpoint import open_checkpoint
 from moe_finetune.checkpoint.adapter import BASE_KEY, write_metadata
 from moe_finetune.checkpoint.files import fingerprint
+from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.routing.trace import TraceWriter
 from tests.checkpoint import helpers
 from tests.evaluation.local import write_suite

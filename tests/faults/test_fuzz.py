@@ -16,7 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moe_finetune.checkpoint import merge_adapter, open_checkpoint
+from moe_finetune.checkpoint.merge import merge_adapter
+from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.checkpoint.updates import check_adapter
 from moe_finetune.cli import main
 from moe_finetune.data.rows import Former

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from moe_finetune.checkpoint import merge_adapter
+from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.moe.hooks import Recorder

@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from moe_finetune.checkpoint import merge_adapter
+from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.errors import AdapterError, CheckpointError, UnsupportedModelError
 from moe_finetune.models import FAMILIES, composites, family_of

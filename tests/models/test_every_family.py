@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from moe_finetune.checkpoint import merge_adapter
+from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.errors import CaptureError, ObjectiveError, UnsupportedModelError

@@ -4,8 +4,9 @@ import json
 import pytest
 import torch
 
-from moe_finetune.checkpoint import merge_adapter, open_checkpoint, read_metadata
-from moe_finetune.checkpoint.adapter import open_adapter
+from moe_finetune.checkpoint.adapter import open_adapter, read_metadata
+from moe_finetune.checkpoint.merge import merge_adapter
+from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.errors import DataError
 from moe_finetune.lora.coverage import lora_coverage

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_finetune import load_model
-from moe_finetune.checkpoint import merge_adapter, open_checkpoint
+from moe_finetune.checkpoint.merge import merge_adapter
+from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.cli import main
 from moe_finetune.errors import NumericsError

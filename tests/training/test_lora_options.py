@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from moe_finetune.checkpoint import merge_adapter, open_checkpoint
+from moe_finetune.checkpoint.merge import merge_adapter
+from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.errors import AdapterError
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.recipe.schema import recipe_from_tree

@@ -6,9 +6,9 @@ checkpoints in turn."""
 import pytest
 import torch
 
-from moe_finetune.checkpoint import merge_adapter
 from moe_finetune.checkpoint.convert import convert_checkpoint
 from moe_finetune.checkpoint.load import load_model
+from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.recipe.sections import LoraSection
 from tests import tiny, tiny_families, tiny_heads, vllm_server
