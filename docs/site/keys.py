@@ -24,9 +24,8 @@ from moe_finetune.experiments.recipe import StudyRecipe
 from moe_finetune.losses import TERMS
 from moe_finetune.losses.base import TermOptions
 from moe_finetune.recipe.arguments import ranges
-from moe_finetune.recipe.owned import OWNED
 from moe_finetune.recipe.schema import Recipe
-from moe_finetune.recipe.stages import STAGES
+from moe_finetune.recipe.stages import OWNED, STAGES
 from moe_finetune.upcycle.recipe import UpcycleRecipe
 
 REFERENCE = Path(__file__).resolve().parents[1] / "reference"

@@ -29,8 +29,7 @@ from moe_finetune.errors import StudyError, did_you_mean
 from moe_finetune.recipe.dropped import without_dropped
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.section import Section
-from moe_finetune.recipe.shipped import find_recipe, recipes_folder
-from moe_finetune.recipe.tree import Tree, load_tree
+from moe_finetune.recipe.tree import Tree, find_recipe, load_tree, recipes_folder
 from moe_finetune.recipe.validation import from_tree
 
 NOT_VARIED = "trainer.seed"

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
+from pydantic.dataclasses import dataclass
 
 from moe_finetune.errors import DataError
 from moe_finetune.io import write_new
@@ -89,24 +91,42 @@ def _until(relevance_E: np.ndarray, top_p: float) -> list[int]:
     return [int(expert) for expert in order[: min(count, used)]]
 
 
+def _layer(key: Any) -> int:
+    if not str(key).isdigit() or str(int(key)) != str(key):
+        raise ValueError(f"'{key!s:.40}' is not the number of a decoder layer")
+    return int(key)
+
+
+Layer = Annotated[int, BeforeValidator(_layer)]
+Count = Annotated[int, Field(strict=True, ge=1)]
+Experts = Annotated[list[Annotated[int, Field(strict=True, ge=0)]], Field(min_length=1)]
+
+
 @dataclass(frozen=True)
 class ExpertSelection:
     """Chosen experts per decoder layer, and how they were chosen (None if a file does not say)."""
 
-    experts: dict[int, list[int]]
+    experts: dict[Layer, Experts]
     model_type: str | None = None
-    num_experts: int | None = None
+    num_experts: Count | None = None
     score: str | None = None
     top_p: float | None = None
 
+    @model_validator(mode="after")
+    def _ids(self) -> ExpertSelection:
+        for layer, ids in self.experts.items():
+            if len(set(ids)) != len(ids):
+                raise ValueError(f"experts of layer {layer}: some id is listed twice: {ids}")
+            if self.num_experts is not None and max(ids) >= self.num_experts:
+                raise ValueError(
+                    f"experts of layer {layer}: id {max(ids)} does not exist, the layer has "
+                    f"experts 0 to {self.num_experts - 1}"
+                )
+        return self
+
     def write(self, path: str | Path) -> None:
-        document = {
-            "model_type": self.model_type,
-            "num_experts": self.num_experts,
-            "score": self.score,
-            "top_p": self.top_p,
-            "experts": {str(layer): ids for layer, ids in sorted(self.experts.items())},
-        }
+        experts = {str(layer): ids for layer, ids in sorted(self.experts.items())}
+        document = {**asdict(self), "experts": experts}
         write_new(Path(path), json.dumps(document, indent=1) + "\n")
 
     def check(self, model_type: str, moe_layers: Sequence[int], num_experts: int) -> None:
@@ -142,55 +162,19 @@ class ExpertSelection:
         experts or other modules are refused: name those in the recipe's targets instead.
         """
         document = read_json(Path(path), DataError, "write one with 'moe-finetune select'")
-        if not isinstance(document, dict) or not isinstance(document.get("experts"), dict):
-            raise DataError(
-                f"{path}: not a selection file; expected JSON with "
-                '"experts": {"<decoder layer>": [expert ids]}'
-            )
         for key in ("shared_experts", "non_expert_modules"):
-            if document.get(key):
+            if isinstance(document, dict) and document.get(key):
                 raise DataError(
                     f"{path}: {key} is true, which a selection file cannot set here; set it to "
                     "false and list those modules in lora.targets"
                 )
-        num_experts = document.get("num_experts")
-        if num_experts is not None and (not _is_count(num_experts) or num_experts < 1):
+        try:
+            selection = TypeAdapter(cls).validate_python(document)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(str(part) for part in first["loc"])
+            problem = first["msg"].removeprefix("Value error, ")
             raise DataError(
-                f"{path}: num_experts: got {num_experts!r}, expected a whole number >= 1"
-            )
-        experts = {
-            _layer(path, key): _ids(path, key, ids, num_experts)
-            for key, ids in document["experts"].items()
-        }
-        return cls(
-            dict(sorted(experts.items())),
-            document.get("model_type"),
-            num_experts,
-            document.get("score"),
-            document.get("top_p"),
-        )
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _layer(path: str | Path, key: str) -> int:
-    if not (key.isascii() and key.isdigit()) or len(key) > 5 or str(int(key)) != key:
-        raise DataError(f"{path}: experts: '{key:.40}' is not the number of a decoder layer")
-    return int(key)
-
-
-def _ids(path: str | Path, layer: str, ids: Any, num_experts: int | None) -> list[int]:
-    if not isinstance(ids, list) or not ids or not all(_is_count(i) and i >= 0 for i in ids):
-        raise DataError(
-            f"{path}: experts of layer {layer}: got {ids!r}, expected a list of expert ids"
-        )
-    if len(set(ids)) != len(ids):
-        raise DataError(f"{path}: experts of layer {layer}: some id is listed twice: {ids}")
-    if num_experts is not None and max(ids) >= num_experts:
-        raise DataError(
-            f"{path}: experts of layer {layer}: id {max(ids)} does not exist, "
-            f"the layer has experts 0 to {num_experts - 1}"
-        )
-    return ids
+                f"{path}: not a selection file: {key + ': ' if key else ''}{problem}"
+            ) from None
+        return replace(selection, experts=dict(sorted(selection.experts.items())))

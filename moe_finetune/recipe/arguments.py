@@ -10,8 +10,7 @@ from typing import Any
 
 from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
-from moe_finetune.recipe.owned import OWNED
-from moe_finetune.recipe.stages import STAGES, Stage
+from moe_finetune.recipe.stages import OWNED, STAGES, Stage
 from moe_finetune.recipe.validation import expectation
 
 _BATCH = (lambda v: 1 <= v <= 2**20, "from 1 to 1048576")

@@ -87,16 +87,12 @@ class LoraSection(Section):
 
     def conflicts(self, recipe: Any) -> Iterator[str]:
         yield from self.problems(recipe.router.train)
-        yield from self._start_conflicts(recipe)
-
-    def _start_conflicts(self, recipe: Any) -> Iterator[str]:
         experts, offload = recipe.parallel.experts, recipe.model.offload
-        others = {
-            f"model.offload '{offload}'": offload != "none",
-            f"parallel.experts: {experts}": experts != 1,
-        }
-        for other in (name for name, active in others.items() if active):
-            if self.start is not None:
+        for other, active in (
+            (f"model.offload '{offload}'", offload != "none"),
+            (f"parallel.experts: {experts}", experts != 1),
+        ):
+            if active and self.start is not None:
                 yield f"lora.start: cannot be combined with {other}; leave one of them out"
 
     def problems(self, router: str) -> Iterator[str]:

@@ -160,25 +160,19 @@ def recipe_from_tree(tree: Tree) -> Recipe:
 
 def _conflicts(recipe: Recipe) -> Iterator[str]:
     """Combinations that cannot run, one line each, starting with the key to change."""
-    for section in (recipe.model, recipe.parallel, recipe.router, recipe.lora, recipe.data):
+    for section in (
+        *(recipe.model, recipe.parallel, recipe.router, recipe.lora, recipe.data),
+        *(recipe.export, recipe.evaluation),
+    ):
         if section is not None:
             yield from section.conflicts(recipe)
-    yield from recipe.export.conflicts(recipe)
-    if recipe.evaluation is not None:
-        yield from recipe.evaluation.conflicts(recipe)
     if recipe.data.validation is None:
         for key in ("eval_strategy", BEST):
             if recipe.trainer.get(key) not in (None, False, "no"):
                 yield f"trainer.{key}: {recipe.trainer[key]!r} needs data.validation"
-    yield from _stage_conflicts(recipe)
-
-
-def _stage_conflicts(recipe: Recipe) -> Iterator[str]:
-    """Yield keys that belong to another stage."""
-    stage = recipe.stage
-    if recipe.rewards and stage != "grpo":
-        yield f"rewards: only valid for stage grpo, and this is stage {stage}; leave it out"
-    if stage == "grpo" and not recipe.rewards:
+    if recipe.rewards and recipe.stage != "grpo":
+        yield f"rewards: only valid for stage grpo, and this is stage {recipe.stage}; leave it out"
+    if recipe.stage == "grpo" and not recipe.rewards:
         yield (
             "rewards: required by stage grpo, but missing; choose one (exact_match, boxed, "
             "code), or one of your plugin"

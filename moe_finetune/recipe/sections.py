@@ -76,24 +76,16 @@ class ModelSection(Section):
                 )
         elif self.config:
             yield "model.config: only valid for a new model; set model.init: random"
-        if self.quantization != "none":
-            yield from self._quantization_conflicts(recipe)
-        if self.offload != "none":
-            yield from self._offload_conflicts(recipe)
-
-    def _quantization_conflicts(self, recipe: Any) -> Iterator[str]:
         key = f"model.quantization: '{self.quantization}'"
-        if self.init == "random":
+        if self.quantization != "none" and self.init == "random":
             yield f"{key} quantizes a checkpoint's weights; with model.init: random set it to none"
-        elif recipe.lora is None:
+        elif self.quantization != "none" and recipe.lora is None:
             yield (
                 f"{key} needs an adapter: quantized weights cannot be trained, and `lora: null` "
                 "trains all weights; add a `lora:` section with a rank, or set "
                 "model.quantization: none"
             )
-
-    def _offload_conflicts(self, recipe: Any) -> Iterator[str]:
-        if recipe.lora is None:
+        if self.offload != "none" and recipe.lora is None:
             yield (
                 "model.offload: 'experts' needs an adapter: stacks that train must stay on the "
                 "GPU; give a `lora:` section with a rank, or set model.offload: none"

@@ -7,6 +7,7 @@ key of :data:`SHORTHANDS` is short for a mapping: ``method: erc`` is ``method: {
 
 from __future__ import annotations
 
+import sysconfig
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,6 @@ import yaml
 
 from moe_finetune.errors import RecipeError
 from moe_finetune.io.yaml_file import YamlError, parse_file, parse_yaml
-from moe_finetune.recipe.shipped import find_recipe
 
 Key = tuple[str | int, ...]
 SHORTHANDS = {"method": "preset"}
@@ -161,3 +161,26 @@ def _apply(tree: Tree, override: str) -> None:
 def dotted(key: Key) -> str:
     """``("data", "train", 0)`` -> ``data.train.0``."""
     return ".".join(str(part) for part in key)
+
+
+def recipes_folder() -> Path:
+    """``recipes/`` of a checkout, or the copy that was installed with the package."""
+    candidates = [
+        Path(__file__).resolve().parents[2] / "recipes",
+        Path(sysconfig.get_path("data")) / "share" / "moe-finetune" / "recipes",
+    ]
+    for folder in candidates:
+        if (folder / "demo").is_dir():
+            return folder
+    raise RecipeError(
+        f"the package's recipes were not found in {', '.join(map(str, candidates))}; reinstall "
+        "the package"
+    )
+
+
+def find_recipe(path: Path) -> Path:
+    """``path`` if it exists; otherwise ``recipes/...`` means the package's file."""
+    if path.parts[:1] != ("recipes",) or path.exists():
+        return path
+    shipped = recipes_folder().joinpath(*path.parts[1:])
+    return shipped if shipped.is_file() else path

@@ -8,8 +8,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from moe_finetune.errors import MoeFinetuneError, RecipeError, did_you_mean
-from moe_finetune.recipe.owned import OWNED
-from moe_finetune.recipe.stages import STAGES
+from moe_finetune.recipe.stages import OWNED, STAGES
 from moe_finetune.recipe.tree import Key, Tree, dotted
 
 Model = TypeVar("Model", bound=BaseModel)
