@@ -38,7 +38,11 @@ from moe_finetune.recipe.method import Method, resolve_method
 from moe_finetune.training import ranks
 from moe_finetune.training.host_run import HostRun
 from moe_finetune.training.numerics import CollapseWatch
-from moe_finetune.training.preconditions import OWN_BALANCE_LOSS, check_arguments
+from moe_finetune.training.preconditions import (
+    OWN_BALANCE_LOSS,
+    check_arguments,
+    check_equal_steps,
+)
 from moe_finetune.training.sample import evaluation_metrics, evaluation_sample
 from moe_finetune.training.save import describe_adapter
 from moe_finetune.training.shards import check_all_sharded
@@ -123,19 +127,6 @@ class AccumulationWindow:
         if self.trainer is not None:
             return 1.0 / self.trainer.current_gradient_accumulation_steps
         return 1.0 / self._current
-
-
-def _check_equal_steps(dataloader: Any) -> None:
-    """Refuse ranks with different numbers of batches: the longest would wait forever."""
-    try:
-        batches = len(dataloader)
-    except TypeError:
-        batches = -1  # unsized: max_steps ends all ranks alike
-    if not ranks.equal_on_ranks(batches):
-        raise ObjectiveError(
-            f"the ranks have different numbers of batches (this one {batches}); give each rank "
-            "the same number, or let accelerate shard one dataset (even_batches: true)"
-        )
 
 
 class SpecializationCallback(TrainerCallback, ExportableState):
@@ -239,7 +230,7 @@ class SpecializationCallback(TrainerCallback, ExportableState):
         check_arguments(args, self.method, backbone_of(model).config)
         check_all_sharded(model)
         self._window.begin(args, kwargs.get("train_dataloader"), state)
-        _check_equal_steps(kwargs.get("train_dataloader"))
+        check_equal_steps(kwargs.get("train_dataloader"))
         previous = on_model(model)
         if previous is not None:
             if previous.run is state:

@@ -163,22 +163,16 @@ def _linears(family: Family, all_sites: Sequence[Site], hidden: int) -> Check:
     return Check("attention and shared_targets", problem=problem)
 
 
-@dataclass
-class Routing:
-    """What one layer of the stock model gave its experts."""
-
-    index_TK: Tensor
-    weights_TK: Tensor
-
-
-def watch(model: nn.Module) -> list[Routing]:
-    """Run the stock model on :func:`batch` with hooks that only read."""
-    routings: list[Routing] = []
+def watch(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Index and weights ``(T, K)`` of each layer of the stock model, run on :func:`batch`."""
+    routings: list[tuple[Tensor, Tensor]] = []
 
     def note(module: nn.Module, args: tuple, kwargs: dict) -> None:
         named = dict(zip(("hidden_states", "top_k_index", "top_k_weights"), args, strict=False))
         index, weights = ((named | kwargs)[f"top_k_{part}"] for part in ("index", "weights"))
-        routings.append(Routing(*(part.reshape(-1, part.shape[-1]) for part in (index, weights))))
+        routings.append(
+            (index.reshape(-1, index.shape[-1]), weights.reshape(-1, index.shape[-1]).float())
+        )
 
     experts = [site.block.get_submodule(site.experts_name) for site in sites(model)]
     hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in experts]
@@ -204,20 +198,20 @@ def _recorded(model: Any, family: Family) -> Iterator[Check]:
     yield Check("logits", _difference(expected, actual), RECORDED)
     text, layers = model.config.get_text_config(), moe_layers(model)
     worst, selection = {"experts' weights": 0.0, "score, renormalize, scaling": 0.0}, ""
-    for layer, routing, record in zip(layers, stock, records, strict=True):
+    for layer, (index_TK, weights_TK), record in zip(layers, stock, records, strict=True):
         if record.index_TK.shape[1] != family.top_k(text):
             yield Check("top_k", problem=f"the class selects {record.index_TK.shape[1]}")
             return
-        if not torch.equal(routing.index_TK, record.index_TK):
+        if not torch.equal(index_TK, record.index_TK):
             yield Check("experts' index", problem="the record has others than the class used")
             return
-        pairs = {"experts' weights": (routing.weights_TK.float(), record.weights_TK.float())}
+        pairs = {"experts' weights": (weights_TK, record.weights_TK.float())}
         if family.own_weights is None:
             by_rule = record.probs_TE.gather(-1, record.index_TK)
             if family.renormalize(text):
                 by_rule = by_rule / by_rule.sum(-1, keepdim=True)
             by_rule = by_rule * family.scaling(text)
-            pairs["score, renormalize, scaling"] = (routing.weights_TK.float(), by_rule)
+            pairs["score, renormalize, scaling"] = (weights_TK, by_rule)
             if layer.index not in family.fixed_layers(text):
                 reselected_TK = _selected(family, text, layer.block, record)
                 if not torch.equal(reselected_TK, record.index_TK.sort(-1).values):

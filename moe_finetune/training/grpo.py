@@ -147,15 +147,15 @@ class FollowsRollouts(_Trainer):
         self, against: AgainstRollout, trained_BC: Tensor, sampled_BC: Tensor, mask_BC: Tensor
     ) -> None:
         ratio = (trained_BC.double() - sampled_BC.double())[mask_BC]
-        sums = [against.changed, ratio.abs().sum(), (ratio.exp() - 1 - ratio).sum()]
-        counts = [against.compared, mask_BC.sum().double()]
-        totals = self.accelerator.reduce(torch.stack([*sums, *counts]), reduction="sum")
-        changed, difference, divergence, compared, tokens = totals.tolist()
-        for name, total, count in (
-            ("routing/changed_from_rollout", changed, compared),
-            ("rollout/log_prob_difference", difference, tokens),
-            ("rollout/kl", divergence, tokens),
-        ):
+        tokens = mask_BC.sum().double()
+        sums = {
+            "routing/changed_from_rollout": (against.changed, against.compared),
+            "rollout/log_prob_difference": (ratio.abs().sum(), tokens),
+            "rollout/kl": ((ratio.exp() - 1 - ratio).sum(), tokens),
+        }
+        pairs = torch.stack([torch.stack(pair) for pair in sums.values()])
+        totals = self.accelerator.reduce(pairs, reduction="sum").tolist()
+        for name, (total, count) in zip(sums, totals, strict=True):
             if count:
                 self._metrics["train"][name].append(total / count)
 
@@ -252,24 +252,18 @@ class _Rollout:
     @contextmanager
     def noting(self) -> Iterator[None]:
         model = causal_lm(self.recorder.model)
-        hooks = (
-            model.register_forward_pre_hook(self._before, with_kwargs=True),
-            model.register_forward_hook(self._after),
-        )
+        hook = model.register_forward_hook(self._after, with_kwargs=True)
         try:
             with self.recorder.using(overrides=self.choice.begin):
                 yield
         finally:
-            for hook in hooks:
-                hook.remove()
+            hook.remove()
 
-    def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def _after(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         ids = kwargs["input_ids"]
-        if self._ran >= self.prompt:  # a token that was sampled from what ran last
+        if self._ran >= self.prompt:  # a token that was sampled from what ran before
             self._keep(ids[:, -1])
         self._ran += ids.shape[1]
-
-    def _after(self, module: nn.Module, args: tuple, output: Any) -> None:
         logits_BV = output.logits[:, -1].float()
         self._last_BV = (logits_BV / self.temperature).log_softmax(-1)
 

@@ -120,6 +120,19 @@ def check_arguments(args: Any, method: Method, config: Any) -> None:
         )
 
 
+def check_equal_steps(dataloader: Any) -> None:
+    """Refuse ranks with different numbers of batches: the longest would wait forever."""
+    try:
+        batches = len(dataloader)
+    except TypeError:
+        batches = -1  # unsized: max_steps ends all ranks alike
+    if not ranks.equal_on_ranks(batches):
+        raise ObjectiveError(
+            f"the ranks have different numbers of batches (this one {batches}); give each rank "
+            "the same number, or let accelerate shard one dataset (even_batches: true)"
+        )
+
+
 def check_forward(config: Any, kwargs: dict[str, Any], device: torch.device) -> None:
     """Refuse a training forward of the backbone that adds its own balance loss.
 

@@ -28,7 +28,7 @@ def test_analysed_and_selected(family, tmp_path):
     trace = RoutingTrace.open(tmp_path / "trace")
     index_TLK, weights_TLK = trace.load("ids").astype(np.int64), trace.load("weights")
     assert trace.info.layers == tuple(layers) and trace.info.model_type == facts.model_type
-    stock = torch.stack([given.index_TK for given in watch(model)], 1)
+    stock = torch.stack([index_TK for index_TK, _ in watch(model)], 1)
     assert np.array_equal(np.sort(index_TLK), stock.sort(-1).values.numpy())
     values = measures.per_layer()
     assert all(value is not None for value in values["entropy"] + values["router_cosine"])
