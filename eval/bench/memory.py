@@ -55,6 +55,7 @@ def recipe_of(checkpointing, batch, preset, targets, trainer, dtype="float32"):
             "model": {"path": "random", "dtype": dtype, "experts_kernel": "grouped"},
             "method": {"preset": preset},
             "lora": {"rank": 16, "targets": targets},
+            "router": {"train": "full"},
             "data": {"train": "random", "max_length": 384},
             "trainer": trainer
             | {"per_device_train_batch_size": batch, "gradient_checkpointing": checkpointing},
