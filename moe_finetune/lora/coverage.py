@@ -1,14 +1,12 @@
 """What training reaches, in parameters and tensors of attention, router and experts.
 
-Works on a plain or PEFT model, also on the meta device. Totals can also be counted from names and
-shapes alone.
+Works on a plain or PEFT model, also on the meta device.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -86,10 +84,12 @@ def _share(group: Group) -> str:
     return f"{100 * group.reached_parameters / group.parameters:.0f} %"
 
 
-def lora_coverage(model: nn.Module) -> Coverage:
-    """Count what training reaches in ``model``, by group.
+def lora_coverage(model: nn.Module, trains: bool = True) -> Coverage:
+    """Count the parameters of ``model`` and what training reaches, by group.
 
-    ``model`` is a transformers model or a PEFT model around one.
+    Args:
+        model: a transformers model or a PEFT model around one.
+        trains: whether parameters with ``requires_grad`` count as trained.
 
     Raises:
         UnsupportedModelError: the model belongs to no family.
@@ -102,33 +102,18 @@ def lora_coverage(model: nn.Module) -> Coverage:
     coverage = Coverage()
     for name, parameter in model.named_parameters():
         group = coverage.groups[group_of(name, family, moe_layers)]
-        if parameter.requires_grad:
+        trained = trains and parameter.requires_grad
+        if trained:
             group.trained_tensors += 1
             group.trained_parameters += parameter.numel()
         if _ADDED.search(name):
             continue
         group.tensors += 1
         group.parameters += parameter.numel()
-        if parameter.requires_grad or id(parameter) in adapted:
+        if trained or id(parameter) in adapted:
             group.reached_tensors += 1
-            share = 1.0 if parameter.requires_grad else adapted[id(parameter)]
+            share = 1.0 if trained else adapted[id(parameter)]
             group.reached_parameters += round(share * parameter.numel())
-    return coverage
-
-
-def counted(parameters: Mapping[str, tuple[int, ...]], config: Any, family: Family) -> Coverage:
-    """Count tensors and parameters by group from names and shapes, with nothing reached.
-
-    Args:
-        parameters: name and shape of each, as the loaded model has them.
-        config: transformers' config.
-    """
-    moe_layers = set(family.moe_layers(config))
-    coverage = Coverage()
-    for name, shape in parameters.items():
-        group = coverage.groups[group_of(name, family, moe_layers)]
-        group.tensors += 1
-        group.parameters += math.prod(shape)
     return coverage
 
 

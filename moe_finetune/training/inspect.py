@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
-from moe_finetune.lora.coverage import Coverage, counted, lora_coverage
+from moe_finetune.lora.coverage import Coverage, lora_coverage
 from moe_finetune.models import opened_as
 from moe_finetune.models.structure import meta_model
 
@@ -123,8 +123,7 @@ def inspect_checkpoint(
     else:
         config, family = copy.deepcopy(checkpoint.model_config), checkpoint.family
     model = opened_as(family, meta_model(config))
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
-    coverage = coverage_of_all = counted(shapes, config, family)
+    coverage = coverage_of_all = lora_coverage(model, trains=False)
     if recipe is not None:
         import torch
 
