@@ -195,12 +195,12 @@ def merge(recipe: Recipe, run: RunFolder, base: Path | Checkpoint | None = None)
     )
     log.info(
         "merged: %d tensors changed, %d copied, %.2f GB in %.1f s",
-        result.changed,
-        result.copied,
-        result.bytes_written / 1e9,
+        len(result.changed),
+        len(result.copied),
+        result.size / 1e9,
         result.seconds,
     )
-    log.debug("%s", "\n".join([*result.plan.kinds(), *result.plan.notes]))
+    log.debug("%s", "\n".join([*result.kinds(), *result.notes]))
     run.note(merge={"seconds": result.seconds})
 
 

@@ -45,9 +45,9 @@ STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _KEPT_FLOAT32 = (*CORRECTION_BIASES, ".gate.bias")
 
 
-@dataclass(frozen=True)
-class MergePlan:
-    """Everything that a merge will do.
+@dataclass
+class Merge:
+    """Everything that a merge does.
 
     Attributes:
         files: header of every output weight file by name.
@@ -57,15 +57,25 @@ class MergePlan:
         small_files: the other files of the output, name -> content.
         notes: notes for the user (changed config fields, dropped bias).
         sums: gets the error sums of requantized tensors.
+        seconds: wall time of planning and writing.
     """
 
+    base: Checkpoint
+    output: Path
     files: dict[str, Header]
     contents: dict[str, Content] = field(repr=False)
     changed: dict[str, str]
     copied: set[str]
     small_files: dict[str, bytes] = field(repr=False)
-    notes: tuple[str, ...]
+    notes: list[str]
     sums: dict[str, Tensor] = field(repr=False)
+    seconds: float = 0.0
+
+    @property
+    def requantized(self) -> Requantization | None:
+        """The error of storing the result in the base's quantized format; None for floats."""
+        quantized = self.base.quantized
+        return None if quantized is None else Requantization.of(quantized.format, self.sums)
 
     @property
     def size(self) -> int:
@@ -95,28 +105,6 @@ class MergePlan:
         )
 
 
-@dataclass(frozen=True)
-class MergeReport:
-    """What a merge did (or, with ``dry_run``, would do).
-
-    Attributes:
-        changed, copied: number of tensors that an adapter or bias changes, and that are copied
-            unchanged.
-        bytes_written: size of the output in bytes.
-        seconds: wall time of planning and writing.
-        requantized: the error of storing the result in the base's quantized format; None for
-            floats.
-    """
-
-    output: Path
-    plan: MergePlan
-    changed: int
-    copied: int
-    bytes_written: int
-    seconds: float
-    requantized: Requantization | None = None
-
-
 @one_writer
 def merge_adapter(
     base: str | Path | Checkpoint,
@@ -128,7 +116,7 @@ def merge_adapter(
     bias: Mapping[int, Sequence[float]] | None = None,
     progress: Progress | None = None,
     format: Literal["float", "base"] = "float",
-) -> MergeReport:
+) -> Merge:
     """Write ``base + adapter`` as an ordinary checkpoint with the base's names, files and config.
 
     Memory does not grow with the checkpoint: a few tens of megabytes per thread plus one layer's
@@ -138,7 +126,7 @@ def merge_adapter(
     Args:
         adapter: adapter folder.
         dtype: "float32", "float16", "bfloat16", or None to keep each tensor's stored dtype.
-        dry_run: only plan and check; ``report.plan.text()`` shows what would be done.
+        dry_run: only plan and check; the result's ``text()`` shows what would be done.
         bias: loss-free routing bias by decoder layer, a number per expert, written where the family
             stores it. Without it the output keeps the base's.
         progress: called with (bytes done, total bytes).
@@ -155,23 +143,14 @@ def merge_adapter(
     check_output(output, overwrite)
     opened = open_checkpoint(base, stored=format == "base")
     trained = open_adapter(adapter)
-    plan = plan_merge(opened, trained, dtype, bias)
+    merge = plan_merge(opened, trained, output, dtype, bias)
     check_belongs(trained, opened)
-    plan.small_files[CARD_FILE] = _card(opened, trained).encode()
-    requantized = None
+    merge.small_files[CARD_FILE] = _card(opened, trained).encode()
     if not dry_run:
-        write_checkpoint(output, plan.files, plan.contents, plan.small_files, overwrite, progress)
-        if opened.quantized is not None:
-            requantized = Requantization.of(opened.quantized.format, plan.sums)
-    return MergeReport(
-        output=output,
-        plan=plan,
-        changed=len(plan.changed),
-        copied=len(plan.copied),
-        bytes_written=0 if dry_run else plan.size,
-        seconds=time.perf_counter() - started,
-        requantized=requantized,
-    )
+        files, contents = merge.files, merge.contents
+        write_checkpoint(output, files, contents, merge.small_files, overwrite, progress)
+    merge.seconds = time.perf_counter() - started
+    return merge
 
 
 def _card(base: Checkpoint, adapter: Adapter) -> str:
@@ -192,9 +171,10 @@ def _card(base: Checkpoint, adapter: Adapter) -> str:
 def plan_merge(
     base: Checkpoint,
     adapter: Adapter,
+    output: Path,
     dtype: str | None = None,
     bias: Mapping[int, Sequence[float]] | None = None,
-) -> MergePlan:
+) -> Merge:
     """Plan ``base + adapter``: nothing is computed or written; an impossible merge raises.
 
     Args:
@@ -265,7 +245,7 @@ def plan_merge(
     if changed:
         notes += stale_head(base)
     small = carried_files(base.folder, config_changes) | _index_file(base, files)
-    return MergePlan(files, contents, changed, copied, small, tuple(notes), sums)
+    return Merge(base, output, files, contents, changed, copied, small, notes, sums)
 
 
 def _index_file(base: Checkpoint, files: Mapping[str, Header]) -> dict[str, bytes]:

@@ -210,10 +210,12 @@ def merge(
             format=format.value,
         )
         if dry_run:
-            print(report.plan.text())
+            print(report.text())
             return
-        print(f"merged: {output} ({report.changed} tensors changed, {report.copied} copied)")
-        print("\n".join([*report.plan.kinds(), *report.plan.notes]))
+        print(
+            f"merged: {output} ({len(report.changed)} tensors changed, {len(report.copied)} copied)"
+        )
+        print("\n".join([*report.kinds(), *report.notes]))
         if report.requantized is not None:
             print(report.requantized.text())
     if verify:

@@ -36,7 +36,7 @@ def test_a_published_head_is_carried(family, tmp_path):
     adapted(model, "lora").save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     report = merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
     assert carries(tmp_path / "merged", head)
-    (line,) = report.plan.notes
+    (line,) = report.notes
     assert line.startswith(f"the MTP head ({len(names)} tensors) is copied unchanged")
 
 

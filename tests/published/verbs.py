@@ -76,7 +76,7 @@ def inspect(published: Published, folder: Path, opened: list[Checkpoint]) -> Non
 def merge(published: Published, folder: Path, opened: list[Checkpoint], adapted: list[Any]) -> None:
     """The plan of a LoRA on everything changes just those parts, and copies all else."""
     base = open_checkpoint(opened[0] if opened else folder)  # refuses a quantized one
-    plan = plan_merge(base, open_adapter(_adapter(folder, adapted)))
+    plan = plan_merge(base, open_adapter(_adapter(folder, adapted)), folder)
     assert plan.changed.keys() == {name for name, row in published.tensors if row.adapted}
     assert plan.copied == {name for name, row in published.tensors if not row.adapted}
 
