@@ -1,4 +1,4 @@
-"""Formats of quantized checkpoints, and how to decode their tensors:
+"""Formats of quantized checkpoints: how their tensors are decoded, and packed again.
 
 - ``fp8``: 8-bit floats with a scale for each block of a matrix (DeepSeek-V3):
   ``X.weight`` and ``X.weight_scale_inv``.
@@ -7,35 +7,39 @@
 - ``mxfp4``: 4-bit floats in blocks of 32 with a power of two as their scale (OCP Microscaling
   formats v1.0; gpt-oss): ``X_blocks`` and ``X_scales``, whose rows are the float stack's columns.
 
-Other formats are refused by name.
+Other formats are refused by name. Packing rounds to nearest. Each block gets the scale with the
+least squared error among the stored scale and those derived from its largest magnitude. An
+unchanged value is on the stored scale's grid, so an unchanged block keeps its bytes, and no block
+has a larger error than with its stored bytes.
+
+Shape legend: R rows and C columns of a matrix, n values that share a scale.
 """
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.io.config_file import QUANTIZATION, UNQUANTIZED, quantization_name
 from moe_finetune.io.safetensors_header import FLOATS, INTEGERS, TensorInfo
-from moe_finetune.quantization.requantize import FP4, pack_fp8, pack_int4, pack_mxfp4
 
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The values of the 16 codes of a 4-bit float (E2M1)."""
+_FP4_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+_FP8_LARGEST = 448.0
+_EXPONENT_BIAS = 127
 _MXFP4_BYTES = 16
 """Bytes per block: 32 values, two per byte."""
 _INT4_PER_INT32 = 8
-
-_ZERO_SCALE = "has a scale of 0 for values that are not 0"
 _RESTORE = "restore the checkpoint's own files and config.json"
-
 
 Read = Callable[[TensorInfo], Tensor]
 
 
-@dataclass(frozen=True)
 class Format:
     """How a format stores quantized tensors.
 
@@ -43,20 +47,12 @@ class Format:
         suffixes: endings of the parts' names, which replace ``of``; the packed values come first.
         dtypes: dtype of each part.
         of: ending of the float tensor's name.
-        shape: computes the float tensor's shape from the parts' headers; raises CheckpointError if
-            the parts' shapes do not match. Only ``weight_shape`` is read.
-        values: decodes the parts, or one expert's parts, to float32. Raises ValueError for a scale
-            that erases values.
-        pack: encodes new float32 values, given the stored parts.
     """
 
     name: str
     suffixes: tuple[str, ...]
     dtypes: tuple[tuple[str, ...], ...]
-    of: str
-    shape: Callable[[list[TensorInfo], Read], tuple[int, ...]]
-    values: Callable[[list[Tensor]], Tensor]
-    pack: Callable[[Tensor, list[Tensor]], list[Tensor]]
+    of = ".weight"
 
     def parts(self, whole: str, stored: Mapping[str, TensorInfo]) -> list[TensorInfo]:
         """The parts of the float tensor ``whole``, checked for presence and dtype.
@@ -86,6 +82,26 @@ class Format:
             )
         return present
 
+    def shape(self, parts: list[TensorInfo], read: Read) -> tuple[int, ...]:
+        """The float tensor's shape, from the parts' headers and the values of ``weight_shape``.
+
+        Raises:
+            CheckpointError: the parts' shapes do not match.
+        """
+        raise NotImplementedError
+
+    def values(self, parts: list[Tensor]) -> Tensor:
+        """Decode the parts of a tensor, or of one expert, to float32.
+
+        Raises:
+            ValueError: a scale erases values.
+        """
+        raise NotImplementedError
+
+    def pack(self, values: Tensor, stored: list[Tensor]) -> list[Tensor]:
+        """Encode new float32 values, given the stored parts."""
+        raise NotImplementedError
+
 
 def format_of(config: Mapping[str, Any], path: object) -> Format | None:
     """The format declared in a ``config.json``; None for a checkpoint of floats.
@@ -98,54 +114,68 @@ def format_of(config: Mapping[str, Any], path: object) -> Format | None:
         return None
     method = section.get("quant_method") if isinstance(section, dict) else None
     if method == "mxfp4":
-        ends, dtypes = ("_blocks", "_scales"), (("U8",), ("U8",))
-        return Format("mxfp4", ends, dtypes, "", _mxfp4_shape, _mxfp4, pack_mxfp4)
+        return Mxfp4()
     if method == "fp8":
-        return _fp8_format(section, path)
+        return Fp8(section, path)
     if method == "compressed-tensors":
-        return _packed_format(section, path)
+        return Int4(section, path)
     raise UnsupportedModelError(
         f"{path}: {QUANTIZATION}: the checkpoint is quantized with {quantization_name(section)}, "
         f"which cannot be read; {UNQUANTIZED}"
     )
 
 
-def _fp8_format(section: Mapping[str, Any], path: object) -> Format:
-    block = section.get("weight_block_size")
-    sizes = isinstance(block, list) and len(block) == 2
-    if not sizes or not all(type(size) is int and size > 0 for size in block):  # type: ignore[union-attr]
-        raise UnsupportedModelError(
-            f"{path}: {QUANTIZATION}: fp8 with weight_block_size {block!r:.60}; only scales of "
-            f"blocks, such as [128, 128], can be read; {UNQUANTIZED}"
-        )
-    rows, columns = block  # type: ignore[misc]
+class Fp8(Format):
+    """8-bit floats (R, C) with a scale for each block."""
 
-    def shape(parts: list[TensorInfo], _: Read) -> tuple[int, ...]:
+    name, suffixes = "fp8", (".weight", ".weight_scale_inv")
+    dtypes = ("F8_E4M3",), FLOATS
+
+    def __init__(self, section: Mapping[str, Any], path: object):
+        block = section.get("weight_block_size")
+        sizes = block if isinstance(block, list) and len(block) == 2 else [0]
+        if not all(type(size) is int and size > 0 for size in sizes):
+            raise UnsupportedModelError(
+                f"{path}: {QUANTIZATION}: fp8 with weight_block_size {block!r:.60}; only scales of "
+                f"blocks, such as [128, 128], can be read; {UNQUANTIZED}"
+            )
+        self.block: tuple[int, int] = (sizes[0], sizes[1])
+
+    def shape(self, parts: list[TensorInfo], read: Read) -> tuple[int, ...]:
         weight, scale = parts
         _check_dimensions(weight, 2)
-        tiles = (math.ceil(weight.shape[0] / rows), math.ceil(weight.shape[1] / columns))
-        _check_shape(scale, tiles, weight, f"blocks of {block} (weight_block_size)")
+        tiles = tuple(
+            math.ceil(size / block) for size, block in zip(weight.shape, self.block, strict=True)
+        )
+        _check_shape(scale, tiles, weight, f"blocks of {list(self.block)} (weight_block_size)")
         return weight.shape
 
-    def values(parts: list[Tensor]) -> Tensor:
-        weight, scale = parts[0].float(), parts[1].float()
-        zero = bool((scale == 0).any())
-        for dim, size in enumerate((rows, columns)):
-            length = weight.shape[dim]
-            scale = scale.repeat_interleave(min(size, length), dim).narrow(dim, 0, length)
-        if zero and bool(((scale == 0) & (weight != 0)).any()):
-            raise ValueError(_ZERO_SCALE)
-        return weight * scale
+    def values(self, parts: list[Tensor]) -> Tensor:
+        return _scaled(parts[0].float(), parts[1].float(), self.block)
 
-    suffixes = (".weight", ".weight_scale_inv")
-    pack = partial(pack_fp8, rows=rows, columns=columns)
-    return Format("fp8", suffixes, (("F8_E4M3",), FLOATS), ".weight", shape, values, pack)
+    def pack(self, values: Tensor, stored: list[Tensor]) -> list[Tensor]:
+        scale = stored[1]
+        rows, columns = self.block
+        height, width = values.shape
+        padded = pad(values, (0, -width % columns, 0, -height % rows))
+        blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).transpose(1, 2)
+        largest = _as_stored(blocks.abs().amax((2, 3)) / _FP8_LARGEST, scale)
+        chosen, digits = _nearest(blocks.flatten(2), [scale.float(), largest], _round_fp8)
+        tiled = digits.view(blocks.shape).transpose(1, 2).reshape(padded.shape)
+        return [tiled[:height, :width].to(torch.float8_e4m3fn), chosen.to(scale.dtype)]
 
 
-def _packed_format(section: Mapping[str, Any], path: object) -> Format:
-    group = _group_size(section, path)
+class Int4(Format):
+    """4-bit integers, eight per int32, a scale for each group of a row, and the shape."""
 
-    def shape(parts: list[TensorInfo], read: Read) -> tuple[int, ...]:
+    name = "compressed-tensors int4"
+    suffixes = (".weight_packed", ".weight_scale", ".weight_shape")
+    dtypes = ("I32",), FLOATS, INTEGERS
+
+    def __init__(self, section: Mapping[str, Any], path: object):
+        self.group = _group_size(section, path)
+
+    def shape(self, parts: list[TensorInfo], read: Read) -> tuple[int, ...]:
         packed, scale, sizes = parts
         _check_dimensions(packed, 2)
         if sizes.shape != (2,):
@@ -160,7 +190,7 @@ def _packed_format(section: Mapping[str, Any], path: object) -> Format:
                 f"{packed.file}: '{packed.name}' has shape {list(packed.shape)}, which does not "
                 f"pack {declared}, {_INT4_PER_INT32} columns in a number; {_RESTORE}"
             )
-        width = columns if group is None else group
+        width = columns if self.group is None else self.group
         if columns % width:
             raise CheckpointError(
                 f"{sizes.file}: groups of {width} (group_size) do not divide {declared}; {_RESTORE}"
@@ -168,20 +198,71 @@ def _packed_format(section: Mapping[str, Any], path: object) -> Format:
         _check_shape(scale, (rows, columns // width), packed, f"groups of {width} (group_size)")
         return rows, columns
 
-    def values(parts: list[Tensor]) -> Tensor:
+    def values(self, parts: list[Tensor]) -> Tensor:
         packed, scale, (rows, columns) = parts[0], parts[1].float(), parts[2].tolist()
         shifts = torch.arange(0, 32, 4, dtype=torch.int32)
         digits = ((packed.unsqueeze(-1) >> shifts) & 15) - 8
         weight = digits.reshape(rows, -1)[:, :columns].float()
-        zero = bool((scale == 0).any())
-        scale = scale.repeat_interleave(columns // scale.shape[1], 1)
-        if zero and bool(((scale == 0) & (weight != 0)).any()):
-            raise ValueError(_ZERO_SCALE)
-        return weight * scale
+        return _scaled(weight, scale, (1, columns // scale.shape[1]))
 
-    suffixes = (".weight_packed", ".weight_scale", ".weight_shape")
-    dtypes = (("I32",), FLOATS, INTEGERS)
-    return Format("compressed-tensors int4", suffixes, dtypes, ".weight", shape, values, pack_int4)
+    def pack(self, values: Tensor, stored: list[Tensor]) -> list[Tensor]:
+        _, scale, shape = stored
+        blocks = values.unflatten(1, (scale.shape[1], -1))
+        largest = blocks.abs().amax(2)
+        # The library's own scale spreads the 16 steps over both signs; 7 keeps the largest value.
+        scales = [scale.float(), *(_as_stored(largest / most, scale) for most in (7.5, 7.0))]
+        chosen, digits = _nearest(blocks, scales, lambda values: values.round().clamp_(-8, 7))
+        codes = (digits.flatten(1) + 8).to(torch.int64)
+        codes = pad(codes, (0, -codes.shape[1] % 8)).unflatten(1, (-1, 8))
+        packed = (codes << torch.arange(0, 32, 4)).sum(2)
+        signed = torch.where(packed >= 1 << 31, packed - (1 << 32), packed)
+        return [signed.to(torch.int32), chosen.to(scale.dtype), shape]
+
+
+class Mxfp4(Format):
+    """Bytes of two 4-bit floats (..., C, R / 32, 16) and exponents; packed rows are columns."""
+
+    name, suffixes, of = "mxfp4", ("_blocks", "_scales"), ""
+    dtypes = ("U8",), ("U8",)
+
+    def shape(self, parts: list[TensorInfo], read: Read) -> tuple[int, ...]:
+        packed, scales = parts
+        _check_dimensions(packed, 4)
+        experts, rows, blocks, half = packed.shape
+        if half != _MXFP4_BYTES:
+            raise CheckpointError(
+                f"{packed.file}: '{packed.name}' has shape {list(packed.shape)}; its last "
+                f"dimension must be {_MXFP4_BYTES}, the bytes of a block; {_RESTORE}"
+            )
+        _check_shape(scales, (experts, rows, blocks), packed, "an exponent a block")
+        return experts, blocks * half * 2, rows
+
+    def values(self, parts: list[Tensor]) -> Tensor:
+        packed, exponents = parts
+        both = torch.stack([packed & 15, packed >> 4], -1).long()
+        scales = torch.exp2(exponents.float() - _EXPONENT_BIAS).unsqueeze(-1)
+        values = torch.tensor(FP4)[both].flatten(-2) * scales
+        return values.flatten(-2).transpose(-1, -2).contiguous()
+
+    def pack(self, values: Tensor, stored: list[Tensor]) -> list[Tensor]:
+        exponents = stored[1]
+        blocks = values.transpose(-1, -2).unflatten(-1, (exponents.shape[-1], -1))
+        # The largest magnitude is below 2 ** order, and the largest code is 1.5 * 2 ** 2.
+        order = torch.frexp(blocks.abs().amax(-1)).exponent
+        biased = [exponents.int(), *(order - less + _EXPONENT_BIAS for less in (3, 2))]
+        scales = [torch.exp2(b.clamp(0, 254).float() - _EXPONENT_BIAS) for b in biased]
+        chosen, digits = _nearest(
+            blocks, scales, lambda digits: torch.tensor(FP4)[_fp4_codes(digits)]
+        )
+        codes = _fp4_codes(digits).flatten(-1).unflatten(-1, (-1, 2)).view(*exponents.shape, -1, 2)
+        packed = codes[..., 0] | codes[..., 1] << 4
+        exponent = torch.frexp(chosen).exponent - 1 + _EXPONENT_BIAS
+        return [packed.to(torch.uint8), exponent.to(torch.uint8)]
+
+
+_REQUIRED = {"num_bits": 4, "type": "int", "symmetric": True, "actorder": None}
+_DEFAULTS = {"num_bits": 8, "type": "int", "symmetric": True, "actorder": None}
+"""Of the library compressed-tensors."""
 
 
 def _group_size(section: Mapping[str, Any], path: object) -> int | None:
@@ -206,52 +287,26 @@ def _group_size(section: Mapping[str, Any], path: object) -> int | None:
         raise refuse(f"config_groups {groups!r:.60}")
     widths = set()
     for name, group in groups.items():
+        where = f"config_groups.{name:.40}"
         weights = group.get("weights") if isinstance(group, dict) else None
         if not isinstance(weights, dict):
-            raise refuse(f"config_groups.{name:.40} that describes no weights")
+            raise refuse(f"{where} that describes no weights")
         if group.get("format") not in (None, "pack-quantized"):
-            raise refuse(f"config_groups.{name:.40}.format {group['format']!r:.60}")
-        # The library's own defaults: 8 bits, int, symmetric.
-        facts = {"num_bits": 8, "type": "int", "symmetric": True, "actorder": None} | weights
-        for key, value in {"num_bits": 4, "type": "int", "symmetric": True}.items():
+            raise refuse(f"{where}.format {group['format']!r:.60}")
+        facts = _DEFAULTS | weights
+        facts["actorder"] = facts["actorder"] or None
+        for key, value in _REQUIRED.items():
             if type(facts[key]) is not type(value) or facts[key] != value:
-                raise refuse(f"config_groups.{name:.40}.weights.{key} {facts[key]!r:.60}")
-        if facts["actorder"]:
-            raise refuse(f"config_groups.{name:.40}.weights.actorder {facts['actorder']!r:.60}")
+                raise refuse(f"{where}.weights.{key} {facts[key]!r:.60}")
         strategy, size = weights.get("strategy"), weights.get("group_size")
         by_group = type(size) is int and size > 0 and strategy in (None, "group")
         by_row = size in (None, -1) and (strategy == "channel" or (size, strategy) == (-1, None))
         if not by_group and not by_row:
-            raise refuse(
-                f"config_groups.{name:.40}.weights.strategy {strategy!r:.60} and group_size "
-                f"{size!r:.60}"
-            )
+            raise refuse(f"{where}.weights.strategy {strategy!r:.60} and group_size {size!r:.60}")
         widths.add(size if by_group else None)
     if len(widths) > 1:
         raise refuse("config_groups whose group_size differ")
     return widths.pop()
-
-
-def _mxfp4_shape(parts: list[TensorInfo], _: Read) -> tuple[int, ...]:
-    packed, scales = parts
-    _check_dimensions(packed, 4)
-    experts, rows, blocks, half = packed.shape
-    if half != _MXFP4_BYTES:
-        raise CheckpointError(
-            f"{packed.file}: '{packed.name}' has shape {list(packed.shape)}; its last dimension "
-            f"must be {_MXFP4_BYTES}, the bytes of a block; {_RESTORE}"
-        )
-    _check_shape(scales, (experts, rows, blocks), packed, "an exponent a block")
-    return experts, blocks * half * 2, rows
-
-
-def _mxfp4(parts: list[Tensor]) -> Tensor:
-    """Decode bytes ``(..., rows, blocks, 16)`` and exponents ``(..., rows, blocks)``; transpose."""
-    packed, exponents = parts
-    table = torch.tensor(FP4)
-    both = torch.stack([packed & 15, packed >> 4], -1).long()
-    values = table[both].flatten(-2) * torch.exp2(exponents.float() - 127).unsqueeze(-1)
-    return values.flatten(-2).transpose(-1, -2).contiguous()
 
 
 def _check_dimensions(info: TensorInfo, count: int) -> None:
@@ -270,3 +325,49 @@ def _check_shape(
             f"{scale.file}: '{scale.name}' has shape {list(scale.shape)}; expected {list(shape)}, "
             f"since '{packed.name}' is {list(packed.shape)} with {layout}; {_RESTORE}"
         )
+
+
+def _scaled(values_RC: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """``values_RC`` times the scale of their block of rows and columns; the last may be partial."""
+    zero = bool((scale == 0).any())
+    for dim, size in enumerate(block):
+        length = values_RC.shape[dim]
+        scale = scale.repeat_interleave(min(size, length), dim).narrow(dim, 0, length)
+    if zero and bool(((scale == 0) & (values_RC != 0)).any()):
+        raise ValueError("has a scale of 0 for values that are not 0")
+    return values_RC * scale
+
+
+def _nearest(
+    blocks: Tensor, scales: list[Tensor], rounded: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The best scale (...) and its digits (..., n) for each block (..., n); first among ties."""
+    best = torch.full(blocks.shape[:-1], torch.inf)
+    chosen, digits = scales[0], torch.zeros_like(blocks)
+    for scale in scales:
+        divisor = torch.where(scale == 0, torch.inf, scale).unsqueeze(-1)
+        candidate = rounded(blocks / divisor)
+        error = (candidate * scale.unsqueeze(-1) - blocks).square_().sum(-1)
+        better = error < best
+        best = torch.where(better, error, best)
+        chosen = torch.where(better, scale, chosen)
+        digits = torch.where(better.unsqueeze(-1), candidate, digits)
+    return chosen, digits
+
+
+def _as_stored(scale: Tensor, stored: Tensor) -> Tensor:
+    """A scale rounded as it will be stored; one that overflows is never selected."""
+    return scale.to(stored.dtype).float()
+
+
+def _round_fp8(digits: Tensor) -> Tensor:
+    return digits.clamp(-_FP8_LARGEST, _FP8_LARGEST).to(torch.float8_e4m3fn).float()
+
+
+def _round_fp4(digits: Tensor) -> Tensor:
+    return torch.tensor(FP4)[_fp4_codes(digits)]
+
+
+def _fp4_codes(digits: Tensor) -> Tensor:
+    codes = torch.bucketize(digits.abs().contiguous(), torch.tensor(_FP4_MIDDLES))
+    return codes + 8 * torch.signbit(digits)

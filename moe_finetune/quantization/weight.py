@@ -100,7 +100,7 @@ class QuantizedWeight(Tensor):
         dtype: torch.dtype,
         device: torch.device | str | None = None,
     ) -> QuantizedWeight:
-        """A weight of ``shape`` (E, R, C) or (R, C), to be filled with :meth:`store`."""
+        """A weight of ``shape`` (E, R, C) or (R, C) whose bytes are not set."""
         *experts, rows, columns = shape
         unit = rows if experts else unit_rows(rows, columns)
         units = experts[0] if experts else rows // unit

@@ -13,7 +13,7 @@ from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.cli import main
 from moe_finetune.errors import NumericsError
-from moe_finetune.quantization.requantize import FP4
+from moe_finetune.quantization.formats import FP4
 from tests import tiny_families
 from tests.checkpoint import helpers
 from tests.quantization.formats import BLOCK, as_fp8, as_int4, as_mxfp4, rewrite
