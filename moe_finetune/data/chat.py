@@ -167,7 +167,7 @@ class Conversation:
                 continue
             probe = self._probe(form)
             usable.append((form, text, probe))
-            lost = {place.field for place in probe.lost}
+            lost = {mark.field for mark in probe.lost}
             if not lost & {"content", "tool_calls"} and not _has_python(form, text):
                 break
         else:
@@ -183,44 +183,45 @@ class Conversation:
         """Render ``turns`` with a mark in each of their texts, and note which are missing."""
         probe = Probe(turns, self.extra.get("tools"))
 
-        def missing(count: int, places: Iterable[Place]) -> list[Place]:
+        def missing(count: int, marks: Iterable[Mark]) -> list[Mark]:
             context = probe.turns[:count]
             prompt = self.prompt if count == len(turns) else False
             try:
                 text = self._render(context, prompt, tools=probe.tools)
             except Exception:  # the template checks values: it reads them
                 return []
-            return [place for place in places if place.mark not in text]
+            return [mark for mark in marks if mark.text not in text]
 
-        for place in missing(len(turns), probe.places):
+        for mark in missing(len(turns), probe.marks):
             # Reasoning may be left out once the conversation goes on: what counts is the text in
             # which its answer comes last.
             answered = (
-                i + 1 for i in range(place.turn, len(turns)) if turns[i]["role"] == "assistant"
+                i + 1 for i in range(mark.turn, len(turns)) if turns[i]["role"] == "assistant"
             )
-            probe.lost += missing(next(answered, len(turns)), [place])
+            probe.lost += missing(next(answered, len(turns)), [mark])
         return probe
 
-    def _marks(self, turns: Sequence[Turn], text: str) -> list[Span]:
+    def _generated(self, turns: Sequence[Turn], text: str) -> list[Span]:
+        """Spans between the template's own generation tags; none if they change the text."""
         if self.template.marked is None:
             return []
         try:
-            marked, marks = self.template.render(turns, self.extra, False, self.template.marked)
+            marked, spans = self.template.render(turns, self.extra, False, self.template.marked)
         except Exception:
             return []
-        return marks if marked == text else []
+        return spans if marked == text else []
 
     def answers(self) -> dict[int, Answer]:
         """The assistant's turns by index."""
-        marks = self._marks(self.turns, self.text)
+        generated = self._generated(self.turns, self.text)
         return {
-            i: self._answer(self.turns, i, self.text, marks)
+            i: self._answer(self.turns, i, self.text, generated)
             for i, turn in enumerate(self.turns)
             if turn["role"] == "assistant"
         }
 
     def _answer(
-        self, turns: Sequence[Turn], index: int, text: str, marks: Sequence[Span]
+        self, turns: Sequence[Turn], index: int, text: str, generated: Sequence[Span]
     ) -> Answer:
         """Answer ``index`` with its end mark; without pieces where its text is not known."""
         last = index == len(turns) - 1
@@ -239,7 +240,7 @@ class Conversation:
             start = tag if tag > shared.rfind(">") else len(shared)
         if start >= end:
             return Answer(until, [], True)
-        inside = [(max(a, start), b) for a, b in marks if a < end and b > start]
+        inside = [(max(a, start), b) for a, b in generated if a < end and b > start]
         if rewritten or not inside:
             return Answer(until, [(start, end)], rewritten)
         # The end-of-turn mark belongs to the assistant, whether or not the template marks it.
@@ -252,8 +253,8 @@ class Conversation:
             RenderingError: the template omits a part that matters, or writes another turn's text
                 into an answer.
         """
-        for place in self.probe.lost:
-            self._refuse(place)
+        for mark in self.probe.lost:
+            self._refuse(mark)
         for i, answer in answers.items():
             if answer.pieces and not answer.rewritten and self.train[i] and self._mixed(i, answer):
                 raise RenderingError(
@@ -262,26 +263,26 @@ class Conversation:
                 )
         unread = set()
         for turn in self.turns:
-            known = ("role", "train", "tool_call_id", *_PARTS)
-            known += ("name",) if turn["role"] == "tool" else ()
+            known = {"role", "train", "tool_call_id", *_PARTS}
+            known |= {"name"} if turn["role"] == "tool" else set()
             others = {k: v for k, v in turn.items() if k not in known and v not in (None, "", [])}
             unread |= {name for name, value in others.items() if str(value) not in self.text}
         return sorted(unread)
 
-    def _refuse(self, place: "Place") -> None:
+    def _refuse(self, mark: "Mark") -> None:
         """Raise an error for a field that the template does not write."""
-        if place.field == "tools":
+        if mark.field == "tools":
             if self._render(self.turns, self.prompt, tools=None) != self.text:
                 return  # it writes other parts of them
             raise RenderingError(
                 f"'tools': the chat template does not read them; {_REMEDY}, or remove the column"
             )
-        turn = self.turns[place.turn]
-        where = f"turn {place.turn}: '{place.field}': the chat template"
-        if place.field == "content":
+        turn = self.turns[mark.turn]
+        where = f"turn {mark.turn}: '{mark.field}': the chat template"
+        if mark.field == "content":
             raise RenderingError(f"{where} omits all or part of it; {_REMEDY}")
-        if place.field != "tool_calls":
-            raise RenderingError(f"{where} does not read it; {self._renaming(place)}")
+        if mark.field != "tool_calls":
+            raise RenderingError(f"{where} does not read it; {self._renaming(mark)}")
         ids = [str(call.get("id")) for call in turn["tool_calls"]]
         if any(name in self.text for name in ids if name != "None"):
             raise RenderingError(
@@ -290,12 +291,12 @@ class Conversation:
             )
         raise RenderingError(f"{where} does not read all of them; {_REMEDY}")
 
-    def _renaming(self, place: "Place") -> str:
+    def _renaming(self, mark: "Mark") -> str:
         """A remedy: the name under which the template would read the turn's reasoning."""
-        turn = self.turns[place.turn]
+        turn = self.turns[mark.turn]
         for name in (name for name in REASONING if name not in turn):
-            renamed = [*self.turns[: place.turn], {**turn, name: turn[place.field]}]
-            if self._render(renamed) != self._render(self.turns[: place.turn + 1]):
+            renamed = [*self.turns[: mark.turn], {**turn, name: turn[mark.field]}]
+            if self._render(renamed) != self._render(self.turns[: mark.turn + 1]):
                 return f"rename it to '{name}', which this template reads"
         return f"{_REMEDY}, or remove the field"
 
@@ -308,38 +309,38 @@ class Conversation:
         turns = self.probe.turns[: index + 1]
         try:
             text = self._render(turns)
-            learned = self._answer(turns, index, text, self._marks(turns, text)).text
+            learned = self._answer(turns, index, text, self._generated(turns, text)).text
         except Exception:  # the template checks the content of the other turns
             return False
-        return any(place.mark in learned for place in self.probe.places if place.turn in others)
+        return any(mark.text in learned for mark in self.probe.marks if mark.turn in others)
 
 
 @dataclass(frozen=True)
-class Place:
-    """A mark in a field of a turn."""
+class Mark:
+    """A text that occurs in no conversation, in a field of a turn."""
 
     turn: int
     field: str
-    mark: str
+    text: str
 
 
 class Probe:
     """A copy of turns with a mark in each text that a template has to write.
 
     Attributes:
-        places: all marks; those of ``tools`` belong to the first turn.
+        marks: all marks; those of ``tools`` belong to the first turn.
         lost: those that the template does not write.
     """
 
     def __init__(self, turns: Sequence[Turn], tools: list[Any] | None):
-        self.places: list[Place] = []
-        self.lost: list[Place] = []
+        self.marks: list[Mark] = []
+        self.lost: list[Mark] = []
         self.tools = tools and [self._tool(tools[0]), *tools[1:]]
         self.turns = [self._turn(index, turn) for index, turn in enumerate(turns)]
 
     def _mark(self, turn: int, field: str) -> str:
-        self.places.append(Place(turn, field, f"q{len(self.places)}Zx"))
-        return self.places[-1].mark
+        self.marks.append(Mark(turn, field, f"q{len(self.marks)}Zx"))
+        return self.marks[-1].text
 
     def _tool(self, tool: Mapping[str, Any]) -> dict[str, Any]:
         schema = tool.get("function") or tool

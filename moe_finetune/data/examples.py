@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_finetune.data.prepared import data_key, prepared_once
-from moe_finetune.data.readers import SourceReader, draw, listed
+from moe_finetune.data.readers import Rows, SourceReader, listed, rows_of
 from moe_finetune.data.rows import Form
 from moe_finetune.data.sources import files_line, source_identity
 from moe_finetune.data.tokenize import set_chat_template
 from moe_finetune.data.tokenized import Counts, write_tokenized
 from moe_finetune.errors import DataError
-from moe_finetune.io.rows import Placed
 from moe_finetune.recipe.data import DataSection, DataSource, Paths
 
 if TYPE_CHECKING:
@@ -102,8 +101,8 @@ def prepare(
     ]
 
     def make(folder: Path) -> dict[str, Any]:
-        readers: list[SourceReader] = []
-        rows = _rows(chosen, data, name, seed, readers)
+        readers = [SourceReader.of(source, data, seed + n) for n, source in enumerate(chosen)]
+        rows = _checked(rows_of(readers, data, name, seed), readers, data)
         written = write_tokenized(rows, len(chosen), data, tokenizer, name, folder)
         fields = set(written.unread).union(*(reader.unread for reader in readers))
         malformed = [(reader.malformed, reader.first_malformed) for reader in readers]
@@ -155,36 +154,10 @@ def _identity(source: DataSource, data: DataSection) -> list[Any]:
     return [source_identity(reader.source.path, reader.split), options]
 
 
-def _rows(
-    sources: list[DataSource], data: DataSection, name: str, seed: int, readers: list[SourceReader]
-) -> Iterator[Placed]:
-    """Yield the formed rows of all sources; ``readers`` receives their readers."""
-    rows = itertools.chain.from_iterable(
-        _source_rows(source, data, seed, index, readers) for index, source in enumerate(sources)
-    )
-    if data.limit is None:
-        return rows
-    if name == "validation":
-        return _at_most(rows, data.limit, seed)
-    return draw(rows, data.limit, seed, f"data.limit of data.{name}")
-
-
-def _at_most(rows: Iterator[Placed], limit: int, seed: int) -> Iterator[Placed]:
-    first = list(itertools.islice(rows, limit))
-    if len(first) < limit:
-        return iter(first)
-    return draw(itertools.chain(first, rows), limit, seed, "data.limit of data.validation")
-
-
-def _source_rows(
-    source: DataSource, data: DataSection, seed: int, index: int, readers: list[SourceReader]
-) -> Iterator[Placed]:
-    """Yield the rows of the source, with ``index`` in the field ``source``."""
-    reader = SourceReader.of(source, data, seed + index)
-    readers.append(reader)
-    for location, row in reader:
-        yield location, {**row, "source": index}
-    _check_form(reader.source.path, reader.former.form, data)
+def _checked(rows: Rows, readers: list[SourceReader], data: DataSection) -> Rows:
+    for index, location, row in rows:
+        _check_form(readers[index].source.path, readers[index].former.form, data)
+        yield index, location, row
 
 
 def _check_form(source: str, form: Form | str, data: DataSection) -> None:

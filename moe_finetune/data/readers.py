@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -13,6 +15,9 @@ from moe_finetune.errors import DataError, did_you_mean
 from moe_finetune.io.rows import Placed, Row
 from moe_finetune.recipe.data import DataSection, DataSource, Paths
 
+T = TypeVar("T")
+Rows = Iterator[tuple[int, str, Row]]
+"""The number of a row's source, the row's location, and the row."""
 DROP_REMEDY = "; data.malformed: drop drops and counts such rows"
 
 
@@ -118,7 +123,26 @@ class SourceReader:
             )
 
 
-def draw(rows: Iterator[Placed], limit: int, seed: int, requested_by: str) -> Iterator[Placed]:
+def rows_of(readers: Sequence[SourceReader], data: DataSection, name: str, seed: int) -> Rows:
+    """The rows of all sources in order, or ``data.limit`` of them, drawn by the seed.
+
+    Validation data may have fewer rows than the limit.
+
+    Raises:
+        DataError: a row cannot be used, or there are fewer training rows than the limit.
+    """
+    rows: Rows = (
+        (index, location, row) for index, reader in enumerate(readers) for location, row in reader
+    )
+    if data.limit is None:
+        return rows
+    first = list(itertools.islice(rows, data.limit)) if name == "validation" else []
+    if first and len(first) < data.limit:
+        return iter(first)
+    return draw(itertools.chain(first, rows), data.limit, seed, f"data.limit of data.{name}")
+
+
+def draw(rows: Iterator[T], limit: int, seed: int, requested_by: str) -> Iterator[T]:
     """Yield ``limit`` of ``rows``, drawn uniformly by the seed, in their original order.
 
     One pass, with ``limit`` rows in memory (reservoir sampling).
@@ -127,7 +151,7 @@ def draw(rows: Iterator[Placed], limit: int, seed: int, requested_by: str) -> It
         DataError: there are fewer than ``limit``; ``requested_by`` names the setting.
     """
     generator = np.random.default_rng([seed, limit])
-    reservoir: list[tuple[int, Placed]] = []
+    reservoir: list[tuple[int, T]] = []
     seen = 0
     for seen, row in enumerate(rows, 1):
         if seen <= limit:

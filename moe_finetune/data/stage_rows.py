@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from moe_finetune.data.chat import RenderingError
 from moe_finetune.data.examples import Examples, load_examples
-from moe_finetune.data.readers import DROP_REMEDY, SourceReader, draw, listed, malformed_line
+from moe_finetune.data.readers import (
+    DROP_REMEDY,
+    SourceReader,
+    listed,
+    malformed_line,
+    rows_of,
+)
 from moe_finetune.data.sources import files_line
 from moe_finetune.data.stage_form import FIELDS, StageFormer
 from moe_finetune.data.tokenize import (
@@ -105,37 +111,32 @@ def _read(
 ) -> tuple[Dataset, list[tuple[str, list[Row]]]]:
     from datasets import Dataset
 
-    fitting: list[Row] = []
-    parts, overlong, unread = [], 0, set[str]()
-    malformed: list[str] = []  # first message of each source that has such rows
-    num_malformed = 0
-    for index, source in enumerate(listed(sources, name)):
-        first = len(fitting)
-        reader = _source(stage, source, data, seed + index, rewards)
-        if files := files_line(source.path, reader.split):
+    chosen = listed(sources, name)
+    for source in chosen:
+        if files := files_line(source.path, source.split or data.split):
             log.info("%s data: %s", name, files)
-        rows = iter(reader)
-        if data.limit is not None:
-            rows = draw(rows, data.limit, seed, f"data.limit of data.{name}")
-        for location, row in rows:
-            try:
-                adapted, length = _adapted(location, row, tokenizer)
-            except RenderingError as error:
-                if data.malformed != "drop":
-                    remedy = DROP_REMEDY if fitting else ""
-                    raise DataError(f"{error}{remedy}") from error
-                reader.note_malformed(error)
-                continue
-            # A truncated answer could change the preference, so none is truncated.
-            if _fits(location, length + room, data):
-                fitting.append(adapted)
-            else:
-                overlong += 1
-        num_malformed += reader.malformed
-        malformed += [reader.first_malformed] if reader.malformed else []
-        if stage.form != "prompts":
-            unread |= reader.unread
-        parts.append((source.path, fitting[first : first + MEASURED]))
+    readers = [_source(stage, s, data, seed + n, rewards) for n, s in enumerate(chosen)]
+    of_source: list[list[Row]] = [[] for _ in chosen]
+    overlong, usable = 0, False
+    for index, location, row in rows_of(readers, data, name, seed):
+        try:
+            adapted, length = _adapted(location, row, tokenizer)
+        except RenderingError as error:
+            if data.malformed != "drop":
+                remedy = DROP_REMEDY if usable else ""
+                raise DataError(f"{error}{remedy}") from error
+            readers[index].note_malformed(error)
+            continue
+        # A truncated answer could change the preference, so none is truncated.
+        if _fits(location, length + room, data):
+            of_source[index].append(adapted)
+            usable = True
+        else:
+            overlong += 1
+    fitting = [row for rows in of_source for row in rows]
+    num_malformed = sum(reader.malformed for reader in readers)
+    malformed = [reader.first_malformed for reader in readers if reader.malformed]
+    unread = {field for reader in readers for field in reader.unread}
     if not fitting and malformed and not overlong:
         raise DataError(f"data.{name}: all rows are malformed; the first: {malformed[0]}")
     if not fitting:
@@ -154,14 +155,16 @@ def _read(
             overlong,
             data.max_length,
         )
-    if unread:
+    if unread and stage.form != "prompts":
         log.warning("%s data: not used: %s", name, ", ".join(sorted(unread)))
     try:
-        return Dataset.from_list(fitting, features=_features(fitting)), parts
+        dataset = Dataset.from_list(fitting, features=_features(fitting))
     except (TypeError, ValueError) as error:  # pyarrow's errors are ValueErrors or TypeErrors
         raise DataError(
             f"data.{name}: a field has values of different types in different rows: {error}"
         ) from error
+    parts = zip(chosen, of_source, strict=True)
+    return dataset, [(source.path, rows[:MEASURED]) for source, rows in parts]
 
 
 def _source(

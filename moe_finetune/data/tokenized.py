@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,15 @@ from typing import Any
 import numpy as np
 
 from moe_finetune.data.chat import RenderingError
-from moe_finetune.data.readers import DROP_REMEDY, malformed_line
+from moe_finetune.data.readers import DROP_REMEDY, Rows, malformed_line
 from moe_finetune.data.tokenize import IGNORED, Tokens, tokenize_rows
 from moe_finetune.data.turns import as_text, each_answer, until_last_answer
 from moe_finetune.errors import DataError
-from moe_finetune.io.rows import Placed, Row
+from moe_finetune.io.rows import Row
 from moe_finetune.recipe.data import DataSection
 
 COLUMNS = ("input_ids", "labels")
-_READ = ("source", "chat", "prompt", "completion", "text")
+_READ = ("chat", "prompt", "completion", "text")
 _BATCH = 64
 
 
@@ -94,7 +93,7 @@ class Counts:
 
 
 def write_tokenized(
-    rows: Iterator[Placed],
+    rows: Rows,
     num_sources: int,
     data: DataSection,
     tokenizer: Any,
@@ -110,14 +109,14 @@ def write_tokenized(
             "chat": text}  # fmt: skip
     with ArrowWriter(path=str(folder / "read.arrow"), features=Features(read)) as writer:
         unanswered = 0
-        for location, complete in rows:
+        for source, location, complete in rows:
             row = _answered(complete, data)
             unanswered += row is not complete
             for example in _examples(row, data):
                 values = {field: example.get(field) for field in _READ}
                 if "messages" in example:
                     values["chat"] = _chat_text(location, example)
-                writer.write({"place": location, **values})
+                writer.write({"place": location, "source": source, **values})
         writer.finalize()
     tokenized = Dataset.from_file(str(folder / "read.arrow")).map(
         _tokenize,
@@ -125,7 +124,7 @@ def write_tokenized(
         batched=True,
         batch_size=_BATCH,
         num_proc=data.num_proc,
-        remove_columns=["place", *_READ],
+        remove_columns=["place", "source", *_READ],
         features=Features(
             {"input_ids": [index], "labels": [index], "source": index}
             | dict.fromkeys(("unread", "malformed"), text)
@@ -194,7 +193,7 @@ def _examples(row: Row, data: DataSection) -> list[Row]:
 
 def _chat_text(location: str, row: Row) -> str:
     try:
-        return as_text({name: value for name, value in row.items() if name != "source"})
+        return as_text(row)
     except (TypeError, ValueError) as error:
         raise DataError(f"{location}: a value is neither text nor a number: {error}") from error
 

@@ -130,9 +130,7 @@ def turn_of(where: str, turn: Any) -> Row:
         content = fields.pop("value", None)
     role = _ALIASES.get(str(named), named)
     if named in _CALLS:
-        role = "assistant"
-        fields["tool_calls"] = _written_calls(f"{where}: {named}", content)
-        content = None
+        role, fields["tool_calls"], content = "assistant", content, None
     if role not in ROLES:
         raise DataError(f"{where}: role {named!r}{did_you_mean(str(named), ROLES)}")
     if "function_call" in fields:  # OpenAI's layout before turns could have several calls
@@ -142,7 +140,8 @@ def turn_of(where: str, turn: Any) -> Row:
             raise DataError(
                 f"{where}: 'tool_calls' in a turn of '{role}'; only the assistant may call tools"
             )
-        fields["tool_calls"] = _calls(f"{where}: tool_calls", fields["tool_calls"])
+        calls = named if named in _CALLS else "tool_calls"
+        fields["tool_calls"] = _calls(f"{where}: {calls}", fields["tool_calls"])
     else:
         fields.pop("tool_calls", None)
     if fields.get("train_detail"):
@@ -259,11 +258,6 @@ def _calls(where: str, calls: Any) -> list[Row]:
             raise DataError(f"{location}: arguments: must be an object, not {short(arguments)}")
         checked.append({"type": "function", **call, "function": function})
     return checked
-
-
-def _written_calls(where: str, content: Any) -> list[Any]:
-    calls = _parsed(where, content) if isinstance(content, str) else content
-    return calls if isinstance(calls, list) else [calls]
 
 
 def _tools(where: str, row: Mapping[str, Any]) -> list[Row]:

@@ -119,7 +119,7 @@ def test_a_source_that_changes_meanwhile_is_not_kept_as_what_it_was(
     """Else the rows of the new content would be found under the old content's name for ever."""
     other, before = tmp_path / "other.jsonl", source.read_text()
     other.write_text('{"prompt": "p", "completion": "c"}\n')
-    real = examples._rows
+    real = examples.rows_of
 
     def edited(*args):
         source.write_text(before.replace("say 3", "say 4"))
@@ -128,7 +128,7 @@ def test_a_source_that_changes_meanwhile_is_not_kept_as_what_it_was(
     both = [str(other), str(source)]
     section = DataSection(train=both)
     with monkeypatch.context() as meanwhile, pytest.raises(DataError, match=r"rows\.jsonl changed"):
-        meanwhile.setattr(examples, "_rows", edited)
+        meanwhile.setattr(examples, "rows_of", edited)
         prepare(both, section, tiny.tokenizer(), "train")
     assert not list(cache.rglob("*.arrow"))
     source.write_text(before)

@@ -151,3 +151,14 @@ def test_malformed_preferences_are_dropped_where_the_recipe_says_so(tokenizer, t
     assert train.to_list() == load("dpo", good, tokenizer, tmp_path).train.to_list()
     assert "2 rows are malformed and were dropped; the first: " in caplog.text
     assert "mixed.jsonl:2: " in caplog.text
+
+
+def test_a_limit_counts_the_rows_of_all_sources(tokenizer, tmp_path):
+    files = [tmp_path / f"{name}.jsonl" for name in "ab"]
+    for file in files:
+        rows = [{"prompt": f"{file.stem}{n}", "chosen": "y", "rejected": "n"} for n in range(3)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    section = DataSection(train=[str(file) for file in files], limit=4)
+    loaded = load_stage_rows(STAGES["dpo"], section, tokenizer, seed=0)
+    assert len(loaded.train) == 4
+    assert sum(len(rows) for _, rows in loaded.sources) == 4
