@@ -5,7 +5,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, Glm4MoeConfig, Glm4Mo
 
 from moe_finetune.models.base import QKVO as ATTENTION
 from moe_finetune.models.base import SHARED_EXPERTS, Family, expert_groups
-from moe_finetune.models.structure import layers_with_experts
 from tests import tiny, tiny_families
 
 
@@ -47,10 +46,8 @@ def family() -> Family:
         score="sigmoid",
         attention_targets=ATTENTION,
         shared_targets=SHARED_EXPERTS,
-        num_experts=lambda config: config.n_routed_experts,
         scaling=lambda config: config.routed_scaling_factor,
         groups=expert_groups,
-        moe_layers=layers_with_experts,
         bias_export="tensor",
     )
 

@@ -39,7 +39,7 @@ def _qwen(hidden, heads, kv, head_dim, width, experts, top_k, vocab):
 
 
 def _deepseek_moe():
-    from moe_finetune.models.deepseek_moe.configuration import DeepseekConfig
+    from moe_finetune.models.deepseek_moe import DeepseekConfig
 
     return DeepseekConfig(**_DEEPSEEK, intermediate_size=10944, vocab_size=102400)
 

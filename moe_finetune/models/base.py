@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from moe_finetune.errors import UnsupportedModelError
+from moe_finetune.models.structure import layers_with_experts
 from moe_finetune.registry import Registry
 
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
@@ -35,6 +36,34 @@ class Rows:
     padding: Literal["unseen", "moves", "read"] = "unseen"
     generates_padded: bool = True
 
+
+TOP_K = (
+    "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k",
+    "top_k_experts", "top_k",
+)  # fmt: skip
+"""Names of the number of selected experts in configs."""
+
+
+def key(*names: str) -> Callable[[Any], int]:
+    """The first of these integers that the config has; families' tests compare it with the class.
+
+    Raises:
+        AttributeError: it has none.
+    """
+
+    def read(config: Any) -> int:
+        values = (getattr(config, name, None) for name in names)
+        value = next((value for value in values if value is not None), None)
+        if value is None:
+            raise AttributeError(f"the config has none of {', '.join(names)}")
+        return int(value)
+
+    return read
+
+
+_num_experts = key("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_top_k = key(*TOP_K)
+_expert_width = key("moe_intermediate_size", "intermediate_size")
 
 UNREAD_POSITIONS = Rows(masks_by_position=False)
 
@@ -86,15 +115,15 @@ class Family:
     router_logits: str | None = None
     experts_name: str = "experts"
     gated: bool = True
-    num_experts: Callable[[Any], int] = lambda config: config.num_experts
+    num_experts: Callable[[Any], int] = _num_experts
     renormalize: Callable[[Any], bool] = lambda config: bool(config.norm_topk_prob)
     scaling: Callable[[Any], float] = lambda config: 1.0
     own_weights: str | None = None
     groups: Callable[[Any], tuple[int, int]] = lambda config: (1, 1)
-    top_k: Callable[[Any], int] = lambda config: int(config.num_experts_per_tok)
-    moe_layers: Callable[[Any], list[int]] = lambda config: list(range(config.num_hidden_layers))
+    top_k: Callable[[Any], int] = _top_k
+    moe_layers: Callable[[Any], list[int]] = layers_with_experts
     fixed_layers: Callable[[Any], list[int]] = lambda config: []
-    expert_width: Callable[[Any], int] = lambda config: config.moe_intermediate_size
+    expert_width: Callable[[Any], int] = _expert_width
     separate_spaces: Callable[[Any], bool] = lambda config: False
     check: Callable[[Any], None] = lambda config: None
     bias_export: Literal["tensor", "noaux_tc", "none"] = "none"

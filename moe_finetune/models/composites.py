@@ -5,7 +5,7 @@ parts, such as a vision tower, stay unchanged.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from moe_finetune.models import table
@@ -20,20 +20,9 @@ from moe_finetune.models.base import (
     require,
     under,
 )
-from moe_finetune.models.rows import key, scaled, sigmoid, softmax, yes
+from moe_finetune.models.rows import scaled, sigmoid, softmax, yes
 
-_OF_THE_CONFIG = (
-    "num_experts",
-    "renormalize",
-    "scaling",
-    "groups",
-    "top_k",
-    "moe_layers",
-    "fixed_layers",
-    "expert_width",
-    "separate_spaces",
-    "check",
-)
+_OF_THE_CONFIG = [field.name for field in fields(Family) if callable(field.default)]
 
 
 def composite(
@@ -84,7 +73,6 @@ _DEEPSEEK_OCR2 = softmax(
     "deepseek_ocr2_text",
     "DeepSeek-OCR 2",
     shared_targets=SHARED_EXPERTS,
-    num_experts=key("n_routed_experts"),
     renormalize=lambda config: False,
     scaling=scaled(),
     groups=_limited_groups,
@@ -106,7 +94,6 @@ _MISTRAL4 = softmax(
     "Mistral Small 4",
     attention_targets=MLA,
     shared_targets=SHARED_EXPERTS,
-    num_experts=key("n_routed_experts"),
     scaling=scaled(),
     moe_layers=after_dense_layers,
     check=_check_mistral4,

@@ -14,7 +14,7 @@ from moe_finetune.io.checkpoint_files import COPY_AGAIN, read_config
 from moe_finetune.io.config_file import QUANTIZATION, SAME_CLASS
 from moe_finetune.io.hub import check_hub
 from moe_finetune.io.json_file import read_object
-from moe_finetune.models import Family, check_supported, family_of, native
+from moe_finetune.models import Family, check_supported, family_of
 from moe_finetune.models.chat_template import check_template
 from moe_finetune.models.find import warn_of_plugins
 from moe_finetune.models.structure import first_line
@@ -104,7 +104,10 @@ def parse_config(folder: Path) -> PreTrainedConfig:
 
     config_file = folder / "config.json"
     raw = read_object(config_file, CheckpointError, COPY_AGAIN, finite=False)
-    native.register(raw.get("model_type"))
+    if raw.get("model_type") == "deepseek":
+        from moe_finetune.models.deepseek_moe import register
+
+        register()
     try:
         if raw.get("model_type") in SAME_CLASS:
             config = AutoConfig.for_model(**raw | {"model_type": SAME_CLASS[raw["model_type"]]})

@@ -5,7 +5,6 @@ from typing import Any
 
 from moe_finetune.errors import UnsupportedModelError
 from moe_finetune.models.base import QKVO, SHARED_EXPERTS, Family, expert_groups, under
-from moe_finetune.models.structure import layers_with_experts
 
 GRANITE_SHARED = under("shared_mlp", "input_linear", "output_linear")
 
@@ -32,7 +31,6 @@ def sigmoid(model_type: str, title: str, **facts: Any) -> Family:
     standard = {
         "score": "sigmoid",
         "shared_targets": SHARED_EXPERTS,
-        "num_experts": key("n_routed_experts"),
         "scaling": scaled(),
         "groups": expert_groups,
         "bias_export": "tensor",
@@ -47,9 +45,7 @@ def granite(model_type: str, title: str, **facts: Any) -> Family:
         "block_path": "block_sparse_moe",
         "router_name": "router",
         "router_returns": ("index", "weights", "logits"),
-        "num_experts": key("num_local_experts"),
         "renormalize": yes,
-        "expert_width": key("intermediate_size"),
     }
     return _row(model_type, title, standard | facts)
 
@@ -58,14 +54,8 @@ def _row(model_type: str, title: str, facts: dict[str, Any]) -> Family:
     standard: dict[str, Any] = {
         "name": model_type,
         "attention_targets": QKVO,
-        "moe_layers": layers_with_experts,
     }
     return Family(model_type=model_type, title=title, **(standard | facts))
-
-
-def key(name: str) -> Callable[[Any], int]:
-    """The config's integer ``name``."""
-    return lambda config: int(getattr(config, name))
 
 
 def same_in_all_layers(name: str) -> Callable[[Any], int]:

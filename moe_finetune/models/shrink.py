@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from moe_finetune.errors import CheckpointError
-from moe_finetune.models.base import Family
+from moe_finetune.models.base import TOP_K, Family
 from moe_finetune.models.structure import class_of, meta_model, sites
-from moe_finetune.models.suggestion import TOP_K
 
 SMALL = 20_000_000
 """Number of parameters up to which a model is used unchanged."""
@@ -43,16 +42,6 @@ def shrunk_config(config: Any, family: Family) -> Any:
         f"this config.json cannot be reduced to a small {config.model_type} for comparison "
         f"({problem}); give a small checkpoint of the same type"
     )
-
-
-def shortened(config: Any, count: int) -> Any:
-    """``config`` with only its first layers and the last, ``count`` in all."""
-    short = copy.deepcopy(config)
-    text = short.get_text_config()
-    # Some classes require a certain kind of last layer, such as full attention.
-    for key, value in _of_layers(text, [*range(count - 1), text.num_hidden_layers - 1]).items():
-        setattr(text, key, value)
-    return short
 
 
 def first_layers(config: Any, first_moe: int) -> int:

@@ -12,9 +12,6 @@ from typing import Any
 
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
 
-Shapes = dict[str, tuple[int, ...]]
-
-
 _EXPERTS = re.compile(r"(?P<stack>(?:^|.*\.)layers)\.(?P<layer>\d+)\.(?P<path>.+)")
 MOST_SHARED = 8
 """Rows of a router's weight after those of the routed experts."""
@@ -161,16 +158,15 @@ def patterns_on_disk(config: Mapping[str, Any], name: str) -> list[str]:
 
     model = _on_meta(config["model_type"], _text(config))
     names = revert_weight_conversion(model, {name: model.state_dict()[name]})
-    return list(dict.fromkeys(pattern_of(stored_name) for stored_name in names))
+    patterns = []
+    for stored in names:
+        numbers = iter(("{layer}", "{expert}"))
+        parts = (next(numbers, part) if part.isdigit() else part for part in stored.split("."))
+        patterns.append(".".join(parts))
+    return list(dict.fromkeys(patterns))
 
 
-def pattern_of(name: str) -> str:
-    """A tensor's name with ``{layer}`` and ``{expert}`` for its first numbers."""
-    numbers = iter(("{layer}", "{expert}"))
-    return ".".join(next(numbers, part) if part.isdigit() else part for part in name.split("."))
-
-
-def shapes_on_disk(config: Any) -> Shapes:
+def shapes_on_disk(config: Any) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor in the files of a checkpoint that the class saves."""
     from transformers.core_model_loading import revert_weight_conversion
 

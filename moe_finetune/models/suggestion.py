@@ -8,7 +8,6 @@ from moe_finetune.errors import CheckpointError
 from moe_finetune.models.base import Family
 from moe_finetune.models.structure import Site, linears, meta_model, sites
 
-TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k", "moe_k")
 _RENORMALIZE = ("norm_topk_prob", "route_norm", "normalize_topk", "norm_expert_weight")
 _SCALING = ("routed_scaling_factor", "route_scale", "router_scaling_factor")
 
@@ -54,8 +53,7 @@ def code(config: Any, class_sites: Sequence[Site]) -> str:
     router, weight = site.routers[0]
     renormalize = next((name for name in _RENORMALIZE if hasattr(config, name)), None)
     scaling = next((name for name in _SCALING if hasattr(config, name)), None)
-    top_k = next((name for name in TOP_K if hasattr(config, name)), TOP_K[0])
-    shown = {
+    class_facts = {
         "block_path": site.block_path,
         "router_name": router,
         "router_weight": weight,
@@ -69,20 +67,26 @@ def code(config: Any, class_sites: Sequence[Site]) -> str:
         'score="softmax",  # correct: softmax or sigmoid over the experts',
         f"renormalize={_read(renormalize, 'True')},  # correct: weights of sum 1?",
         f"scaling={_read(scaling, '1.0')},  # correct: factor on the weights",
-        f"num_experts={_read(*_named(config, site.num_experts, 'expert'))}, top_k={_read(top_k)},",
-        f"expert_width={_read(*_named(config, site.width, 'intermediate'))},",
-        "moe_layers=layers_with_experts,",
         f"attention_targets={tuple(_attention(class_sites))!r},",
     ]
     if hasattr(config, "n_group") and hasattr(config, "topk_group"):
         lines.insert(4, "groups=expert_groups,  # correct: groups of experts, and how many to use")
-    others = {name: value for name, value in shown.items() if value != _default(Family, name)}
+    for fact, size, word in (
+        ("num_experts", site.num_experts, "expert"),
+        ("expert_width", site.width, "intermediate"),
+    ):
+        try:
+            is_default = _default(fact)(config) == size
+        except AttributeError:
+            is_default = False
+        if not is_default:
+            lines.append(f"{fact}={_read(*_named(config, size, word))},")
+    others = {name: value for name, value in class_facts.items() if value != _default(name)}
     lines += [f"{name}={value!r}," for name, value in others.items()]
     body = "\n".join(f"    {line}" for line in lines)
     return (
         "from moe_finetune.models import Family, register_family\n"
         "from moe_finetune.models.base import expert_groups\n"
-        "from moe_finetune.models.structure import layers_with_experts\n"
         f"register_family(Family(\n{body}\n))"
     )
 
@@ -92,8 +96,8 @@ def _read(name: str | None, value: str = "") -> str:
     return f"lambda config: {f'config.{name}' if name else value}"
 
 
-def _default(kind: Any, name: str) -> Any:
-    return next(field.default for field in fields(kind) if field.name == name)
+def _default(name: str) -> Any:
+    return next(field.default for field in fields(Family) if field.name == name)
 
 
 def _named(config: Any, size: int, word: str) -> tuple[str | None, str]:

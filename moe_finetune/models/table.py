@@ -7,7 +7,6 @@ router of its kind, :mod:`moe_finetune.models.rows`.
 from typing import Any
 
 from moe_finetune.errors import UnsupportedModelError
-from moe_finetune.models import deepseek_moe
 from moe_finetune.models.base import (
     GATED_MLP,
     MLA,
@@ -18,6 +17,7 @@ from moe_finetune.models.base import (
     Rows,
     after_dense_layers,
     expert_groups,
+    key,
     require,
     under,
 )
@@ -26,7 +26,6 @@ from moe_finetune.models.rows import (
     LINEAR_ATTENTION,
     every_layer,
     granite,
-    key,
     same_in_all_layers,
     scaled,
     sigmoid,
@@ -35,6 +34,26 @@ from moe_finetune.models.rows import (
     unscaled,
     yes,
 )
+
+
+def deepseek_layers(config: Any) -> list[int]:
+    """DeepSeek-MoE's layers with experts: every ``moe_layer_freq``-th after the dense ones."""
+    return [layer for layer in after_dense_layers(config) if layer % config.moe_layer_freq == 0]
+
+
+def check_deepseek(config: Any) -> None:
+    """Raise UnsupportedModelError for options of DeepSeek-MoE that no release uses."""
+    require(config, scoring_func=("softmax",))
+    if config.num_experts_per_tok > config.n_routed_experts:
+        raise UnsupportedModelError(
+            f"deepseek: num_experts_per_tok {config.num_experts_per_tok} is more than "
+            f"n_routed_experts {config.n_routed_experts}"
+        )
+    if not deepseek_layers(config):
+        raise UnsupportedModelError(
+            f"deepseek: no MoE layer among {config.num_hidden_layers} with first_k_dense_replace "
+            f"{config.first_k_dense_replace} and moe_layer_freq {config.moe_layer_freq}"
+        )
 
 
 def _check_deepseek_v2(config: Any) -> None:
@@ -76,11 +95,6 @@ def _check_gpt_oss(config: Any) -> None:
         )
 
 
-def _check_hunyuan(config: Any) -> None:
-    for name in ("num_experts", "moe_topk"):
-        same_in_all_layers(name)(config)
-
-
 def _check_deepseek_v4(config: Any) -> None:
     require(config, scoring_func=("sqrtsoftplus",))
 
@@ -90,13 +104,20 @@ def _hash_layers(config: Any) -> list[int]:
 
 
 CORE = (
-    deepseek_moe.FAMILY,
+    softmax(
+        "deepseek",
+        "DeepSeek-MoE-16B",
+        name="deepseek_moe",
+        architecture="DeepseekForCausalLM",
+        shared_targets=SHARED_EXPERTS,
+        moe_layers=deepseek_layers,
+        check=check_deepseek,
+    ),
     softmax(
         "deepseek_v2",
         "DeepSeek-V2-Lite",
         attention_targets=MLA,
         shared_targets=SHARED_EXPERTS,
-        num_experts=key("n_routed_experts"),
         renormalize=lambda config: False,
         scaling=scaled(),
         groups=expert_groups,
@@ -112,20 +133,8 @@ CORE = (
         check=_check_deepseek_v3,
     ),
     softmax("qwen3_moe", "Qwen3-30B-A3B", moe_layers=_qwen3_layers, check=_check_qwen3),
-    softmax(
-        "olmoe",
-        "OLMoE-1B-7B",
-        moe_layers=every_layer,
-        expert_width=key("intermediate_size"),
-    ),
-    softmax(
-        "mixtral",
-        "Mixtral-8x7B",
-        num_experts=key("num_local_experts"),
-        renormalize=yes,
-        moe_layers=every_layer,
-        expert_width=key("intermediate_size"),
-    ),
+    softmax("olmoe", "OLMoE-1B-7B", moe_layers=every_layer),
+    softmax("mixtral", "Mixtral-8x7B", renormalize=yes, moe_layers=every_layer),
 )
 """Families on which every feature is tested, vLLM included."""
 
@@ -136,35 +145,17 @@ SOFTMAX = (
         shared_targets=SHARED_EXPERTS,
         router_name="router",
         router_returns=("index", "weights", "logits"),
-        num_experts=key("moe_num_experts"),
-        top_k=key("moe_topk"),
-        renormalize=yes,
-        expert_width=key("intermediate_size"),
-    ),
-    softmax(
-        "cohere2_moe",
-        "Cohere 2 MoE",
-        renormalize=yes,
-        expert_width=key("intermediate_size"),
-        check=_check_cohere,
-    ),
-    softmax(
-        "ernie4_5_moe",
-        "ERNIE 4.5",
-        shared_targets=SHARED_EXPERTS,
-        num_experts=key("moe_num_experts"),
-        top_k=key("moe_k"),
         renormalize=yes,
     ),
-    softmax("flex_olmo", "FlexOlmo", expert_width=key("intermediate_size")),
+    softmax("cohere2_moe", "Cohere 2 MoE", renormalize=yes, check=_check_cohere),
+    softmax("ernie4_5_moe", "ERNIE 4.5", shared_targets=SHARED_EXPERTS, renormalize=yes),
+    softmax("flex_olmo", "FlexOlmo"),
     softmax(
         "gpt_oss",
         "gpt-oss",
         check=_check_gpt_oss,
         router_name="router",
-        num_experts=key("num_local_experts"),
         renormalize=yes,
-        expert_width=key("intermediate_size"),
         rows=UNREAD_POSITIONS,
     ),
     granite("granitemoe", "Granite 3 MoE"),
@@ -187,20 +178,18 @@ SOFTMAX = (
         "Hunyuan-A13B",
         shared_targets=under("mlp.shared_mlp", *GATED_MLP),
         router_weight="wg.weight",
+        num_experts=same_in_all_layers("num_experts"),
         top_k=same_in_all_layers("moe_topk"),
-        renormalize=yes,
         expert_width=key("intermediate_size"),
-        check=_check_hunyuan,
+        renormalize=yes,
         rows=Rows(padding="moves"),
     ),
-    softmax("mellum", "Mellum", num_experts=key("num_local_experts")),
+    softmax("mellum", "Mellum"),
     softmax(
         "minimax",
         "MiniMax-01",
         attention_targets=(*QKVO, *under("self_attn", "qkv_proj", "output_gate", "out_proj")),
-        num_experts=key("num_local_experts"),
         renormalize=yes,
-        expert_width=key("intermediate_size"),
         # Its cache takes its length from the first layer, which is linear and has none.
         rows=Rows(per_sequence=("MiniMaxLightningAttention",), generates_padded=False),
     ),
@@ -236,7 +225,6 @@ SIGMOID = (
         attention_targets=(*QKVO, "self_attn.gate_proj"),
         router_name="router",
         router_weight="gate.weight",
-        num_experts=key("num_experts"),
         renormalize=yes,
         scaling=scaled("route_scale"),
         groups=ungrouped,
@@ -246,27 +234,18 @@ SIGMOID = (
     sigmoid("axk2", "A.X K2", attention_targets=(*MLA, "self_attn.q_gate_proj")),
     sigmoid("deepseek_v32", "DeepSeek-V3.2", attention_targets=MLA),
     sigmoid("dots1", "dots.llm1"),
-    sigmoid(
-        "exaone_moe",
-        "EXAONE MoE",
-        num_experts=key("num_experts"),
-    ),
+    sigmoid("exaone_moe", "EXAONE MoE"),
     sigmoid("glm4_moe", "GLM-4.5"),
     sigmoid("glm4_moe_lite", "GLM-4.7-Flash", attention_targets=MLA),
     sigmoid("glm_moe_dsa", "GLM-5", attention_targets=MLA),
     sigmoid(
         "hy_v3",
         "Hunyuan 3",
-        num_experts=key("num_experts"),
         renormalize=yes,
         scaling=scaled("router_scaling_factor"),
         groups=ungrouped,
     ),
-    sigmoid(
-        "hy_v4",
-        "Hunyuan 4",
-        attention_targets=(*MLA, "self_attn.gate_proj"),
-    ),
+    sigmoid("hy_v4", "Hunyuan 4", attention_targets=(*MLA, "self_attn.gate_proj")),
     sigmoid(
         "kimi_linear",
         "Kimi-Linear-48B-A3B",
@@ -274,14 +253,12 @@ SIGMOID = (
             *MLA,
             *under("self_attn", "k_proj", "v_proj", "b_proj", "g_a_proj", "g_b_proj"),
         ),
-        num_experts=key("num_local_experts"),
         rows=Rows(per_sequence=("KimiLinearDeltaAttention",)),
     ),
     sigmoid(
         "laguna",
         "Laguna",
         attention_targets=(*QKVO, "self_attn.g_proj"),
-        num_experts=key("num_experts"),
         renormalize=yes,
         scaling=unscaled,
         groups=ungrouped,
@@ -295,7 +272,6 @@ SIGMOID = (
         ),
         shared_targets=(),
         block_path="feed_forward",
-        num_experts=key("num_experts"),
         groups=ungrouped,
         rows=Rows(per_sequence=("Lfm2MoeShortConv",)),
     ),
@@ -304,21 +280,17 @@ SIGMOID = (
         "minimax_m2",
         "MiniMax-M2",
         shared_targets=(),
-        num_experts=key("num_local_experts"),
         renormalize=yes,
         scaling=unscaled,
         groups=ungrouped,
-        expert_width=key("intermediate_size"),
     ),
     sigmoid(
         "minimax_m3_vl_text",
         "MiniMax-M3 (text)",
         shared_targets=under("mlp.shared_experts", "gate_up_proj", "down_proj"),
-        num_experts=key("num_local_experts"),
         renormalize=yes,
         scaling=unscaled,
         groups=ungrouped,
-        expert_width=key("intermediate_size"),
     ),
     sigmoid(
         "nemotron_h",
@@ -357,7 +329,6 @@ OTHERS = (
         router_weight="proj.weight",
         router_returns=("probabilities", "weights", "index"),
         router_logits="proj",
-        top_k=key("top_k_experts"),
         renormalize=yes,
         own_weights="each expert's weight is scaled by a learned factor",
     ),
@@ -382,17 +353,14 @@ OTHERS = (
         router_name="router",
         router_returns=("logits",),
         renormalize=lambda config: False,
-        expert_width=key("intermediate_size"),
         rows=Rows(per_sequence=("JambaMambaMixer",)),
     ),
     softmax(
         "phimoe",
         "Phi-3.5-MoE",
         router_name="router",
-        num_experts=key("num_local_experts"),
         renormalize=lambda config: False,
         own_weights="SparseMixer selects one expert after another and samples them in training",
-        expert_width=key("intermediate_size"),
     ),
 )
 """Other kinds of routers."""

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from moe_finetune.errors import UnsupportedModelError
 from moe_finetune.models import FAMILIES, deepseek_moe, family_of
-from moe_finetune.models.deepseek_moe.modeling import DeepseekForCausalLM
+from moe_finetune.models.deepseek_moe import DeepseekForCausalLM
 from tests import tiny
 from tests.models import deepseek_reference
 from tests.published import fixture
@@ -57,7 +57,7 @@ def test_logits_and_gradients_equal_the_slow_reference(tmp_path, changes, expert
     torch.testing.assert_close(got, expected.detach(), atol=2e-5, rtol=1e-5)
     grads = {name: p.grad for name, p in model.named_parameters()}
     checked = set()
-    for layer in deepseek_moe.moe_layers(model.config):
+    for layer in FAMILIES["deepseek_moe"].moe_layers(model.config):
         mlp = f"model.layers.{layer}.mlp"
         width = model.config.moe_intermediate_size
         fused, down = grads[f"{mlp}.experts.gate_up_proj"], grads[f"{mlp}.experts.down_proj"]

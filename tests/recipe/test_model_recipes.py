@@ -5,7 +5,7 @@ import torch
 
 from moe_finetune.lora.coverage import lora_coverage
 from moe_finetune.lora.targets import add_lora
-from moe_finetune.models.shrink import shortened
+from moe_finetune.models.shrink import of_first_layers
 from moe_finetune.models.structure import meta_model
 from tests.documents import script
 from tests.published import fixture
@@ -23,7 +23,9 @@ def test_a_recipe_of_a_model_reaches_what_it_targets(name):
     targets = {target.replace("_", " ") for target in recipe.lora.targets}
     assert targets == {part.removeprefix("routed ") for part in parts}
     with torch.device("meta"):
-        model = add_lora(meta_model(shortened(config, LAYERS)), recipe.lora, recipe.router.train)
+        model = add_lora(
+            meta_model(of_first_layers(config, LAYERS)), recipe.lora, recipe.router.train
+        )
     groups = lora_coverage(model).groups
     assert all(groups[part].reached_parameters > 0 for part in parts)
     lines = plans.FILES[name].read_text(encoding="utf-8").splitlines()

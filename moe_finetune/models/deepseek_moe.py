@@ -1,18 +1,27 @@
-"""DeepSeek-MoE: Llama with fine-grained routed and shared experts.
+"""DeepSeek-MoE-16B (``model_type: deepseek``): Llama with routed and shared experts.
 
-Dai et al., "DeepSeekMoE", arXiv 2401.06066, equations 9-11. Attention is Llama's; dense MLPs and
-fused experts are the same as DeepSeek-V2's. Shape legend: T tokens, E routed experts, K selected
-per token, H hidden.
+transformers has no class for it. Dai et al., "DeepSeekMoE", arXiv 2401.06066, equations 9-11.
+Attention is Llama's; dense MLPs and fused experts are DeepSeek-V2's.
+
+Shape legend: T tokens, E routed experts, K selected per token, H hidden.
 """
+
+# As text: transformers would check evaluated types before our checks, which name a remedy.
+from __future__ import annotations
 
 from typing import Any
 
 import torch
+from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig
 from transformers import initialization as init
-from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Experts, DeepseekV2MLP
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
@@ -24,11 +33,55 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
-from moe_finetune.models.deepseek_moe.configuration import DeepseekConfig
-from moe_finetune.models.deepseek_moe.facts import check, moe_layers
+from moe_finetune.models.table import check_deepseek, deepseek_layers
 
 # Declared for another config, but reads only fields that this one has too.
 _MLP: Any = DeepseekV2MLP
+
+
+@strict
+class DeepseekConfig(LlamaConfig):
+    """``config.json`` with ``model_type: deepseek``; defaults are those of the 16B model.
+
+    ``auto_map`` in the published file names remote code. It is dropped, so the code is neither
+    executed nor written back. ``aux_loss_alpha`` and ``seq_aux`` describe how the model was
+    pretrained and change nothing here: balancing is a loss term of the recipe.
+    """
+
+    model_type = "deepseek"
+    attribute_map = {"num_experts": "n_routed_experts"}  # noqa: RUF012 (as transformers has it)
+    base_model_tp_plan = {  # noqa: RUF012
+        **LlamaConfig.base_model_tp_plan,
+        "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+        "layers.*.mlp.experts.down_proj": "rowwise",
+        "layers.*.mlp.experts": "moe_tp_experts",
+        "layers.*.mlp.shared_experts.gate_proj": "colwise",
+        "layers.*.mlp.shared_experts.up_proj": "colwise",
+        "layers.*.mlp.shared_experts.down_proj": "rowwise",
+    }
+
+    vocab_size: int = 102400
+    hidden_size: int = 2048
+    intermediate_size: int = 10944
+    num_hidden_layers: int = 28
+    num_attention_heads: int = 16
+    max_position_embeddings: int = 4096
+    bos_token_id: int | None = 100000
+    eos_token_id: int | list[int] | None = 100001
+    moe_intermediate_size: int = 1408
+    n_routed_experts: int = 64
+    n_shared_experts: int | None = 2
+    num_experts_per_tok: int = 6
+    first_k_dense_replace: int = 1
+    moe_layer_freq: int = 1
+    norm_topk_prob: bool = False
+    scoring_func: str = "softmax"
+    aux_loss_alpha: float = 0.001
+    seq_aux: bool = True
+
+    def __post_init__(self, **kwargs: Any):
+        kwargs.pop("auto_map", None)
+        super().__post_init__(**kwargs)
 
 
 class DeepseekRouter(nn.Module):
@@ -76,7 +129,7 @@ class DeepseekDecoderLayer(LlamaDecoderLayer):
         super(LlamaDecoderLayer, self).__init__()
         self.hidden_size = config.hidden_size
         self.self_attn = LlamaAttention(config, layer_idx)
-        sparse = layer_idx in moe_layers(config)
+        sparse = layer_idx in deepseek_layers(config)
         self.mlp = DeepseekMoE(config) if sparse else _MLP(config)  # type: ignore[assignment]
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -99,19 +152,16 @@ class DeepseekPreTrainedModel(LlamaPreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        std = self.config.initializer_range
-        if isinstance(module, DeepseekV2Experts):
-            init.normal_(module.gate_up_proj, mean=0.0, std=std)
-            init.normal_(module.down_proj, mean=0.0, std=std)
-        elif isinstance(module, DeepseekRouter):
-            init.normal_(module.weight, mean=0.0, std=std)
+        if isinstance(module, DeepseekV2Experts | DeepseekRouter):
+            for parameter in module.parameters():
+                init.normal_(parameter, mean=0.0, std=self.config.initializer_range)
 
 
 class DeepseekModel(DeepseekPreTrainedModel, LlamaModel):
     """The decoder; ``forward`` is Llama's and passes its keyword arguments to every layer."""
 
     def __init__(self, config: DeepseekConfig):
-        check(config)
+        check_deepseek(config)
         PreTrainedModel.__init__(self, config)  # not LlamaModel's, which builds Llama's layers
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
@@ -136,28 +186,19 @@ class DeepseekForCausalLM(DeepseekPreTrainedModel, LlamaForCausalLM):
         self.post_init()
 
 
-def register_names(model_type: str) -> None:
-    """Register names on disk; transformers applies them on load and the inverse on save.
+def register_config() -> None:
+    """Register ``model_type: deepseek`` with AutoConfig and AutoTokenizer; safe to call again."""
+    AutoConfig.register("deepseek", DeepseekConfig, exist_ok=True)
+    # The published files name LlamaTokenizerFast, from which transformers 5 rebuilds a tokenizer
+    # with Llama's splitting instead of taking tokenizer.json as it is. It corrects this itself for
+    # the DeepSeek models that it knows, in this mapping.
+    TOKENIZER_MAPPING_NAMES["deepseek"] = "TokenizersBackend"
 
-    ``mlp.experts.M.{gate,up}_proj.weight`` (D, H) <-> ``mlp.experts.gate_up_proj`` (E, 2D, H), gate
-    rows first; ``mlp.experts.M.down_proj.weight`` (H, D) <-> ``mlp.experts.down_proj`` (E, H, D).
-    """
-    register_checkpoint_conversion_mapping(
-        model_type,
-        [
-            WeightConverter(
-                source_patterns=[
-                    "mlp.experts.*.gate_proj.weight",
-                    "mlp.experts.*.up_proj.weight",
-                ],
-                target_patterns="mlp.experts.gate_up_proj",
-                operations=[MergeModulelist(dim=0), Concatenate(dim=1)],
-            ),
-            WeightConverter(
-                source_patterns="mlp.experts.*.down_proj.weight",
-                target_patterns="mlp.experts.down_proj",
-                operations=[MergeModulelist(dim=0)],
-            ),
-        ],
-        overwrite=True,
-    )
+
+def register() -> None:
+    """Register the model with transformers' Auto classes, and its names in files; repeatable."""
+    register_config()
+    AutoModel.register(DeepseekConfig, DeepseekModel, exist_ok=True)
+    AutoModelForCausalLM.register(DeepseekConfig, DeepseekForCausalLM, exist_ok=True)
+    names = get_checkpoint_conversion_mapping("deepseek_v2")
+    register_checkpoint_conversion_mapping("deepseek", names, overwrite=True)
