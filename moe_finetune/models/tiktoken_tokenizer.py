@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ PATTERN = "|".join(
         r"\s+",
     )
 )
-_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
+_OPTIONS = ("bos_token", "eos_token", "unk_token", "pad_token", "model_max_length", "chat_template")
 
 
 def read_ranks(file: Path) -> dict[bytes, int]:
@@ -63,24 +64,18 @@ def read_ranks(file: Path) -> dict[bytes, int]:
     return ranks
 
 
-def special_tokens(folder: Path, base: int) -> dict[int, str]:
-    """Names of the reserved ids from ``base`` on: the config's, or else a filler."""
-    settings = _settings(folder)
-    named = {
-        int(index): entry["content"] if isinstance(entry, dict) else str(entry)
-        for index, entry in settings.get("added_tokens_decoder", {}).items()
-    }
+def special_tokens(settings: Mapping[str, Any], base: int, file: Path) -> list[str]:
+    """Names of the reserved ids from ``base`` on: those in ``file``, or else a filler."""
+    added = settings.get("added_tokens_decoder", {}).items()
+    named = {int(index): _content(token) for index, token in added}
     outside = sorted(index for index in named if not base <= index < base + RESERVED)
     if outside:
         raise CheckpointError(
-            f"{folder / 'tokenizer_config.json'}: added token {outside[0]} is outside the "
-            f"{RESERVED} ids reserved from {base}, the number of ranks in {RANKS_FILE}: copy "
-            "both files from the same checkpoint"
+            f"{file}: added token {outside[0]} is outside the {RESERVED} ids reserved from {base}, "
+            f"the number of ranks in {RANKS_FILE}: copy both files from the same checkpoint"
         )
-    return {
-        index: named.get(index, f"<|reserved_token_{index}|>")
-        for index in range(base, base + RESERVED)
-    }
+    reserved = range(base, base + RESERVED)
+    return [named.get(index, f"<|reserved_token_{index}|>") for index in reserved]
 
 
 def load_tiktoken(folder: Path) -> PreTrainedTokenizerFast:
@@ -96,24 +91,20 @@ def load_tiktoken(folder: Path) -> PreTrainedTokenizerFast:
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     ranks = read_ranks(folder / RANKS_FILE)
-    names = special_tokens(folder, len(ranks))
-    converter: Any = TikTokenConverter(pattern=PATTERN, extra_special_tokens=list(names.values()))
+    file = folder / "tokenizer_config.json"
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing; {RANKS_FILE} cannot be read without it")
+    settings = read_object(file, CheckpointError, "copy it again")
+    names = special_tokens(settings, len(ranks), file)
+    converter: Any = TikTokenConverter(pattern=PATTERN, extra_special_tokens=names)
     # The tiktoken package, which would read the file, is not needed for its two columns.
     converter.load_tiktoken_bpe = lambda _: ranks
-    core = converter.converted()
-
-    settings = _settings(folder)
-    options: dict[str, Any] = {
-        key: _content(settings[key]) for key in _NAMED if settings.get(key) is not None
-    }
-    for key in ("model_max_length", "chat_template"):
-        if settings.get(key) is not None:
-            options[key] = settings[key]
+    options = {k: _content(settings[k]) for k in _OPTIONS if settings.get(k) is not None}
     template = folder / "chat_template.jinja"
     if template.is_file():
         options["chat_template"] = template.read_text(encoding="utf-8")
     return PreTrainedTokenizerFast(
-        tokenizer_object=core,
+        tokenizer_object=converter.converted(),
         additional_special_tokens=[
             _content(t) for t in settings.get("additional_special_tokens") or []
         ],
@@ -122,12 +113,5 @@ def load_tiktoken(folder: Path) -> PreTrainedTokenizerFast:
     )
 
 
-def _content(token: Any) -> str:
-    return token["content"] if isinstance(token, dict) else str(token)
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    file = folder / "tokenizer_config.json"
-    if not file.is_file():
-        raise CheckpointError(f"{file} is missing; {RANKS_FILE} cannot be read without it")
-    return read_object(file, CheckpointError, "copy it again")
+def _content(token: Any) -> Any:
+    return token["content"] if isinstance(token, dict) else token
