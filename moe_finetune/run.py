@@ -21,21 +21,19 @@ from moe_finetune.io.run_folder import RunFolder, read_log
 from moe_finetune.io.terminal import duration, terminal
 from moe_finetune.io.versions import check_versions
 from moe_finetune.recipe.schema import Recipe
-from moe_finetune.training.prepare import Inputs
 from moe_finetune.training.prepare import prepare as prepare_run
-from moe_finetune.training.start import base_folder
+from moe_finetune.training.start import Inputs, base_folder
 
 if TYPE_CHECKING:
     from moe_finetune.checkpoint.open import Checkpoint
 
 log = logging.getLogger(__name__)
+EVALUATION = {"suite", "backend", "only", "limit", "data_dir", "vllm"}
+"""Keys of the section that evaluations of the trained model and of its base take."""
 
 
 def run_recipe(
-    recipe: Recipe,
-    output: str | Path,
-    resume: bool = False,
-    ignore_memory: bool = False,
+    recipe: Recipe, output: str | Path, resume: bool = False, ignore_memory: bool = False
 ) -> Path:
     """Run ``recipe`` in the folder ``output`` and return the folder.
 
@@ -54,48 +52,35 @@ def run_recipe(
         RecipeError: ``resume`` with a recipe that trains something different from the run's.
     """
     from moe_finetune.training import ranks
+    from moe_finetune.training.run_folder import begin_run, check_run_folder, discard
 
     check_versions("a recipe")
-    output = Path(output)
     ranks.join_group()
+    run, output, first_rank, inputs = RunFolder(output), Path(output), ranks.rank() == 0, None
     with ranks.others_needed(), ranks.first_alone(partial(output_lock, output)):
-        return carry_out(recipe, output, resume, ignore_memory)
-
-
-def carry_out(recipe: Recipe, output: Path, resume: bool, ignore_memory: bool) -> Path:
-    """The part of :func:`run_recipe` that holds the lock on ``output``."""
-    from moe_finetune.training import ranks
-    from moe_finetune.training.output import (
-        begin_run,
-        check_run_folder,
-        discard,
-    )
-
-    run, first_rank = RunFolder(output), ranks.rank() == 0
-    check_run_folder(recipe, run, resume)
-    if not first_rank:
-        terminal().quiet = True  # rank 0 speaks for all; warnings come from each
-    elif output.is_dir():
-        clear_leftovers(output)
-    inputs = None
-    if not run.trained:
-        with terminal().phase("prepare"):
-            inputs = prepare_run(recipe, ignore_memory)
-            if first_rank and not resume:
-                inputs.check_disk(run)
-    ranks.barrier()  # rank 0 writes into the folder that the others look at above
-    new_folder = not output.exists()
-    if first_rank:
-        begin_run(recipe, run)
-    try:
-        with terminal().log_to(run.log) if first_rank else nullcontext():
-            stages(recipe, run, inputs, resume)
-    except Exception:
-        if inputs is not None and first_rank and not resume:
-            discard(run, new_folder)
-        if run.log.exists():
-            terminal().say(f"library output: {run.log}", "warning")
-        raise
+        check_run_folder(recipe, run, resume)
+        if not first_rank:
+            terminal().quiet = True  # rank 0 speaks for all; warnings come from each
+        elif output.is_dir():
+            clear_leftovers(output)
+        if not run.trained:
+            with terminal().phase("prepare"):
+                inputs = prepare_run(recipe, ignore_memory)
+                if first_rank and not resume:
+                    inputs.check_disk(run)
+        ranks.barrier()  # rank 0 writes into the folder that the others look at above
+        new_folder = not output.exists()
+        if first_rank:
+            begin_run(recipe, run)
+        try:
+            with terminal().log_to(run.log) if first_rank else nullcontext():
+                stages(recipe, run, inputs, resume)
+        except Exception:
+            if inputs is not None and first_rank and not resume:
+                discard(run, new_folder)
+            if run.log.exists():
+                terminal().say(f"library output: {run.log}", "warning")
+            raise
     return output
 
 
@@ -114,10 +99,9 @@ def stages(recipe: Recipe, run: RunFolder, inputs: Inputs | None, resume: bool) 
     if inputs is not None:
         with phase("train"):
             train(recipe, run, inputs, resume)
-        if ranks.rank() == 0 and (peak := peak_memory()):
-            run.note(peak_memory=max(run.read_summary().get("peak_memory", 0), peak))
         inputs = None
-        free_model()
+        if (peak := free_model()) and ranks.rank() == 0:
+            run.note(peak_memory=max(run.read_summary().get("peak_memory", 0), peak))
     if ranks.rank() > 0:
         return
     if recipe.export.merge:
@@ -133,29 +117,26 @@ def stages(recipe: Recipe, run: RunFolder, inputs: Inputs | None, resume: bool) 
             evaluate_base(recipe, run)
     run.note(seconds=round(earlier_seconds + time.perf_counter() - started, 1))
     with phase("report"):
-        report(run)
+        from moe_finetune.report import write_report
+
+        write_report([run.path], run.page)
 
 
-def peak_memory() -> int:
-    """The most bytes that this process has had; 0 on a GPU, whose memory the log has."""
-    import resource
+def free_model() -> int:
+    """Release the model that trained: trainer and hooks refer to it in circles.
 
-    import torch
-
-    if torch.cuda.is_available():
-        return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def free_model() -> None:
-    """Release the model that trained: trainer and hooks refer to it in circles."""
+    Returns the most bytes that this process has had; 0 on a GPU, whose memory the log has.
+    """
     import gc
+    import resource
 
     import torch
 
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def plan_run(
@@ -166,7 +147,7 @@ def plan_run(
     Raises:
         MoeFinetuneError: the run cannot start; names the key and the remedy.
     """
-    from moe_finetune.training.output import check_run_folder
+    from moe_finetune.training.run_folder import check_run_folder
 
     check_versions("a recipe")
     check_run_folder(recipe, RunFolder(output), resume)
@@ -230,16 +211,8 @@ def evaluate(recipe: Recipe, run: RunFolder) -> None:
 
     section = recipe.evaluation
     assert section is not None
-    run_suite(
-        run.merged,
-        section.suite,
-        backend=section.backend,
-        output=run.evaluation,
-        vllm=section.vllm,
-        limit=section.limit,
-        data_dir=section.data_dir,
-        only=section.only,
-    )
+    options = section.model_dump(include=EVALUATION - {"suite"})
+    run_suite(run.merged, section.suite, output=run.evaluation, **options)
 
 
 def evaluate_base(recipe: Recipe, run: RunFolder) -> None:
@@ -259,13 +232,13 @@ def evaluate_base(recipe: Recipe, run: RunFolder) -> None:
     if run.base_results.is_file():
         earlier = load_results(run.base_results)
         limits = [results.get("settings", {}).get("limit") for results in (earlier, trained)]
-        same = [earlier.get(key) == trained.get(key) for key in ("suite", "backend", "complete")]
-        if all(same) and limits[0] == limits[1]:
+        keys = ("suite", "backend", "complete")
+        if limits[0] == limits[1] and all(earlier.get(key) == trained.get(key) for key in keys):
             return
     seconds = duration(trained["wall_seconds"])
     terminal().say(f"scores of the base, to compare with; the trained model took {seconds}")
-    options = section.model_dump(include={"suite", "backend", "only", "limit", "data_dir", "vllm"})
     try:
+        options = section.model_dump(include=EVALUATION)
         score_base(base_folder(recipe), output=run.base_evaluation, **options)
     except MoeFinetuneError as error:
         terminal().say(
@@ -295,16 +268,8 @@ def evaluate_steps(recipe: Recipe, run: RunFolder, base: Path | Checkpoint | Non
 
 def lost_steps(recipe: Recipe, run: RunFolder) -> list[int]:
     """The steps of ``evaluation.every`` whose model was not saved, for example on a full disk."""
-    section = recipe.evaluation
-    if section is None or section.every is None:
-        return []
+    every_n = recipe.evaluation and recipe.evaluation.every
     rows, states = read_log(run.metrics), run.kept_steps()
-    last_step = rows[-1]["step"] if rows else 0
-    return [step for step in range(section.every, last_step, section.every) if step not in states]
-
-
-def report(run: RunFolder) -> Path:
-    """Write ``report/index.html`` from the run's files."""
-    from moe_finetune.report import write_report
-
-    return write_report([run.path], run.page)
+    if not every_n or not rows:
+        return []
+    return [step for step in range(every_n, rows[-1]["step"], every_n) if step not in states]

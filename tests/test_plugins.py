@@ -18,7 +18,7 @@ from moe_finetune.models import find_family
 from moe_finetune.models.structure import class_of
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.tree import Tree
-from moe_finetune.training.output import begin_run, check_run_folder
+from moe_finetune.training.run_folder import begin_run, check_run_folder
 from tests import registries, unheard
 
 FAMILY = """

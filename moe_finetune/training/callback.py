@@ -36,8 +36,8 @@ from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import backbone_of
 from moe_finetune.recipe.method import Method, resolve_method
 from moe_finetune.training import ranks
+from moe_finetune.training.guards import CollapseWatch
 from moe_finetune.training.host_run import HostRun
-from moe_finetune.training.numerics import CollapseWatch
 from moe_finetune.training.preconditions import (
     OWN_BALANCE_LOSS,
     check_arguments,

@@ -14,7 +14,7 @@ from moe_finetune.io.folder import remove_folder
 from moe_finetune.io.hashes import sha256_file
 
 MANIFEST = "manifest.json"
-FORMAT = 2
+FORMAT = 3
 _PREFIX = "checkpoint-"
 
 

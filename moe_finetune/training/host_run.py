@@ -28,9 +28,7 @@ from moe_finetune.recipe.method import Method
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.sections import ModelSection
 from moe_finetune.training import ranks
-from moe_finetune.training.output import discard, write_environment
-from moe_finetune.training.rank_state import random_state, set_random_state
-from moe_finetune.training.run_log import RunLog
+from moe_finetune.training.run_folder import RunLog, discard, write_environment
 from moe_finetune.training.sample import (
     MAX_TOKENS,
     Example,
@@ -40,6 +38,7 @@ from moe_finetune.training.sample import (
 )
 from moe_finetune.training.save import run_metadata, save_trained
 from moe_finetune.training.specialization import Specialization
+from moe_finetune.training.state import random_state, set_random_state
 
 log = logging.getLogger(__name__)
 ARGUMENTS = (

@@ -9,13 +9,12 @@ from __future__ import annotations
 import copy
 import importlib.util
 import logging
-import math
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from moe_finetune.errors import (
     DataError,
@@ -24,7 +23,6 @@ from moe_finetune.errors import (
     RecipeError,
     UnsupportedModelError,
 )
-from moe_finetune.io.folder import check_space
 from moe_finetune.io.terminal import terminal
 from moe_finetune.models.structure import class_of
 from moe_finetune.recipe.schema import Recipe
@@ -39,104 +37,19 @@ from moe_finetune.training.memory import (
     plainly_fits,
     plan_recipe,
     quiet,
-    state_bytes,
     stored_bytes,
 )
 from moe_finetune.training.preconditions import check_launch, expert_ranks, load_on_each_rank
-from moe_finetune.training.start import Start, open_start
+from moe_finetune.training.start import Inputs, Start, announce, open_start
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from torch import nn
 
-    from moe_finetune.io.run_folder import RunFolder
-    from moe_finetune.lora.coverage import Coverage
 
 log = logging.getLogger(__name__)
 ROWS = 8
 """Number of rows that the trainer on the meta device gets."""
 Built = TypeVar("Built")
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """The inputs of training, read before anything is written, and what it needs.
-
-    Attributes:
-        rendering: the trainer's tokenizer, for stages whose trainer renders the turns.
-        sources: rows by source, for measuring routing.
-        arguments: TRL's config of the stage.
-        coverage: parameters that LoRA reaches and that train.
-        fixed: bytes that do not depend on the batch.
-        memory: the plan of a step, if it was asked for or might not fit.
-    """
-
-    start: Start
-    rendering: Any
-    train: Dataset
-    validation: Dataset | None
-    sources: list[tuple[str, Any]]
-    arguments: Any
-    coverage: Coverage
-    fixed: int
-    memory: MemoryPlan | None = None
-
-    @property
-    def tokens(self) -> int | None:
-        """Tokens of the training rows; None if the stage's trainer tokenizes."""
-        if "input_ids" not in self.train.column_names:
-            return None
-        import pyarrow.compute as pc
-
-        # From the offsets of the mapped file, whose rows may be many; shuffled or not, all count.
-        return pc.sum(pc.list_value_length(self.train.data.column("input_ids"))).as_py()
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps; approximate for packed rows."""
-        rows, tokens = len(self.train), self.tokens or 0
-        return count_steps(self.start.recipe, self.arguments, rows, tokens)[1]
-
-    def text(self) -> str:
-        """What ``--dry-run`` prints."""
-        recipe, tokens = self.start.recipe, self.tokens
-        batch, steps = count_steps(recipe, self.arguments, len(self.train), tokens or 0)
-        terms = f" ({', '.join(recipe.method.terms)})" if recipe.method.terms else ""
-        length = "" if tokens is None else f", {tokens:,} tokens"
-        packed, about = (", packed", "about ") if recipe.data.packing else ("", "")
-        evaluation = "none" if recipe.evaluation is None else recipe.evaluation.suite
-        if recipe.evaluation is not None and recipe.evaluation.base:
-            evaluation += "; then of the base, once for all runs that start from it"
-        return "\n".join(
-            [
-                self.coverage.table(),
-                "",
-                *(self.memory.lines() if self.memory is not None else []),
-                f"  {'machine':<12} {machine_bytes() / GIB:8.2f} GiB",
-                "",
-                f"stage          {recipe.stage}",
-                f"method         {recipe.method.preset or 'no preset'}{terms}",
-                f"training data  {len(self.train):,} rows{length}{packed}",
-                "validation     "
-                + ("none" if self.validation is None else f"{len(self.validation):,} rows"),
-                f"steps          {about}{steps:,}, of {batch} sequences",
-                f"evaluation     {evaluation}",
-            ]
-        )
-
-    def check_disk(self, run: RunFolder) -> None:
-        """Refuse a run whose adapter, checkpoints and merged weights do not fit on the disk.
-
-        Raises:
-            DiskSpaceError: with the sizes needed and free.
-        """
-        recipe, base, merged = self.start.recipe, self.start.checkpoint, 0
-        if recipe.export.merge and self.start.adapted and base is not None:
-            merged = sum(info.size for info in base.tensors.values())
-        trained = self.coverage.total.trained_parameters
-        checkpoint = 4 * trained + state_bytes(recipe, trained)
-        count = checkpoints_at_once(recipe.trainer, self.steps)
-        check_space(run.adapter, 4 * trained + count * checkpoint + merged)
 
 
 def prepare(recipe: Recipe, ignore_memory: bool = False, activations: bool = False) -> Inputs:
@@ -162,8 +75,15 @@ def prepare(recipe: Recipe, ignore_memory: bool = False, activations: bool = Fal
     arguments = blamed(recipe, lambda tried: training_arguments(tried, Path("checkpoints")))
     start = open_start(recipe)
     check_start(start)
-    with tokenizer_faults(recipe.model.tokenizer or str(start.folder)):
+    try:
         rows = load_for_stage(recipe, start.tokenizer)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # a Rust panic; no module exports its type
+            raise
+        raise DataError(
+            f"{recipe.model.tokenizer or start.folder}: its tokenizer failed on the training data: "
+            f"{error}; repair the patterns in tokenizer.json, or choose another model.tokenizer"
+        ) from None
     model = build_model(start)
     check_reach(model, Objective.from_options(recipe.method.options, model_facts(model)))
     inputs = Inputs(
@@ -274,25 +194,6 @@ def check_start(start: Start) -> None:
         suite = load_suite(section.suite)
         suite = suite if section.only is None else select(suite, section.only)
         prepare_suite(suite, section.data_dir)
-
-
-@contextmanager
-def tokenizer_faults(folder: str) -> Iterator[None]:
-    """Report a panic inside the tokenizers library, which is no ``Exception``, as a DataError.
-
-    Raises:
-        DataError: the library failed; for example, a pattern in ``tokenizer.json`` never ends on
-            these texts.
-    """
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":  # a Rust panic; no module exports its type
-            raise
-        raise DataError(
-            f"{folder}: its tokenizer failed on the training data: {error}; repair the patterns "
-            "in tokenizer.json, or choose another model.tokenizer"
-        ) from None
 
 
 # -- the run on the meta device -------------------------------------------------------------------
@@ -414,91 +315,3 @@ def blamed(recipe: Recipe, build: Callable[[Recipe], Built]) -> Built:
 def _short(error: Exception) -> str:
     """An error's message in one line, or the name of its type."""
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
-
-
-# -- the size of the run --------------------------------------------------------------------------
-
-
-def announce(inputs: Inputs) -> None:
-    """Log the run's steps and memory, and settings that have no effect in a run of its length."""
-    from moe_finetune.training.run_log import logged_every
-
-    recipe, arguments, steps = inputs.start.recipe, inputs.arguments, inputs.steps
-    log.info("%s", describe_steps(recipe, arguments, len(inputs.train), inputs.tokens))
-    needs = f"{inputs.fixed / GIB:.2f} GiB for weights, adapter and optimizer"
-    if inputs.memory is not None:
-        needs = f"{inputs.memory.total / GIB:.2f} GiB at its worst moment ({inputs.memory.moment})"
-    log.info("memory: %s; this machine has %.1f GiB", needs, machine_bytes() / GIB)
-    if arguments.logging_strategy == "steps" and arguments.logging_steps > steps:
-        interval = logged_every(steps)
-        log.warning(
-            "trainer.logging_steps %g is more than the run's %d steps; the run logs %s instead",
-            arguments.logging_steps,
-            steps,
-            "every step" if interval == 1 else f"every {interval} steps",
-        )
-    validated = inputs.validation is not None and arguments.eval_strategy == "steps"
-    if validated and arguments.eval_steps > steps:
-        log.warning(
-            "trainer.eval_steps %g is more than the run's %d steps; data.validation is evaluated "
-            "only %safter the last",
-            arguments.eval_steps,
-            steps,
-            "before the first step and " if arguments.eval_on_start else "",
-        )
-    if recipe.data.packing and recipe.data.packing_strategy == "wrapped":
-        log.warning(
-            "data.packing_strategy 'wrapped' cuts one stream of texts into rows whose texts "
-            "attend to each other; 'bfd_split' keeps them separate"
-        )
-    scored_every = None if recipe.evaluation is None else recipe.evaluation.every
-    if scored_every is not None and scored_every >= steps:
-        log.warning(
-            "evaluation.every %d is not less than the run's %d steps; the run is scored only at "
-            "its end",
-            scored_every,
-            steps,
-        )
-
-
-def count_steps(recipe: Recipe, arguments: Any, rows: int, tokens: int) -> tuple[int, int]:
-    """Sequences per step, and number of steps; packed rows are counted as full."""
-    sequences = math.ceil(tokens / recipe.data.max_length) if recipe.data.packing else rows
-    sequences *= getattr(arguments, "num_generations", 1)
-    device_batch = arguments.per_device_train_batch_size * ranks.world_size()
-    accumulation = arguments.gradient_accumulation_steps
-    steps = arguments.max_steps
-    if steps <= 0:
-        an_epoch = math.ceil(math.ceil(sequences / device_batch) / accumulation)
-        steps = math.ceil(arguments.num_train_epochs * an_epoch)
-    return device_batch * accumulation, steps
-
-
-def describe_steps(recipe: Recipe, arguments: Any, rows: int, tokens: int | None) -> str:
-    """One line with the number of steps and the size of one.
-
-    Args:
-        tokens: tokens of the rows; None if the stage's trainer tokenizes.
-    """
-    batch, steps = count_steps(recipe, arguments, rows, tokens or 0)
-    count = f"{steps:,} step{'' if steps == 1 else 's'} of"
-    if tokens is None:
-        group = getattr(arguments, "num_generations", 0)
-        unit = f"completions, {group} of a prompt" if group else "rows"
-        return f"{count} {batch} {unit}"
-    if recipe.data.packing:
-        size = batch * recipe.data.max_length
-        return f"about {count} {batch} packed sequences, about {size:,} tokens a step"
-    batch = min(batch, rows)  # a step ends with the epoch
-    unit = "sequence" if batch == 1 else "sequences"
-    return f"{count} {batch} {unit}, about {batch * tokens / rows:,.0f} tokens a step"
-
-
-def checkpoints_at_once(trainer: dict[str, Any], steps: int) -> int:
-    """How many lie on the disk at once: one more than are kept, while the next is written."""
-    if trainer.get("save_strategy") == "no":
-        return 0
-    interval = float(trainer.get("save_steps", 500))
-    interval = interval if interval >= 1 else interval * steps
-    written = max(1, int(steps // max(interval, 1)))
-    return min(written, int(trainer.get("save_total_limit", 2) or written) + 1)

@@ -13,7 +13,7 @@ from moe_finetune.data.stage_rows import TURNS, load_for_stage, prompt_and_answe
 from moe_finetune.data.tokenize import IGNORED, rendered
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES
-from moe_finetune.training.prepare import describe_steps
+from moe_finetune.training.start import describe_steps
 from moe_finetune.training.trainer import training_arguments
 
 BINS, BAR = 8, 40

@@ -1,7 +1,7 @@
 """Communication between the processes of a run. With one process everything here is a no-op."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
@@ -32,16 +32,11 @@ def barrier() -> None:
 
 def any_rank(flag: bool) -> bool:
     """Whether ``flag`` is true on any rank; every rank must call this."""
-    return any_of_each([flag])[0]
-
-
-def any_of_each(flags: Sequence[bool]) -> list[bool]:
-    """For each of ``flags``, whether it is true on any rank; every rank must call this."""
-    if world_size() == 1 or not flags:
-        return list(flags)
-    votes = torch.tensor(flags, dtype=torch.int32, device=device())
-    distributed.all_reduce(votes, op=distributed.ReduceOp.MAX)
-    return [bool(vote) for vote in votes.tolist()]
+    if world_size() == 1:
+        return flag
+    vote = torch.tensor(int(flag), dtype=torch.int32, device=device())
+    distributed.all_reduce(vote, op=distributed.ReduceOp.MAX)
+    return bool(vote.item())
 
 
 @contextmanager

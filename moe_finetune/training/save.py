@@ -21,7 +21,7 @@ from moe_finetune.quantization.weight import quantized
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training import ranks
 from moe_finetune.training.bias import add_bias, change_config, name_bias, save_beside
-from moe_finetune.training.full_weights import trained_weights, whole_model
+from moe_finetune.training.weights import trained_weights, whole_model
 
 _ADAPTER = "A LoRA adapter for {}, trained with moe-finetune; PEFT loads it."
 
@@ -43,8 +43,7 @@ def save_trained(
     """
     from peft import PeftModel
 
-    adapted = isinstance(model, PeftModel)
-    run = RunFolder(output)
+    adapted, run = isinstance(model, PeftModel), RunFolder(output)
     target = run.adapter if adapted else run.merged
     dtype = getattr(torch, recipe.model.dtype)
     weights = trained_weights(model) if adapted else whole_model(model, dtype)

@@ -1,21 +1,25 @@
-"""The start of a run: its checkpoint and tokenizer, opened once, and the model that trains."""
+"""The start of a run: its checkpoint and tokenizer, opened once; its rows and what it needs."""
 
 from __future__ import annotations
 
 import logging
-import tempfile
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_finetune.errors import AdapterError
+from moe_finetune.io.folder import check_space
 from moe_finetune.recipe.schema import Recipe
+from moe_finetune.training import ranks
+from moe_finetune.training.memory import GIB, MemoryPlan, machine_bytes, state_bytes
 from moe_finetune.training.preconditions import expert_ranks
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from datasets import Dataset
 
     from moe_finetune.checkpoint.open import Checkpoint
+    from moe_finetune.io.run_folder import RunFolder
+    from moe_finetune.lora.coverage import Coverage
     from moe_finetune.models import Family
 
 log = logging.getLogger(__name__)
@@ -109,80 +113,170 @@ def start_model(start: Start) -> Any:
     )
 
 
-def trainable_model(start: Start) -> Any:
-    """The model with its adapter before training: new factors, or those of ``lora.start``."""
-    from transformers import set_seed
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of training, read before anything is written, and what it needs.
 
-    from moe_finetune.lora.coverage import lora_coverage
-    from moe_finetune.lora.targets import add_lora
-    from moe_finetune.moe.offload import offload_experts
+    Attributes:
+        rendering: the trainer's tokenizer, for stages whose trainer renders the turns.
+        sources: rows by source, for measuring routing.
+        arguments: TRL's config of the stage.
+        coverage: parameters that LoRA reaches and that train.
+        fixed: bytes that do not depend on the batch.
+        memory: the plan of a step, if it was asked for or might not fit.
+    """
 
-    recipe = start.recipe
-    model = start_model(start)
-    set_seed(recipe.seed)
-    model = add_lora(model, recipe.lora, recipe.router.train)
-    if start.checkpoint is not None and recipe.lora is not None and recipe.lora.start is not None:
-        continue_adapter(model, Path(recipe.lora.start), start.checkpoint)
-    if recipe.model.offload == "experts":
-        offload_experts(model)
-    log.debug("LoRA coverage\n%s", lora_coverage(model).table())
-    return model
+    start: Start
+    rendering: Any
+    train: Dataset
+    validation: Dataset | None
+    sources: list[tuple[str, Any]]
+    arguments: Any
+    coverage: Coverage
+    fixed: int
+    memory: MemoryPlan | None = None
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens of the training rows; None if the stage's trainer tokenizes."""
+        if "input_ids" not in self.train.column_names:
+            return None
+        import pyarrow.compute as pc
+
+        # From the offsets of the mapped file, whose rows may be many; shuffled or not, all count.
+        return pc.sum(pc.list_value_length(self.train.data.column("input_ids"))).as_py()
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps; approximate for packed rows."""
+        rows, tokens = len(self.train), self.tokens or 0
+        return count_steps(self.start.recipe, self.arguments, rows, tokens)[1]
+
+    def text(self) -> str:
+        """What ``--dry-run`` prints."""
+        recipe, tokens = self.start.recipe, self.tokens
+        batch, steps = count_steps(recipe, self.arguments, len(self.train), tokens or 0)
+        terms = f" ({', '.join(recipe.method.terms)})" if recipe.method.terms else ""
+        length = "" if tokens is None else f", {tokens:,} tokens"
+        packed, about = (", packed", "about ") if recipe.data.packing else ("", "")
+        evaluation = "none" if recipe.evaluation is None else recipe.evaluation.suite
+        if recipe.evaluation is not None and recipe.evaluation.base:
+            evaluation += "; then of the base, once for all runs that start from it"
+        return "\n".join(
+            [
+                self.coverage.table(),
+                "",
+                *(self.memory.lines() if self.memory is not None else []),
+                f"  {'machine':<12} {machine_bytes() / GIB:8.2f} GiB",
+                "",
+                f"stage          {recipe.stage}",
+                f"method         {recipe.method.preset or 'no preset'}{terms}",
+                f"training data  {len(self.train):,} rows{length}{packed}",
+                "validation     "
+                + ("none" if self.validation is None else f"{len(self.validation):,} rows"),
+                f"steps          {about}{steps:,}, of {batch} sequences",
+                f"evaluation     {evaluation}",
+            ]
+        )
+
+    def check_disk(self, run: RunFolder) -> None:
+        """Refuse a run whose adapter, checkpoints and merged weights do not fit on the disk.
+
+        Raises:
+            DiskSpaceError: with the sizes needed and free.
+        """
+        recipe, base, merged = self.start.recipe, self.start.checkpoint, 0
+        if recipe.export.merge and self.start.adapted and base is not None:
+            merged = sum(info.size for info in base.tensors.values())
+        trained = self.coverage.total.trained_parameters
+        checkpoint = 4 * trained + state_bytes(recipe, trained)
+        count = checkpoints_at_once(recipe.trainer, self.steps)
+        check_space(run.adapter, 4 * trained + count * checkpoint + merged)
 
 
-def continue_adapter(model: Any, path: Path, checkpoint: Checkpoint) -> None:
-    """Copy an adapter's weights into the new factors that ``add_lora`` gave ``model``.
+# -- the size of the run --------------------------------------------------------------------------
 
-    The model then computes the same as base and adapter. If the adapter's rank is lower than the
-    recipe's, the remaining directions start fresh; so do factors on parts that it does not adapt.
+
+def announce(inputs: Inputs) -> None:
+    """Log the run's steps and memory, and settings that have no effect in a run of its length."""
+    from moe_finetune.training.run_folder import logged_every
+
+    recipe, arguments, steps = inputs.start.recipe, inputs.arguments, inputs.steps
+    log.info("%s", describe_steps(recipe, arguments, len(inputs.train), inputs.tokens))
+    needs = f"{inputs.fixed / GIB:.2f} GiB for weights, adapter and optimizer"
+    if inputs.memory is not None:
+        needs = f"{inputs.memory.total / GIB:.2f} GiB at its worst moment ({inputs.memory.moment})"
+    log.info("memory: %s; this machine has %.1f GiB", needs, machine_bytes() / GIB)
+    if arguments.logging_strategy == "steps" and arguments.logging_steps > steps:
+        interval = logged_every(steps)
+        log.warning(
+            "trainer.logging_steps %g is more than the run's %d steps; the run logs %s instead",
+            arguments.logging_steps,
+            steps,
+            "every step" if interval == 1 else f"every {interval} steps",
+        )
+    validated = inputs.validation is not None and arguments.eval_strategy == "steps"
+    if validated and arguments.eval_steps > steps:
+        log.warning(
+            "trainer.eval_steps %g is more than the run's %d steps; data.validation is evaluated "
+            "only %safter the last",
+            arguments.eval_steps,
+            steps,
+            "before the first step and " if arguments.eval_on_start else "",
+        )
+    if recipe.data.packing and recipe.data.packing_strategy == "wrapped":
+        log.warning(
+            "data.packing_strategy 'wrapped' cuts one stream of texts into rows whose texts "
+            "attend to each other; 'bfd_split' keeps them separate"
+        )
+    scored_every = None if recipe.evaluation is None else recipe.evaluation.every
+    if scored_every is not None and scored_every >= steps:
+        log.warning(
+            "evaluation.every %d is not less than the run's %d steps; the run is scored only at "
+            "its end",
+            scored_every,
+            steps,
+        )
+
+
+def count_steps(recipe: Recipe, arguments: Any, rows: int, tokens: int) -> tuple[int, int]:
+    """Sequences per step, and number of steps; packed rows are counted as full."""
+    sequences = math.ceil(tokens / recipe.data.max_length) if recipe.data.packing else rows
+    sequences *= getattr(arguments, "num_generations", 1)
+    device_batch = arguments.per_device_train_batch_size * ranks.world_size()
+    accumulation = arguments.gradient_accumulation_steps
+    steps = arguments.max_steps
+    if steps <= 0:
+        an_epoch = math.ceil(math.ceil(sequences / device_batch) / accumulation)
+        steps = math.ceil(arguments.num_train_epochs * an_epoch)
+    return device_batch * accumulation, steps
+
+
+def describe_steps(recipe: Recipe, arguments: Any, rows: int, tokens: int | None) -> str:
+    """One line with the number of steps and the size of one.
 
     Args:
-        path: the adapter's folder, written by any program.
-        checkpoint: the base model that the adapter was trained on.
-
-    Raises:
-        AdapterError: it adapts or replaces parts that the recipe does not, or has a higher rank.
+        tokens: tokens of the rows; None if the stage's trainer tokenizes.
     """
-    from peft.tuners.lora.layer import LoraLayer
+    batch, steps = count_steps(recipe, arguments, rows, tokens or 0)
+    count = f"{steps:,} step{'' if steps == 1 else 's'} of"
+    if tokens is None:
+        group = getattr(arguments, "num_generations", 0)
+        unit = f"completions, {group} of a prompt" if group else "rows"
+        return f"{count} {batch} {unit}"
+    if recipe.data.packing:
+        size = batch * recipe.data.max_length
+        return f"about {count} {batch} packed sequences, about {size:,} tokens a step"
+    batch = min(batch, rows)  # a step ends with the epoch
+    unit = "sequence" if batch == 1 else "sequences"
+    return f"{count} {batch} {unit}, about {batch * tokens / rows:,.0f} tokens a step"
 
-    from moe_finetune.checkpoint.adapter import PREFIX, open_adapter
-    from moe_finetune.checkpoint.files import read_tensor
-    from moe_finetune.checkpoint.packings import as_peft
-    from moe_finetune.checkpoint.updates import check_adapter, read_updates
-    from moe_finetune.training.full_weights import live_weights
 
-    with tempfile.TemporaryDirectory() as scratch:
-        written = as_peft(check_adapter(path, checkpoint), checkpoint, Path(scratch), True)
-        adapter = open_adapter(written)
-        scales = {update.a: update.scale for update in read_updates(adapter, checkpoint).low_rank}
-        tensors = {key: read_tensor(info).float() for key, info in adapter.tensors.items()}
-    live = {
-        name.removeprefix(PREFIX): tensor.detach() for name, tensor in live_weights(model).items()
-    }
-    for name, module in model.named_modules():
-        key = name.removeprefix(PREFIX)
-        if not isinstance(module, LoraLayer) or f"{key}.lora_A.weight" not in tensors:
-            continue
-        a, b = (tensors.pop(f"{key}.lora_{factor}.weight") for factor in "AB")
-        experts: Any = getattr(module, "num_experts", 1)
-        rank, target_rank = a.shape[0] // experts, module.r[model.active_adapter]
-        if rank > target_rank:
-            raise AdapterError(
-                f"{path}: '{key}' has rank {rank}, but the recipe gives it {target_rank}; set "
-                f"lora.rank or lora.parts to {rank} or more"
-            )
-        scale = scales[f"{key}.lora_A.weight"] / module.scaling[model.active_adapter]
-        # PEFT packs A as (experts x rank, inputs), and B as (outputs, rank x experts).
-        target: Tensor = live[f"{key}.lora_A.weight"].view(experts, target_rank, -1)
-        target[:, :rank] = a.view(experts, rank, -1).to(target)
-        target = live[f"{key}.lora_B.weight"]
-        target = target.view(len(target), target_rank, experts)
-        target[:, :rank] = (b * scale).reshape(len(target), rank, experts).to(target)
-    for key in list(tensors):
-        if key in live and live[key].shape == tensors[key].shape:
-            live[key].copy_(tensors.pop(key))
-    if tensors:
-        raise AdapterError(
-            f"{path}: has '{next(iter(tensors))}' ({len(tensors)} such tensors), which the recipe "
-            "does not train; add its part to lora.targets or set router.train, or merge the "
-            "adapter and train from the merged checkpoint"
-        )
+def checkpoints_at_once(trainer: dict[str, Any], steps: int) -> int:
+    """How many lie on the disk at once: one more than are kept, while the next is written."""
+    if trainer.get("save_strategy") == "no":
+        return 0
+    interval = float(trainer.get("save_steps", 500))
+    interval = interval if interval >= 1 else interval * steps
+    written = max(1, int(steps // max(interval, 1)))
+    return min(written, int(trainer.get("save_total_limit", 2) or written) + 1)

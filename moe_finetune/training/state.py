@@ -1,16 +1,22 @@
-"""State without pickle: tensors as safetensors in files or text, nested state as JSON.
+"""State without pickle: tensors as safetensors, everything else as JSON in their files.
 
 ``pack`` replaces tensors in dictionaries, lists and tuples with their names; ``unpack`` puts them
-back. Everything else must be a plain value.
+back. A checkpoint has such a file of the optimizer, and one of each rank: its random state, and the
+rows of one of the run's steps. Any number of ranks can resume: each takes the random state of one
+old rank, and accumulates as many micro-batches as keep the rows of a step. The run is then the same
+except for random draws while it trains (dropout, jitter) and rounding in the order of sums.
 """
 
 import base64
 import binascii
 import json
+import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, load_file, save, save_file
 from torch import Tensor
@@ -20,12 +26,17 @@ from moe_finetune.errors import CheckpointError
 _TENSOR, _TUPLE, _ITEMS = "__tensor__", "__tuple__", "__items__"
 TRAINER_FILE = "trainer_state.json"
 """Transformers' own state of a trainer and its callbacks, in every checkpoint."""
+FOLDER = "trainer"
+"""Folder of a checkpoint for what only training reads."""
+
+
+# -- tensors --------------------------------------------------------------------------------------
 
 
 def save_state(path: Path, state: dict[str, Tensor]) -> None:
     """Write ``state``; an empty one writes no file."""
     if state:
-        save_file({key: value.detach().cpu().contiguous() for key, value in state.items()}, path)
+        save_file(_storable(state), path)
 
 
 def load_state(path: Path) -> dict[str, Tensor]:
@@ -38,8 +49,7 @@ def load_state(path: Path) -> dict[str, Tensor]:
 
 def to_text(state: dict[str, Tensor]) -> str:
     """``state`` as ASCII, bit for bit, for a file that can store only text."""
-    tensors = {key: value.detach().cpu().contiguous() for key, value in state.items()}
-    return base64.b64encode(save(tensors)).decode("ascii")
+    return base64.b64encode(save(_storable(state))).decode("ascii")
 
 
 def from_text(text: str, where: str) -> dict[str, Tensor]:
@@ -48,16 +58,6 @@ def from_text(text: str, where: str) -> dict[str, Tensor]:
         return load(base64.b64decode(text, validate=True))
     except (binascii.Error, SafetensorError, ValueError, TypeError) as problem:
         raise CheckpointError(f"{where}: cannot be read ({problem})") from None
-
-
-def to_bytes(packed: Any, tensors: Mapping[str, Tensor]) -> bytes:
-    """The content of a file with what :func:`pack` returned, and its tensors."""
-    return save(_storable(tensors), metadata={"state": json.dumps(packed)})
-
-
-def write_packed(path: Path, packed: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Write a file with what :func:`pack` returned, and its tensors."""
-    save_file(_storable(tensors), path, metadata={"state": json.dumps(packed)})
 
 
 def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -73,17 +73,10 @@ def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return stored
 
 
-def read_packed(path: Path) -> tuple[Any, dict[str, Tensor]]:
-    """Packed state and tensors of such a file; raise CheckpointError if it is damaged."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-            return json.loads((file.metadata() or {}).get("state", "{}")), tensors
-    except (OSError, SafetensorError, ValueError) as problem:
-        raise CheckpointError(f"{path}: cannot be read ({problem})") from None
+# -- nested state ---------------------------------------------------------------------------------
 
 
-def pack(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
+def pack(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
     """Return ``value`` as JSON; its tensors go into ``tensors``, by names that start with ``path``.
 
     Raises:
@@ -121,3 +114,89 @@ def unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
     if _ITEMS in value:
         return {key: unpack(item, tensors) for key, item in value[_ITEMS]}
     return {key: unpack(item, tensors) for key, item in value.items()}
+
+
+def write_packed(path: Path, packed: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Write a file with what :func:`pack` returned, and its tensors."""
+    save_file(_storable(tensors), path, metadata={"state": json.dumps(packed)})
+
+
+def read_packed(path: Path) -> tuple[Any, dict[str, Tensor]]:
+    """Packed state and tensors of such a file; raise CheckpointError if it is damaged."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            return json.loads((file.metadata() or {}).get("state", "{}")), tensors
+    except (OSError, SafetensorError, ValueError) as problem:
+        raise CheckpointError(f"{path}: cannot be read ({problem})") from None
+
+
+# -- of each rank ---------------------------------------------------------------------------------
+
+
+def random_state() -> dict[str, Any]:
+    """Random states of Python, NumPy and PyTorch in this process, as plain values."""
+    kind, keys, *rest_of_numpy = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (kind, np.asarray(keys).tolist(), *rest_of_numpy),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Restore what :func:`random_state` returned."""
+    random.setstate(state["python"])
+    kind, keys, *rest_of_numpy = state["numpy"]
+    np.random.set_state((kind, np.array(keys, np.uint32), *rest_of_numpy))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def rank_file(rank: int) -> str:
+    """The path of a rank's file in a checkpoint."""
+    return f"{FOLDER}/rank-{rank:05d}.safetensors"
+
+
+def pack_rank(args: Any, **state: Any) -> bytes:
+    """This rank's file."""
+    tensors: dict[str, Tensor] = {}
+    rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    written_by = {"world_size": args.world_size, "rows": rows, "random": random_state()}
+    packed = pack({**written_by, **state}, tensors)
+    return save(_storable(tensors), metadata={"state": json.dumps(packed)})
+
+
+def read_rank(checkpoint: Path, rank: int) -> dict[str, Any]:
+    """The state that ``rank`` resumes from: its own, or with more ranks that of another.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    first = unpack(*read_packed(checkpoint / rank_file(0)))
+    old = rank % first["world_size"]
+    return unpack(*read_packed(checkpoint / rank_file(old))) if old else first
+
+
+def accumulation(checkpoint: Path, args: Any) -> int:
+    """The accumulation that gives steps as many rows as those of ``checkpoint``.
+
+    With as many processes as the checkpoint's run had, this is the accumulation in ``args``.
+
+    Raises:
+        CheckpointError: no accumulation gives that many rows.
+    """
+    first = read_rank(checkpoint, 0)
+    world, rows = first["world_size"], first["rows"]
+    if world == args.world_size:
+        return args.gradient_accumulation_steps
+    rows_per_batch = args.train_batch_size * args.world_size
+    if rows % rows_per_batch:
+        raise CheckpointError(
+            f"{checkpoint}: was written by {world} processes whose steps took {rows} rows, and "
+            f"{args.world_size} of {args.train_batch_size} rows cannot continue it; resume with "
+            f"{world} processes"
+        )
+    return rows // rows_per_batch

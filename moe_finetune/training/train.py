@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import functools
 import logging
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, set_seed
 
-from moe_finetune.errors import DiskSpaceError
+from moe_finetune.errors import AdapterError, DiskSpaceError
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training import ranks
 from moe_finetune.training.callback import add_callbacks
-from moe_finetune.training.resumable import find_checkpoint
+from moe_finetune.training.guards import StopOnSignal
+from moe_finetune.training.resume import find_checkpoint
 from moe_finetune.training.sample import sample_examples, take_snapshot
 from moe_finetune.training.save import name_base, run_metadata, save_trained
-from moe_finetune.training.signals import StopOnSignal
-from moe_finetune.training.start import start_model, trainable_model
+from moe_finetune.training.start import Start, start_model
 from moe_finetune.training.trainer import build_trainer
 
 if TYPE_CHECKING:
-    from moe_finetune.training.prepare import Inputs
+    from torch import Tensor
+
+    from moe_finetune.checkpoint.open import Checkpoint
+    from moe_finetune.training.start import Inputs
 
 log = logging.getLogger(__name__)
 
@@ -110,3 +115,80 @@ class KeepSteps(TrainerCallback):
                 step,
                 problem,
             )
+
+
+def trainable_model(start: Start) -> Any:
+    """The model with its adapter before training: new factors, or those of ``lora.start``."""
+    from moe_finetune.lora.coverage import lora_coverage
+    from moe_finetune.lora.targets import add_lora
+    from moe_finetune.moe.offload import offload_experts
+
+    recipe = start.recipe
+    model = start_model(start)
+    set_seed(recipe.seed)
+    model = add_lora(model, recipe.lora, recipe.router.train)
+    if start.checkpoint is not None and recipe.lora is not None and recipe.lora.start is not None:
+        continue_adapter(model, Path(recipe.lora.start), start.checkpoint)
+    if recipe.model.offload == "experts":
+        offload_experts(model)
+    log.debug("LoRA coverage\n%s", lora_coverage(model).table())
+    return model
+
+
+def continue_adapter(model: Any, path: Path, checkpoint: Checkpoint) -> None:
+    """Copy an adapter's weights into the new factors that ``add_lora`` gave ``model``.
+
+    The model then computes the same as base and adapter. If the adapter's rank is lower than the
+    recipe's, the remaining directions start fresh; so do factors on parts that it does not adapt.
+
+    Args:
+        path: the adapter's folder, written by any program.
+        checkpoint: the base model that the adapter was trained on.
+
+    Raises:
+        AdapterError: it adapts or replaces parts that the recipe does not, or has a higher rank.
+    """
+    from peft.tuners.lora.layer import LoraLayer
+
+    from moe_finetune.checkpoint.adapter import PREFIX, open_adapter
+    from moe_finetune.checkpoint.files import read_tensor
+    from moe_finetune.checkpoint.packings import as_peft
+    from moe_finetune.checkpoint.updates import check_adapter, read_updates
+    from moe_finetune.training.weights import live_weights
+
+    with tempfile.TemporaryDirectory() as scratch:
+        written = as_peft(check_adapter(path, checkpoint), checkpoint, Path(scratch), True)
+        adapter = open_adapter(written)
+        scales = {update.a: update.scale for update in read_updates(adapter, checkpoint).low_rank}
+        tensors = {key: read_tensor(info).float() for key, info in adapter.tensors.items()}
+    live = {
+        name.removeprefix(PREFIX): tensor.detach() for name, tensor in live_weights(model).items()
+    }
+    for name, module in model.named_modules():
+        key = name.removeprefix(PREFIX)
+        if not isinstance(module, LoraLayer) or f"{key}.lora_A.weight" not in tensors:
+            continue
+        a, b = (tensors.pop(f"{key}.lora_{factor}.weight") for factor in "AB")
+        experts: Any = getattr(module, "num_experts", 1)
+        rank, target_rank = a.shape[0] // experts, module.r[model.active_adapter]
+        if rank > target_rank:
+            raise AdapterError(
+                f"{path}: '{key}' has rank {rank}, but the recipe gives it {target_rank}; set "
+                f"lora.rank or lora.parts to {rank} or more"
+            )
+        scale = scales[f"{key}.lora_A.weight"] / module.scaling[model.active_adapter]
+        # PEFT packs A as (experts x rank, inputs), and B as (outputs, rank x experts).
+        target: Tensor = live[f"{key}.lora_A.weight"].view(experts, target_rank, -1)
+        target[:, :rank] = a.view(experts, rank, -1).to(target)
+        target = live[f"{key}.lora_B.weight"]
+        target = target.view(len(target), target_rank, experts)
+        target[:, :rank] = (b * scale).reshape(len(target), rank, experts).to(target)
+    for key in list(tensors):
+        if key in live and live[key].shape == tensors[key].shape:
+            live[key].copy_(tensors.pop(key))
+    if tensors:
+        raise AdapterError(
+            f"{path}: has '{next(iter(tensors))}' ({len(tensors)} such tensors), which the recipe "
+            "does not train; add its part to lora.targets or set router.train, or merge the "
+            "adapter and train from the merged checkpoint"
+        )

@@ -15,12 +15,11 @@ from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES, Stage
 from moe_finetune.training.callback import SpecializationCallback, add_callbacks
 from moe_finetune.training.grpo import FollowsRollouts, SavesBetweenGenerations
-from moe_finetune.training.live_table import LiveTable
-from moe_finetune.training.numerics import FiniteTrainer
-from moe_finetune.training.rank_state import accumulation, random_state, set_random_state
-from moe_finetune.training.resumable import ResumableTrainer
-from moe_finetune.training.run_log import RunLog
+from moe_finetune.training.guards import FiniteTrainer
+from moe_finetune.training.resume import ResumableTrainer
+from moe_finetune.training.run_folder import LiveTable, RunLog
 from moe_finetune.training.shards import leave_experts
+from moe_finetune.training.state import accumulation, random_state, set_random_state
 
 _Trainer: Any = object
 log = logging.getLogger(__name__)

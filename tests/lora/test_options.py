@@ -14,8 +14,8 @@ from moe_finetune.lora.targets import add_lora
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.lora_factors import expert_factors, parameter_wrappers
 from moe_finetune.recipe.sections import LoraSection
-from moe_finetune.training.full_weights import trained_weights
 from moe_finetune.training.save import write_adapter
+from moe_finetune.training.weights import trained_weights
 from tests import tiny
 from tests.checkpoint.helpers import load, logits, with_adapter
 

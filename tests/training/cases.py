@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.recipe.sections import LoraSection
-from moe_finetune.training.numerics import FiniteTrainer
-from moe_finetune.training.resumable import ResumableTrainer
+from moe_finetune.training.guards import FiniteTrainer
+from moe_finetune.training.resume import ResumableTrainer
 from tests import tiny
 from tests.tiny_adapter import random_factors
 

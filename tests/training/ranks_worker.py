@@ -18,8 +18,8 @@ from moe_finetune.lora.targets import add_lora
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training import ranks
-from moe_finetune.training.full_weights import trained_weights
 from moe_finetune.training.trainer import build_trainer
+from moe_finetune.training.weights import trained_weights
 from tests import tiny
 from tests.tiny_adapter import random_factors
 

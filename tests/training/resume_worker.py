@@ -22,9 +22,9 @@ from moe_finetune.lora.targets import add_lora
 from moe_finetune.moe.spread import spread_experts
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training import ranks
-from moe_finetune.training.full_weights import trained_weights, whole_model
-from moe_finetune.training.resumable import ResumableTrainer
+from moe_finetune.training.resume import ResumableTrainer
 from moe_finetune.training.shards import is_sharded, leave_experts
+from moe_finetune.training.weights import trained_weights, whole_model
 from tests import fsdp, tiny
 
 WORLDS = (4, 2, 1)

@@ -29,10 +29,10 @@ from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.training import ranks
-from moe_finetune.training.full_weights import plain_name
 from moe_finetune.training.rewards import REWARDS
 from moe_finetune.training.shards import is_sharded
 from moe_finetune.training.trainer import build_trainer
+from moe_finetune.training.weights import plain_name
 from tests import fsdp, tiny
 from tests.tiny_adapter import random_factors
 

@@ -19,8 +19,8 @@ from moe_finetune.training.checkpoint import (
     verify_checkpoint,
     write_manifest,
 )
-from moe_finetune.training.rank_state import accumulation, pack_rank, rank_file, read_rank
-from moe_finetune.training.resumable import find_checkpoint
+from moe_finetune.training.resume import find_checkpoint
+from moe_finetune.training.state import accumulation, pack_rank, rank_file, read_rank
 
 PARTS = [
     lambda folder: write_small(folder, "one.bin", b"first" * 11),

@@ -12,7 +12,7 @@ from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.run import plan_run, run_recipe
 from moe_finetune.training import train
-from moe_finetune.training.prepare import checkpoints_at_once
+from moe_finetune.training.start import checkpoints_at_once
 
 
 @pytest.mark.parametrize("begin", [run_recipe, plan_run])

@@ -13,7 +13,7 @@ from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.run import run_recipe
 from moe_finetune.training.prepare import prepare
-from moe_finetune.training.start import continue_adapter
+from moe_finetune.training.train import continue_adapter
 from moe_finetune.training.trainer import build_trainer
 from tests import tiny
 from tests.checkpoint import helpers

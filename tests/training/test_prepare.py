@@ -111,7 +111,7 @@ def test_a_dry_run_without_a_memory_plan_says_why(recipe, tmp_path, caplog):
 
 
 def _machine_of(monkeypatch, size):
-    for module in ("memory", "prepare"):
+    for module in ("memory", "prepare", "start"):
         monkeypatch.setattr(f"moe_finetune.training.{module}.machine_bytes", lambda: size)
 
 

@@ -10,8 +10,8 @@ from moe_finetune.data.rows import Former
 from moe_finetune.data.sources import read_rows
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.tree import Tree
-from moe_finetune.training.prepare import describe_steps
 from moe_finetune.training.preview import histogram, marked, preview
+from moe_finetune.training.start import describe_steps
 from tests import tiny
 
 

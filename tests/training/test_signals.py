@@ -8,7 +8,7 @@ import pytest
 
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.training.checkpoint import write_manifest
-from moe_finetune.training.signals import Interrupted, StopOnSignal
+from moe_finetune.training.guards import Interrupted, StopOnSignal
 
 
 def events(stop):

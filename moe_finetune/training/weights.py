@@ -4,7 +4,7 @@ Every rank must call these functions, because gathering is collective. The other
 gathered tensor at a time; only rank 0, which writes the files, keeps them.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,6 @@ from moe_finetune.errors import CheckpointError
 from moe_finetune.models import find_family
 from moe_finetune.models.structure import part_of
 from moe_finetune.training import ranks
-
-
-def fill(target: Tensor, value: Tensor) -> None:
-    """Copy the whole ``value`` into ``target``, which may be sharded."""
-    with torch.no_grad():
-        target.copy_(like(target, value))
 
 
 def like(target: Any, value: Tensor) -> Tensor:
@@ -117,7 +111,12 @@ def set_weights(model: nn.Module, weights: Mapping[str, Tensor], where: str) -> 
         CheckpointError: names or shapes are not the model's; the message names ``where``.
     """
     live = live_weights(model)
-    _same_names(live, weights, where)
+    if live.keys() != weights.keys():
+        missing, extra = sorted(live.keys() - weights.keys()), sorted(weights.keys() - live.keys())
+        raise CheckpointError(
+            f"{where}: {len(missing)} tensors are missing and {len(extra)} are unknown (first: "
+            f"{[*missing, *extra][0]}); resume with the recipe that wrote it"
+        )
     for name, target in live.items():
         value = weights[name]
         if target.shape != value.shape:
@@ -125,14 +124,5 @@ def set_weights(model: nn.Module, weights: Mapping[str, Tensor], where: str) -> 
                 f"{where}: {name} has shape {tuple(value.shape)}, but the model's has "
                 f"{tuple(target.shape)}; resume with the recipe that wrote it"
             )
-        fill(target, value)
-
-
-def _same_names(live: Iterable[str], stored: Iterable[str], where: str) -> None:
-    missing, extra = sorted(set(live) - set(stored)), sorted(set(stored) - set(live))
-    if missing or extra:
-        example: Any = (missing or extra)[0]
-        raise CheckpointError(
-            f"{where}: {len(missing)} tensors are missing and {len(extra)} are unknown (first: "
-            f"{example}); resume with the recipe that wrote it"
-        )
+        with torch.no_grad():
+            target.copy_(like(target, value))

@@ -33,22 +33,6 @@ from moe_finetune.training.checkpoint import (
     verify_checkpoint,
     write_manifest,
 )
-from moe_finetune.training.full_weights import (
-    like,
-    live_weights,
-    model_weights,
-    set_weights,
-    trained_weights,
-    whole_model,
-)
-from moe_finetune.training.rank_state import (
-    FOLDER,
-    check_rows,
-    pack_rank,
-    rank_file,
-    read_rank,
-    set_random_state,
-)
 from moe_finetune.training.save import write_adapter
 from moe_finetune.training.shards import (
     WEIGHTS,
@@ -60,7 +44,27 @@ from moe_finetune.training.shards import (
     stored,
     write_shards,
 )
-from moe_finetune.training.state import load_state, pack, read_packed, unpack, write_packed
+from moe_finetune.training.state import (
+    FOLDER,
+    accumulation,
+    load_state,
+    pack,
+    pack_rank,
+    rank_file,
+    read_packed,
+    read_rank,
+    set_random_state,
+    unpack,
+    write_packed,
+)
+from moe_finetune.training.weights import (
+    like,
+    live_weights,
+    model_weights,
+    set_weights,
+    trained_weights,
+    whole_model,
+)
 
 # The other base, at run time any transformers Trainer; its attributes are used throughout.
 _Trainer: Any = object
@@ -105,7 +109,16 @@ class ResumableTrainer(_Trainer):
                 # Only now, so that older ones stay until the new one is whole.
                 rotate(root, limit, Path(best) if best else None)
         if ranks.any_rank(self._problem is not None) and self.args.should_save:
-            self._report_failed_save(root, target)
+            # The run does not end: the next save may succeed.
+            remove_folder(target)
+            last, _ = newest_checkpoint(root)
+            log.warning(
+                "WARNING: %s could not be saved (%s). Training continues; the last good checkpoint "
+                "is %s. Free some disk space, or raise trainer.save_steps.",
+                target,
+                self._problem or "see the other ranks' messages",
+                last or "none; if the run stops now, it has to start from the beginning",
+            )
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -114,18 +127,6 @@ class ResumableTrainer(_Trainer):
             yield
         except (OSError, SafetensorError) as error:
             self._problem = self._problem or error
-
-    def _report_failed_save(self, root: Path, target: Path) -> None:
-        """Warn about a failed save instead of ending the run: the next one may succeed."""
-        remove_folder(target)
-        last, _ = newest_checkpoint(root)
-        log.warning(
-            "WARNING: %s could not be saved (%s). Training continues; the last good checkpoint "
-            "is %s. Free some disk space, or raise trainer.save_steps.",
-            target,
-            self._problem or "see the other ranks' messages",
-            last or "none; if the run stops now, it has to start from the beginning",
-        )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if not _internal_call:
@@ -166,7 +167,7 @@ class ResumableTrainer(_Trainer):
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.lr_scheduler.state_dict(),
         }
-        packed = pack(state, tensors, "")
+        packed = pack(state, tensors)
         if is_sharded(self.model):
             tensors, shards = sharded_moments(tensors, self.optimizer)
             if self._weights_in_shards():
@@ -226,7 +227,12 @@ class ResumableTrainer(_Trainer):
             clear_leftovers(root)
         path = str(resume_from_checkpoint) if resume_from_checkpoint else None
         if path:
-            check_rows(Path(path), self.args)
+            steps = accumulation(Path(path), self.args)
+            if steps != self.args.gradient_accumulation_steps:
+                raise CheckpointError(
+                    f"{path}: was not written by {self.args.world_size} processes; set "
+                    f"gradient_accumulation_steps={steps} to keep the number of rows per step"
+                )
             # The random state is set twice. Here, since the loader draws the seed of its order
             # when it is made; and in _load_rng_state, right before the first new batch, since
             # making the loader, the optimizer and skipping rows have drawn from it again.
