@@ -23,9 +23,8 @@ from pydantic_core import PydanticUndefined
 from moe_finetune.experiments.recipe import StudyRecipe
 from moe_finetune.losses import TERMS
 from moe_finetune.losses.base import TermOptions
-from moe_finetune.recipe.arguments import ranges
 from moe_finetune.recipe.schema import Recipe
-from moe_finetune.recipe.stages import OWNED, STAGES
+from moe_finetune.recipe.stages import LIMITS, OWNED, STAGES
 from moe_finetune.upcycle.recipe import UpcycleRecipe
 
 REFERENCE = Path(__file__).resolve().parents[1] / "reference"
@@ -169,7 +168,8 @@ def trainer_table() -> str:
                 if value != ""
                 else ""
             )
-            lines.append(f"| `{field.name}` | {cell(shown)} | {ranges().get(field.name, '')} |")
+            number = limits(LIMITS[field.name]).strip(" ()") if field.name in LIMITS else ""
+            lines.append(f"| `{field.name}` | {cell(shown)} | {number} |")
     return "\n".join(lines)
 
 

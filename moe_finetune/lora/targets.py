@@ -30,7 +30,7 @@ from moe_finetune.quantization.weight import quantized
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-    from moe_finetune.recipe.lora import LoraSection
+    from moe_finetune.recipe.sections import LoraSection
 
 log = logging.getLogger(__name__)
 
@@ -45,35 +45,30 @@ def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
 
     family = family_in(model)
     names = [name for name, _ in model.named_modules()]
-    modules: list[str] = []
-    parameters: list[str] = []
-    of_part: dict[str, list[str]] = {}
-    for group in lora.targets:
-        counts = len(modules), len(parameters)
-        if group == "attention":
-            attention = [t for t in family.attention_targets if _any_ends(names, t)]
-            # PEFT takes these names for a part of the experts' stacks.
-            halves = [t for t in attention if t.rpartition(".")[2] in GATED_MLP]
-            modules += [t for t in attention if t not in halves]
-            parameters += [f"{target}.weight" for target in halves]
-        elif group == "shared_experts":
-            attention = [t for t in family.shared_targets if _any_ends(names, t)]
-            parameters += [f"{target}.weight" for target in attention]
+    scoped = partial(_scoped, model, f"{family.backbone}.layers.")
+    modules: dict[str, list[str]] = {}
+    parameters: dict[str, list[str]] = {}
+    for part in lora.targets:
+        if part == "experts":
+            parameters[part] = list(family.expert_targets)
+        elif part == "shared_experts":
+            linear = [t for t in family.shared_targets if _any_ends(names, t)]
+            parameters[part] = [f"{target}.weight" for target in linear]
         else:
-            attention = list(family.expert_targets)
-            parameters += attention
-        of_part[group] = [*modules[counts[0] :], *parameters[counts[1] :]]
+            linear = [t for t in family.attention_targets if _any_ends(names, t)]
+            # PEFT takes these names for a part of the experts' stacks.
+            halves = {t for t in linear if t.rpartition(".")[2] in GATED_MLP}
+            modules[part] = scoped([t for t in linear if t not in halves])
+            parameters[part] = [f"{target}.weight" for target in linear if target in halves]
+        parameters[part] = scoped(parameters[part])
         # The default names all three, so that a model with shared experts trains them.
-        if not attention and "targets" in lora.model_fields_set:
+        if not (modules.get(part) or parameters[part]) and "targets" in lora.model_fields_set:
             log.warning(
-                "lora.targets: %s has no %s, so that target adapts nothing", family.title, group
+                "lora.targets: %s has no %s, so that target adapts nothing", family.title, part
             )
     if router == "lora":
-        parameters.append(family.router_target)
-        of_part["router"] = [family.router_target]
-    scoped = partial(_scoped, model, f"{family.backbone}.layers.")
-    modules, parameters = scoped(modules), scoped(parameters)
-    if not modules and not parameters:
+        parameters["router"] = scoped([family.router_target])
+    if not any([*modules.values(), *parameters.values()]):
         raise RecipeError(
             f"lora.targets: {lora.targets} matches nothing in {family.title}; "
             "choose from attention, shared_experts, experts"
@@ -81,10 +76,9 @@ def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
     assert lora.rank is not None and lora.alpha is not None
     top_k = family.top_k(causal_lm(model).config)
     patterns = {
-        re.escape(target): lora.parts[part].resolved(lora, top_k)
-        for part, targets in of_part.items()
-        if part in lora.parts
-        for target in scoped(targets)
+        re.escape(target): options.resolved(lora, top_k)
+        for part, options in lora.parts.items()
+        for target in (*modules.get(part, ()), *parameters.get(part, ()))
     }
     return LoraConfig(
         r=lora.rank,
@@ -93,8 +87,9 @@ def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
         alpha_pattern={name: alpha for name, (_, alpha) in patterns.items()},
         use_rslora=lora.use_rslora,
         lora_dropout=0.0,
-        target_modules=modules or [],
-        target_parameters=parameters or None,
+        init_lora_weights="gaussian" if lora.init == "gaussian" else True,
+        target_modules=list(chain(*modules.values())),
+        target_parameters=list(chain(*parameters.values())) or None,
         # With the block's name: PEFT matches ends, and other modules are called *_gate too.
         modules_to_save=scoped([family.router_path]) if router == "full" else None,
         task_type="CAUSAL_LM",
@@ -139,9 +134,7 @@ def add_lora(model: nn.Module, lora: LoraSection | None, router: str) -> nn.Modu
         )
     if chosen is not None:
         keep_chosen(adapted, config, chosen)
-        materialize(adapted)
-    if lora.init == "gaussian":
-        _draw_gaussian(adapted)
+        materialize(adapted, config.init_lora_weights)
     set_dropout(adapted, lora.dropout)
     widen_routers(adapted)
     for name, parameter in adapted.named_parameters():
@@ -154,16 +147,6 @@ def add_lora(model: nn.Module, lora: LoraSection | None, router: str) -> nn.Modu
         if quantized(parameter) or hasattr(parameter, "device_mesh")
     ]
     return adapted
-
-
-def _draw_gaussian(model: nn.Module) -> None:
-    from peft.tuners.lora.layer import LoraLayer
-
-    for module in model.modules():
-        if isinstance(module, LoraLayer):
-            for name, a in module.lora_A.items():
-                if a.weight.device.type != "meta":
-                    module.reset_lora_parameters(name, "gaussian")  # type: ignore[arg-type]
 
 
 def _without_gradient(model: nn.Module) -> set[str]:
@@ -264,8 +247,3 @@ def _scoped(model: nn.Module, stack: str, targets: list[str]) -> list[str]:
 
 def _any_ends(names: list[str], suffix: str) -> bool:
     return any(name.endswith(suffix) for name in names)
-
-
-def trainable(model: nn.Module) -> list[tuple[str, Any]]:
-    """Names and parameters of everything that trains."""
-    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]

@@ -99,8 +99,11 @@ def for_all_experts(
     return whole
 
 
-def materialize(model: nn.Module) -> None:
-    """Initialize LoRA factors that PEFT left on the meta device, on their base's device."""
+def materialize(model: nn.Module, init: Any = True) -> None:
+    """Initialize LoRA factors that PEFT left on the meta device, on their base's device.
+
+    ``init``: PEFT's ``init_lora_weights``.
+    """
     from peft.tuners.lora.layer import LoraLayer
 
     layers: list[Any] = [module for module in model.modules() if isinstance(module, LoraLayer)]
@@ -113,4 +116,4 @@ def materialize(model: nn.Module) -> None:
             if first.weight.device.type == "meta":
                 first.to_empty(device=base.device)
                 module.lora_B[name].to_empty(device=base.device)
-                module.reset_lora_parameters(name, True)
+                module.reset_lora_parameters(name, init)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from moe_finetune.io.split_files import has_validation
 from moe_finetune.recipe.section import Section
-from moe_finetune.recipe.stages import STAGES
+
+Format = Literal["auto", "messages", "prompt_completion", "text"]
+SECTIONS: Any = Field(default=None, description="default: that of the `data` section")
 
 
 class DataSource(Section):
@@ -20,23 +21,15 @@ class DataSource(Section):
     """
 
     path: str = Field(min_length=1, description="file, folder or hub id of a dataset")
-    format: Literal["auto", "messages", "prompt_completion", "text"] | None = Field(
-        default=None, description="default: that of the `data` section"
-    )
-    columns: dict[str, str] | None = Field(
-        default=None, description="default: that of the `data` section"
-    )
-    template: dict[str, str] | None = Field(
-        default=None, description="default: that of the `data` section"
-    )
+    format: Format | None = SECTIONS
+    columns: dict[str, str] | None = SECTIONS
+    template: dict[str, str] | None = SECTIONS
     split: str | None = Field(default=None, description="split of a hub dataset")
     limit: int | None = Field(default=None, ge=1, description="number of rows to draw at random")
     where: dict[str, list[str | int]] = Field(
-        default={}, description="field -> values; only rows with these values are kept"
+        default={}, description="field -> values of kept rows"
     )
-    words: dict[str, list[str]] = Field(
-        default={}, description="field -> words that replace its numbers, such as label names"
-    )
+    words: dict[str, list[str]] = Field(default={}, description="field -> words for its numbers")
 
     @model_validator(mode="after")
     def _agree(self) -> DataSource:
@@ -61,13 +54,9 @@ class DataSection(Section):
 
     train: Paths = Field(description="training data: file, folder, hub id, or a list of them")
     validation: Paths | None = Field(
-        default=None,
-        description="held-out data for the validation loss: as `train`; default: the validation "
-        "files of a folder that is `train`",
+        default=None, description="held-out data; default: validation files of a folder `train`"
     )
-    format: Literal["auto", "messages", "prompt_completion", "text"] = Field(
-        default="auto", description="`auto` detects it from the rows"
-    )
+    format: Format = Field(default="auto", description="`auto` detects it from the rows")
     columns: dict[str, str] | None = Field(
         default=None, description="our field -> the file's: {prompt: question, completion: answer}"
     )
@@ -75,39 +64,29 @@ class DataSection(Section):
         default=None, description='our field from theirs: {prompt: "Q: {question}\\nA:", ...}'
     )
     chat_template: str | None = Field(
-        default=None,
-        description="chatml, plain, training (TRL's), or a Jinja file; default: the tokenizer's",
+        default=None, description="chatml, plain, training (TRL's) or a file; default: the model's"
     )
     turns: Literal["all", "each"] = Field(
-        default="all",
-        description="one example per conversation, or one per answer",
+        default="all", description="one example per conversation, or one per answer"
     )
     max_length: int = Field(default=2048, ge=2, le=2**24, description="longest row in tokens")
     overlong: Literal["truncate", "drop", "error"] = Field(
         default="truncate", description="what happens to rows longer than `max_length`"
     )
     malformed: Literal["error", "drop"] = Field(
-        default="error",
-        description="what happens to rows without the fields or turns that training needs",
+        default="error", description="what happens to rows without what training needs"
     )
     packing: bool = Field(default=False, description="pack several rows into one of `max_length`")
     packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = Field(
-        default="bfd",
-        description="as in TRL; with `wrapped`, texts in one row attend to each other",
+        default="bfd", description="as in TRL; with `wrapped`, texts of a row attend to each other"
     )
     completion_only_loss: bool | None = Field(
-        default=None, description="learn only completions; default: where there are completions"
+        default=None, description="learn only completions; default: where there are some"
     )
     split: str = Field(default="train", description="split of a hub dataset")
-    limit: int | None = Field(
-        default=None, ge=1, description="number of rows to draw at random from all sources"
-    )
-    seed: int | None = Field(
-        default=None, description="seed of the rows' order; default: trainer.seed"
-    )
-    num_proc: int | None = Field(
-        default=None, ge=1, description="number of processes that prepare the data"
-    )
+    limit: int | None = Field(default=None, ge=1, description="rows to draw from all sources")
+    seed: int | None = Field(default=None, description="of the rows' order; default: trainer.seed")
+    num_proc: int | None = Field(default=None, ge=1, description="processes that prepare the data")
 
     @model_validator(mode="after")
     def _validation_of_folders(self) -> DataSection:
@@ -131,25 +110,3 @@ class DataSection(Section):
         usual = {"format": "text", "packing": True, "packing_strategy": "bfd_split"}
         unset = {key: value for key, value in usual.items() if key not in self.model_fields_set}
         return DataSection.model_validate({**self.model_dump(exclude_unset=True), **unset})
-
-    def conflicts(self, recipe: Any) -> Iterator[str]:
-        stage = STAGES[recipe.stage]
-        if stage.name == "pretrain" and self.format != "text":
-            yield (
-                f"data.format: '{self.format}' has prompts and answers, but stage pretrain needs "
-                "text; set it to text"
-            )
-        if stage.form != "tokens":
-            if self.packing:
-                yield f"data.packing: stage {stage.name} does not pack; leave it out"
-            if self.format != "auto":
-                yield f"data.format: stage {stage.name} has its own format; leave it out"
-        if self.columns and self.template:
-            yield "data.template: cannot be combined with data.columns; keep one of them"
-        if self.format == "text" and self.completion_only_loss:
-            yield "data.completion_only_loss: true needs completions, and data.format is 'text'"
-        if self.packing and self.packing_strategy != "bfd" and self.format not in ("text", "auto"):
-            yield (
-                f"data.packing_strategy: '{self.packing_strategy}' splits examples and is only "
-                f"for data.format 'text'; set 'bfd' for '{self.format}'"
-            )

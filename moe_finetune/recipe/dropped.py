@@ -1,70 +1,67 @@
-"""Keys that recipes and studies of earlier versions have, and what replaces each.
+"""Keys and values that recipes and studies of earlier versions have, and what replaces each.
 
-A run folder's ``recipe.yaml`` has every key of the version that wrote it. So a dropped key at its
-old default, or null, is read and ignored; any other value is refused with its replacement.
+A run's ``recipe.yaml`` has every key of the version that wrote it. So a dropped key at its old
+default, or null, is ignored; any other value is refused.
 """
 
+import re
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import RecipeError
-from moe_finetune.recipe.tree import Key, Tree, dotted
+from moe_finetune.recipe.tree import Tree
 from moe_finetune.recipe.validation import placed
 
-OTHER_TRAINERS = "SpecializationCallback adds the method to TRL's own trainer, see docs/stages.md"
 SLURM = "`sbatch --array` runs a study's shards, see recipes/launch/README.md"
+OTHERS = "SpecializationCallback adds the method to TRL's own trainer, see docs/stages.md"
+STAGES = f"kto, orpo and distill were dropped (kept: sft, pretrain, dpo, grpo); {OTHERS}"
 OWN_MODEL = (
     "give your PEFT model and SpecializationCallback to TRL's trainer, see "
     "docs/other-trainers.md; merge takes its adapter"
 )
-ON_THE_MEAN = (
-    "was dropped; a weight multiplies the mean over tokens: give the weight times the tokens of "
-    "the sum"
-)
-DATE = "chat templates write the date of the day on which the data are prepared"
-KEYS: dict[str, tuple[Any, str]] = {
-    "data.date": (None, DATE),
+STARTS = f"orthogonal, olora and pissa were dropped (kept: kaiming, gaussian); {OWN_MODEL}"
+EVERY = "give a term its own every, or call moe_finetune.measure_strength in Python"
+MEAN = "was dropped; a weight multiplies the mean over tokens: give weight x tokens of the sum"
+REWARD = "a recipe runs no file; register the reward in a --plugin FILE, see docs/extending.md"
+DROPPED: dict[str, tuple[Any, str]] = {
+    "data.date": (None, "chat templates write the date of the day when the data are prepared"),
     "data.ignore": ([], "remove the columns or fields from the rows"),
     "plan": (None, "`train --dry-run` of an arm plans its memory; `study --plan` lists the runs"),
     "launch.options": ({}, SLURM),
     "launch.hours": (24.0, SLURM),
     "launch.jobs": (None, SLURM),
-    "lora.use_dora": (False, f"was dropped; {OWN_MODEL}"),
-    "lora.loraplus_lr_ratio": (None, f"LoRA+ was dropped; {OWN_MODEL}"),
-    "method.terms.*.one_sided": (False, "was dropped; both vectors of a pair are differentiated"),
-    "method.strength.every": (
-        None,
-        "give a term its own every, or call moe_finetune.measure_strength in Python",
-    ),
-    "model.family": (
-        None,
-        "a plugin registers the family: --plugin my_family.py, see docs/extending.md",
-    ),
-    "numerics": (None, "was dropped; a loss that is not finite stops the run, a collapse warns"),
+    "launch.kind=slurm": (None, f"slurm was dropped; {SLURM}"),
+    "*lora.use_dora": (False, f"was dropped; {OWN_MODEL}"),
+    "*lora.loraplus_lr_ratio": (None, f"LoRA+ was dropped; {OWN_MODEL}"),
+    "*lora.init=orthogonal": (None, STARTS),
+    "*lora.init=olora": (None, STARTS),
+    "*lora.init=pissa*": (None, STARTS),
+    "*method.terms.*.one_sided": (False, "was dropped; both vectors of a pair are differentiated"),
+    "*method.terms.*.reduction": (None, MEAN),
+    "*method.terms.*.tokens": (None, MEAN),
+    "*method.terms.teacher_routing": ({"weight": 0}, "was dropped with stage distill; remove it"),
+    "*method.strength.every": (None, EVERY),
+    "model.family": (None, "--plugin my_family.py registers a family, see docs/extending.md"),
+    "model.quantization=int8": (None, "int8 was dropped; set nf4"),
+    "numerics=[!{]*": (None, "was dropped; a loss that is not finite stops, a collapse warns"),
     "numerics.on_nan": ("stop", "steps are no longer skipped; lower trainer.learning_rate"),
     "numerics.max_violation": (None, "the limit is 0.75 x (experts / selected - 1)"),
     "numerics.dead_experts": (0.5, "the limit is 0.5"),
     "numerics.patience": (5, "a collapse is reported after 5 logs"),
     "numerics.deterministic": (False, "set trainer.full_determinism: true"),
+    "rewards.*.file": (None, REWARD),
+    "rewards.*.function": ("reward", REWARD),
+    "stage=kto": (None, STAGES),
+    "stage=orpo": (None, STAGES),
+    "stage=distill": (None, STAGES),
     "stages": (None, "give each stage its own run: train next.yaml model.path=runs/first/merged"),
-    "teacher": (None, f"stage distill was dropped; {OTHER_TRAINERS}"),
+    "teacher": (None, f"stage distill was dropped; {OTHERS}"),
 }
-"""Dotted key, ``*`` for any loss -> its old default, and what to do instead."""
-VALUES: dict[str, dict[str, str]] = {
-    "launch.kind": {"slurm": f"was dropped; {SLURM}"},
-    "lora.init": dict.fromkeys(
-        ("orthogonal", "olora", "pissa", *(f"pissa_niter_{n}" for n in range(1, 100))),
-        f"was dropped (kept: kaiming, gaussian); {OWN_MODEL}",
-    ),
-    "model.quantization": {"int8": "was dropped; set nf4"},
-    "stage": dict.fromkeys(
-        ("kto", "orpo", "distill"),
-        f"was dropped (kept: sft, pretrain, dpo, grpo); {OTHER_TRAINERS}",
-    ),
-}
-"""Dotted key -> values that were dropped, and what to do instead."""
-TERMS = {"teacher_routing": "was dropped with stage distill; remove it (weight: 0)"}
-"""Dropped losses, and what to do instead."""
+"""Key or ``key=value`` -> the key's old default, and what to do instead.
+
+A first ``*`` is for sections of an upcycle, the others for a loss or a value.
+"""
 
 
 def without_dropped(tree: Tree) -> Tree:
@@ -74,7 +71,7 @@ def without_dropped(tree: Tree) -> Tree:
         RecipeError: a dropped key has another value; a line for each.
     """
     problems: list[str] = []
-    values = _kept(tree.values, (), problems)
+    values = _without(tree.values, "", problems)
     if Path(tree.origin(("data", "date")).partition(":")[0]).name == "recipe.yaml":
         # Runs of earlier versions wrote the date there themselves.
         problems = [line for line in problems if not line.startswith("data.date:")]
@@ -83,60 +80,32 @@ def without_dropped(tree: Tree) -> Tree:
     return Tree(values, tree.origins)
 
 
-def _kept(values: dict[str, Any], above: Key, problems: list[str]) -> dict[str, Any]:
-    kept = {}
-    for name, value in values.items():
-        key = (*above, name)
-        problem = _problem(key, value)
-        if problem is None:
-            if key[:2] == ("method", "terms") and len(key) == 3 and isinstance(value, dict):
-                value = _with_number(key, value, problems)
-            inner = _kept(value, key, problems) if isinstance(value, dict) else value
-            if inner != {} or value == {}:  # a section of dropped keys alone is as if not given
-                kept[name] = inner
-        elif problem:
-            problems.append(f"{dotted(key)}: {problem}")
-    return kept
+def _without(value: Any, above: str, problems: list[str]) -> Any:
+    if isinstance(value, list):
+        return [_without(item, f"{above}{index}.", problems) for index, item in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    remaining = {}
+    is_loss = re.search(r"(^|\.)method\.terms\.[^.]+\.$", above)
+    for name, inner in (_on_mean(value) if is_loss else value).items():
+        key, with_value = f"{above}{name}", f"{above}{name}={inner}"
+        for pattern, (default, instead) in DROPPED.items():
+            if fnmatchcase(key, pattern) or fnmatchcase(with_value, pattern):
+                if inner is not None and inner != default:
+                    problems.append(f"{key}: {instead}")
+                break
+        else:
+            result = _without(inner, f"{key}.", problems)
+            if result != {} or inner == {}:  # a section of dropped keys alone is as if not given
+                remaining[name] = result
+    return remaining
 
 
-def _with_number(key: Key, options: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    """A loss's options, with its weight on a sum over ``tokens`` as a weight on the mean."""
-    options = dict(options)
-    reduction, tokens = options.pop("reduction", None), options.pop("tokens", None)
-    if tokens is None and reduction in (None, "mean"):
-        if reduction and options.get("weight") is None and not _found(options):
-            problems.append(f"{dotted(key)}.reduction: {ON_THE_MEAN}")
+def _on_mean(options: dict[str, Any]) -> dict[str, Any]:
+    """A loss's options, with its weight on the sum over ``tokens`` as a weight on the mean."""
+    weight, share = options.get("weight"), options.get("share") or options.get("target")
+    scale = {"mean": 1, "sum": options.get("tokens")}.get(str(options.get("reduction")))
+    if not isinstance(scale, int | float) or (weight is None and not share):
         return options
-    weight = options.get("weight")
-    if _is_number(weight) and _is_number(tokens) and reduction == "sum":
-        options["weight"] = weight * tokens
-    elif weight != 0 and not (weight is None and _found(options)):
-        problems.append(f"{dotted(key)}.{'reduction' if reduction else 'tokens'}: {ON_THE_MEAN}")
-    return options
-
-
-def _found(options: dict[str, Any]) -> bool:
-    """Return whether the first step finds the loss's weight."""
-    return bool(options.get("share") or options.get("target"))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _problem(key: Key, value: Any) -> str | None:
-    """Why a dropped key is refused; "" if it is ignored, None if it is not dropped."""
-    for section in ("lora", "method"):  # also below a stage or an arm of an upcycle
-        if section in key:
-            key = key[key.index(section) :]
-    of_term = key[:2] == ("method", "terms") and len(key) > 2
-    if of_term and len(key) == 3 and key[2] in TERMS:
-        removed = value is None or (isinstance(value, dict) and value.get("weight") == 0)
-        return "" if removed else TERMS[str(key[2])]
-    name = dotted(("method", "terms", "*", *key[3:]) if of_term else key)
-    if isinstance(value, str) and value in VALUES.get(name, {}):
-        return f"{value!r} {VALUES[name][value]}"
-    if name not in KEYS or (isinstance(value, dict) and f"{name}." in " ".join(KEYS)):
-        return None  # a section's keys are looked at one by one
-    default, instead = KEYS[name]
-    return "" if value is None or value == default else instead
+    changed = {"weight": weight * scale} if isinstance(weight, int | float) else {}
+    return {k: v for k, v in options.items() if k not in ("reduction", "tokens")} | changed

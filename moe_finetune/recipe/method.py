@@ -1,22 +1,17 @@
 """The ``method:`` section: from a preset and its changes to validated losses and perturbations."""
 
 from collections.abc import Mapping
-from math import inf
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    SerializeAsAny,
-    ValidationError,
-    field_serializer,
-)
+from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError
+from pydantic.functional_serializers import field_serializer
 
 from moe_finetune.errors import RecipeError, did_you_mean
 from moe_finetune.recipe.section import Section
-from moe_finetune.recipe.tree import dotted, merge_mappings
+from moe_finetune.recipe.tree import merge_mappings
 from moe_finetune.recipe.validation import describe
+
+Share = Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["recommended"]
 
 
 class Perturbations(Section):
@@ -28,9 +23,7 @@ class Perturbations(Section):
     expert_dropout: float | None = Field(
         default=None, gt=0, lt=1, description="share of expert outputs that are set to 0"
     )
-    random_second_choice: bool = Field(
-        default=False, description="the second expert is drawn by its score (GShard)"
-    )
+    random_second_choice: bool = Field(default=False, description="draw it by score (GShard)")
 
 
 class StrengthSection(Section):
@@ -49,7 +42,7 @@ class Method(Section):
     model_config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)
 
     preset: str | None = Field(default=None, description="a file of `recipes/methods`")
-    share: float | Literal["recommended"] | None = Field(
+    share: Share | None = Field(
         default=None,
         exclude=True,  # becomes the share of each term
         description="share of each of the preset's terms except z-loss and, among others, "
@@ -65,10 +58,7 @@ class Method(Section):
     perturbations: Perturbations = Perturbations()
     strength: StrengthSection = StrengthSection()
     bias_update: float | None = Field(
-        default=None,
-        gt=0,
-        allow_inf_nan=False,
-        description="how far the selection bias moves after each step (loss-free balancing)",
+        default=None, gt=0, allow_inf_nan=False, description="move of the selection bias per step"
     )
     export_bias: Literal["write", "drop"] = Field(
         default="write", description="whether a learned bias goes into the merged checkpoint"
@@ -105,27 +95,28 @@ def resolve_method(method: str | dict[str, Any] | Method | None, **overrides: An
     """
     if isinstance(method, Method):
         options = method.model_dump(mode="json")
-    elif method is not None and not isinstance(method, str | dict):
-        raise RecipeError(
-            f"method: must be a preset's name or a mapping such as {{preset: erc}}, not {method!r}"
-        )
+    elif isinstance(method, str | dict | None):
+        options = method if isinstance(method, dict) else {"preset": method}
     else:
-        options = {"preset": method} if isinstance(method, str) else dict(method or {})
+        raise RecipeError(f"method: must be a preset's name or a mapping, not {method!r}")
     options = merge_mappings(options, overrides)
-    preset = options.get("preset")
-    if preset is not None and not isinstance(preset, str):
-        raise RecipeError(f"method.preset: {preset!r} must be the name of a preset")
-    if preset:
-        options = merge_mappings(_preset(preset), _with_share(preset, options))
-    elif options.get("share") is not None:
-        raise RecipeError(
-            "method.share: needs method.preset; without one, give each term its own share"
-        )
+    terms = options.get("terms") or {}
+    checked_terms = {} if isinstance(terms, dict) else terms
+    checked = _validated(Method, {**options, "terms": checked_terms}, "method")
+    if checked.preset:
+        terms = _with_share(checked.preset, checked.share, terms)
+        options = merge_mappings(_preset(checked.preset), {**options, "terms": terms})
+    elif checked.share is not None:
+        raise RecipeError("method.share: needs method.preset; else give each term its own share")
     options["terms"] = _terms(options.get("terms") or {})
+    return _validated(Method, options, "method").model_copy(update={"share": None})
+
+
+def _validated(model: type[Any], options: Any, *key: str) -> Any:
     try:
-        return Method.model_validate(options).model_copy(update={"share": None})
+        return model.model_validate(options)
     except ValidationError as error:
-        raise RecipeError("\n".join(describe(Method, error, ("method",)))) from None
+        raise RecipeError("\n".join(describe(model, error, key))) from None
 
 
 def _preset(name: str) -> dict[str, Any]:
@@ -140,24 +131,25 @@ WEIGHTED = ("load_balance", "z_loss")
 """Constraints: they keep their weight if ``method.share`` is set and there are other terms."""
 
 
-def _with_share(preset: str, method: dict[str, Any]) -> dict[str, Any]:
-    """Apply ``method.share`` to each of the preset's terms without a strength in ``terms``."""
-    share, changes = method.get("share"), method.get("terms") or {}
-    if share is None or not isinstance(changes, dict):
-        return method
-    shares = {
-        name: dict(options)
-        for name, options in _shares(preset, share).items()
-        if not isinstance(changes.get(name), dict)
-        or not {"weight", "share", "target"} & changes[name].keys()
-    }
-    return {**method, "terms": merge_mappings(shares, changes)}
+def _with_share(preset: str, share: float | str | None, terms: dict[str, Any]) -> dict[str, Any]:
+    """``terms`` with ``method.share`` for each of the preset's terms without its own strength."""
+    return merge_mappings(
+        {
+            name: dict(options)
+            for name, options in _shares(preset, share).items()
+            if not isinstance(terms.get(name), dict)
+            or not {"weight", "share", "target"} & terms[name].keys()
+        },
+        terms,
+    )
 
 
-def _shares(preset: str, share: Any) -> Mapping[str, Any]:
+def _shares(preset: str, share: float | str | None) -> Mapping[str, Any]:
     """Options of the preset's terms for a value of ``method.share``."""
     from moe_finetune.losses.presets import PRESETS
 
+    if share is None:
+        return {}
     if share == "recommended":
         if recommended := PRESETS[preset].recommended:
             return recommended
@@ -166,41 +158,26 @@ def _shares(preset: str, share: Any) -> Mapping[str, Any]:
             f"{', '.join(name for name in PRESETS if PRESETS[name].recommended)}; set "
             "method.share=null for the weights of the paper, or give a number such as 0.1"
         )
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < inf:
-        raise RecipeError(
-            "method.share: must be a number more than 0, such as 0.1, or 'recommended', "
-            f"not {share!r}"
-        )
     terms = PRESETS[preset].terms
     # Constraints keep their weight, unless balance is all that the preset is for.
-    aims = [name for name in terms if name not in WEIGHTED] or [
-        name for name in terms if name == "load_balance"
-    ]
+    aims = set(terms) - set(WEIGHTED) or {"load_balance"} & set(terms)
     if not aims:
         raise RecipeError(
-            f"method.share: preset '{preset}' has no loss that a share could set; leave share "
-            "out, or set method.share=null where another file has one"
+            f"method.share: preset '{preset}' has no loss that a share could set; leave it out, or "
+            "set method.share=null where another file has one"
         )
-    return {name: {"share": share} for name in aims}
+    return {name: {"share": share} for name in terms if name in aims}
 
 
-def _terms(terms: Any) -> dict[str, BaseModel]:
+def _terms(terms: dict[str, Any]) -> dict[str, BaseModel]:
     from moe_finetune.losses import TERMS
 
-    if not isinstance(terms, dict):
-        raise RecipeError(f"method.terms: {terms!r} must be a mapping of losses to their options")
     resolved: dict[str, BaseModel] = {}
     for name, options in terms.items():
-        key = ("method", "terms", name)
         if name not in TERMS:
-            raise RecipeError(f"{dotted(key)}: unknown loss{did_you_mean(str(name), TERMS)}")
-        if not isinstance(options, dict):
-            raise RecipeError(f"{dotted(key)}: must be a mapping such as {{weight: 1.0e-3}}")
-        model = TERMS[name].Options
-        try:
-            validated = model.model_validate(options)
-        except ValidationError as error:
-            raise RecipeError("\n".join(describe(model, error, key))) from None
+            nearest = did_you_mean(str(name), TERMS)
+            raise RecipeError(f"method.terms.{name}: unknown loss{nearest}")
+        validated = _validated(TERMS[name].Options, options, "method", "terms", name)
         if not validated.removed:
             resolved[name] = validated
     return resolved

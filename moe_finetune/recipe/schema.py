@@ -2,31 +2,30 @@
 
 ``load_recipe(["recipe.yaml"], ["data.train=my.jsonl"])`` -> :class:`Recipe`. The resolved recipe is
 saved with the run, and loading that copy gives an equal recipe with the same hash. Its keys and
-their rules are in ``sections.py``, ``data.py``, ``lora.py`` and ``method.py``.
+their rules are in ``sections.py``, ``data.py``, ``method.py`` and ``conflicts.py``.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from moe_finetune.errors import PluginError, RecipeError
 from moe_finetune.plugins import use_installed
+from moe_finetune.recipe.conflicts import conflicts
 from moe_finetune.recipe.data import DataSection, Paths
 from moe_finetune.recipe.dropped import without_dropped
-from moe_finetune.recipe.lora import LoraSection
 from moe_finetune.recipe.method import Method, resolve_method
 from moe_finetune.recipe.section import WholeRecipe
 from moe_finetune.recipe.sections import (
-    BEST,
     EvaluationSection,
     ExportSection,
+    LoraSection,
     ModelSection,
     ParallelSection,
     RewardSection,
@@ -34,24 +33,20 @@ from moe_finetune.recipe.sections import (
 )
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.recipe.tree import Tree, load_tree, merge_mappings
-from moe_finetune.recipe.validation import from_tree, key_of
+from moe_finetune.recipe.validation import check_trainer, from_tree
 
 
 class Recipe(WholeRecipe):
-    """A complete description of a run.
-
-    ``rewards`` belong to stage grpo.
-    """
+    """A complete description of a run."""
 
     plugins: list[str] = Field(
-        default=[],
-        description="plugins of installed packages, imported first; a file takes `--plugin`",
+        default=[], description="of installed packages, imported first; a file takes `--plugin`"
     )
-    stage: str = Field(default="sft", description="`sft`, `pretrain`, `dpo` or `grpo`")
+    stage: Literal["sft", "pretrain", "dpo", "grpo"] = Field(
+        default="sft", description="which of TRL's trainers runs, see [stages](../stages.md)"
+    )
     model: ModelSection = Field(description="the checkpoint to start from")
-    method: Method = Field(
-        default=Method(preset="none"), description="a preset's name, or a mapping"
-    )
+    method: Method = Field(default=Method(preset="none"), description="a preset, or a mapping")
     router: RouterSection = RouterSection()
     lora: LoraSection | None = Field(
         default=LoraSection(rank=32, alpha=128.0, dropout=0.1),
@@ -59,17 +54,12 @@ class Recipe(WholeRecipe):
     )
     data: DataSection
     trainer: dict[str, Any] = Field(
-        default={},
-        description="fields of the stage's config in TRL, see [trainer keys](trainer.md)",
+        default={}, description="fields of the stage's config in TRL, see [keys](trainer.md)"
     )
-    export: ExportSection = Field(
-        default=ExportSection(), description="what is written after training"
-    )
+    export: ExportSection = ExportSection()
     evaluation: EvaluationSection | None = None
     parallel: ParallelSection = ParallelSection()
-    rewards: list[RewardSection] = Field(
-        default=[], description="for stage grpo: a name, or a mapping"
-    )
+    rewards: list[RewardSection] = Field(default=[], description="of stage grpo, such as [boxed]")
 
     @field_validator("method", mode="before")
     @classmethod
@@ -86,24 +76,11 @@ class Recipe(WholeRecipe):
             raise RecipeError(f"plugins: {error}") from None
         return value
 
-    @field_validator("stage")
-    @classmethod
-    def _stage(cls, value: str) -> str:
-        try:
-            return STAGES[value].name
-        except RecipeError as error:
-            raise RecipeError(f"stage: {error}") from None
-
     @field_validator("trainer")
     @classmethod
     def _trainer(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        from moe_finetune.recipe.arguments import check_trainer
-
-        stage = info.data.get("stage")  # missing if the section itself is invalid
-        problems: list[str] = []
-        if value and stage:
-            problems += check_trainer(value, STAGES[stage], partial(key_of, cls))
-        if problems:
+        stage = info.data.get("stage")  # missing if it is invalid itself
+        if value and stage and (problems := list(check_trainer(value, STAGES[stage]))):
             raise RecipeError("\n".join(problems))
         return value
 
@@ -113,11 +90,9 @@ class Recipe(WholeRecipe):
             self.data = self.data.for_pretraining()
         if self.router.train == "auto":
             adapter = self.lora is not None and self.lora.targets and self.model.init != "random"
-            full = self.method.trains_routers or not adapter
-            train = "full" if full else "frozen"
-            self.router = self.router.model_copy(update={"train": train})
-        problems = list(_conflicts(self))
-        if problems:
+            frozen = adapter and not self.method.trains_routers
+            self.router = self.router.model_copy(update={"train": "frozen" if frozen else "full"})
+        if problems := list(conflicts(self)):
             raise RecipeError("\n".join(problems))
         return self
 
@@ -156,24 +131,3 @@ def load_recipe(paths: Sequence[str | Path] | str | Path, overrides: Sequence[st
 def recipe_from_tree(tree: Tree) -> Recipe:
     """Validate merged values; raise a RecipeError with the place of each problem."""
     return from_tree(Recipe, without_dropped(tree))
-
-
-def _conflicts(recipe: Recipe) -> Iterator[str]:
-    """Combinations that cannot run, one line each, starting with the key to change."""
-    for section in (
-        *(recipe.model, recipe.parallel, recipe.router, recipe.lora, recipe.data),
-        *(recipe.export, recipe.evaluation),
-    ):
-        if section is not None:
-            yield from section.conflicts(recipe)
-    if recipe.data.validation is None:
-        for key in ("eval_strategy", BEST):
-            if recipe.trainer.get(key) not in (None, False, "no"):
-                yield f"trainer.{key}: {recipe.trainer[key]!r} needs data.validation"
-    if recipe.rewards and recipe.stage != "grpo":
-        yield f"rewards: only valid for stage grpo, and this is stage {recipe.stage}; leave it out"
-    if recipe.stage == "grpo" and not recipe.rewards:
-        yield (
-            "rewards: required by stage grpo, but missing; choose one (exact_match, boxed, "
-            "code), or one of your plugin"
-        )

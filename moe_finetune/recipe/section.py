@@ -30,11 +30,13 @@ class WholeRecipe(Section):
 
     @model_validator(mode="after")
     def _no_secrets(self) -> Self:
-        for key in _secrets(self.model_dump()):
-            raise RecipeError(
-                f"{key}: secrets stay out of recipes, which are stored with the run; set it in the "
-                "environment (HF_TOKEN, OPENAI_API_KEY), or use `hf auth login`"
-            )
+        for key, value in leaves(self.model_dump()):
+            name = key.rstrip(".0123456789").rpartition(".")[2]
+            if isinstance(value, str) and value and SECRET.search(name):
+                raise RecipeError(
+                    f"{key}: secrets stay out of recipes, which are stored with the run; set it in "
+                    "the environment (HF_TOKEN, OPENAI_API_KEY), or use `hf auth login`"
+                )
         return self
 
     def to_mapping(self) -> dict[str, Any]:
@@ -56,13 +58,11 @@ def _starred(assigned: re.Match[str]) -> str:
     return f"{assigned[1]}=***" if secret else assigned[0]
 
 
-def _secrets(value: Any, path: str = "") -> Iterator[str]:
-    """Yield keys whose names, such as ``hf_token``, mark their texts as secrets."""
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _secrets(inner, f"{path}.{name}" if path else str(name))
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _secrets(inner, path)
-    elif isinstance(value, str) and value and SECRET.search(path.rpartition(".")[2]):
-        yield path
+def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values in mappings and lists; an empty mapping has none."""
+    if isinstance(value, Mapping) or (isinstance(value, list | tuple) and value):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for name, inner in items:
+            yield from leaves(inner, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value

@@ -1,21 +1,14 @@
-"""The sections of a recipe: their keys, and which combinations of them cannot run.
-
-``conflicts(recipe)`` of a section yields a line for each, starting with the key to change; the
-recipe calls it once all sections are valid by themselves.
-"""
+"""The sections of a recipe; the longer ones are in ``data.py`` and ``method.py``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from moe_finetune.recipe.data import DataSection as DataSection
-from moe_finetune.recipe.lora import LoraSection as LoraSection
 from moe_finetune.recipe.section import Section
 
-BEST = "load_best_model_at_end"
 # transformers' attention kernels; it would also accept a hub id and download code.
 Attention = Literal[
     "eager",
@@ -25,6 +18,11 @@ Attention = Literal[
     "flash_attention_4",
     "flex_attention",
 ]
+Target = Literal["attention", "shared_experts", "experts"]
+Part = Literal["attention", "shared_experts", "experts", "router"]
+Positive = Annotated[int, Field(ge=1)]
+LEAST_AUTO_RANK = 4
+"""Of ``lora.parts.experts.rank: auto``: a lower rank hardly saves memory."""
 
 
 class ModelSection(Section):
@@ -36,96 +34,34 @@ class ModelSection(Section):
 
     path: str = Field(min_length=1, description="checkpoint folder or hub id")
     dtype: Literal["bfloat16", "float32"] = Field(
-        default="bfloat16", description="number format of the weights and of the merged checkpoint"
+        default="bfloat16", description="of the weights and of the merged checkpoint"
     )
     quantization: Literal["none", "nf4"] = Field(
         default="none", description="number format of frozen weights while an adapter trains"
     )
     revision: str | None = Field(default=None, description="branch, tag or commit of a hub id")
-    tokenizer: str | None = Field(
-        default=None, description="tokenizer's folder or hub id; default: path"
-    )
+    tokenizer: str | None = Field(default=None, description="folder or hub id; default: path")
     attn_implementation: Attention | None = Field(
         default=None, description="attention kernel; default: transformers' own choice"
     )
     experts_kernel: Literal["auto", "grouped", "loop"] = Field(
-        default="auto",
-        description="grouped: one matrix product for all experts (GPUs); loop: one for each",
+        default="auto", description="grouped: one product for all experts (GPUs); loop: one each"
     )
     offload: Literal["none", "experts"] = Field(
-        default="none",
-        description="experts: frozen experts stay in host memory, those of two layers on the GPU",
+        default="none", description="frozen experts in host memory, those of two layers on the GPU"
     )
     init: Literal["checkpoint", "random"] = Field(
         default="checkpoint", description="`random` trains from scratch and needs `lora: null`"
     )
-    config: dict[str, Any] = Field(
-        default={}, description="keys of config.json to change, with `init: random`"
-    )
-
-    def conflicts(self, recipe: Any) -> Iterator[str]:
-        if self.init == "random":
-            if recipe.lora is not None:
-                yield "lora: an adapter needs trained weights, not random ones; set lora: null"
-            if recipe.router.train == "frozen":
-                yield "router.train: 'frozen' would leave the routers random; set it to full"
-            if recipe.stage not in ("sft", "pretrain"):
-                yield (
-                    f"model.init: 'random' weights cannot start with stage {recipe.stage}; "
-                    "pretrain first"
-                )
-        elif self.config:
-            yield "model.config: only valid for a new model; set model.init: random"
-        key = f"model.quantization: '{self.quantization}'"
-        if self.quantization != "none" and self.init == "random":
-            yield f"{key} quantizes a checkpoint's weights; with model.init: random set it to none"
-        elif self.quantization != "none" and recipe.lora is None:
-            yield (
-                f"{key} needs an adapter: quantized weights cannot be trained, and `lora: null` "
-                "trains all weights; add a `lora:` section with a rank, or set "
-                "model.quantization: none"
-            )
-        if self.offload != "none" and recipe.lora is None:
-            yield (
-                "model.offload: 'experts' needs an adapter: stacks that train must stay on the "
-                "GPU; give a `lora:` section with a rank, or set model.offload: none"
-            )
+    config: dict[str, Any] = Field(default={}, description="config.json's keys for `init: random`")
 
 
 class ParallelSection(Section):
     """What the processes of a launcher share; each still has its own batches."""
 
-    experts: int | Literal["all"] = Field(
-        default=1,
-        description="ranks that share the routed experts, each with its part, or `all`",
+    experts: Positive | Literal["all"] = Field(
+        default=1, description="ranks that share the routed experts, each with its part, or `all`"
     )
-
-    @field_validator("experts")
-    @classmethod
-    def _some(cls, value: int | str) -> int | str:
-        if isinstance(value, int) and value < 1:
-            raise ValueError(f"must be 1 or more, or 'all', not {value}")
-        return value
-
-    def conflicts(self, recipe: Any) -> Iterator[str]:
-        if self.experts == 1:
-            return
-        key, lora, model = f"parallel.experts: {self.experts}", recipe.lora, recipe.model
-        if lora is None or not (lora.targets or recipe.router.train != "full"):
-            yield (
-                f"{key} needs an adapter: the experts stay frozen on their ranks; give a `lora:` "
-                "section with a rank and targets, or train all weights by FSDP2 "
-                "(recipes/hardware/fsdp2_8gpu.yaml)"
-            )
-        if model.offload != "none":
-            yield (
-                f"{key} cannot be combined with model.offload '{model.offload}', because "
-                "spreading already leaves each GPU only its part of the experts; set one of "
-                "them to its default"
-            )
-        for name in ("torch_compile", "fsdp", "deepspeed", "use_vllm"):
-            if recipe.trainer.get(name):
-                yield f"trainer.{name}: cannot be combined with {key}; leave one of them out"
 
 
 class RouterSection(Section):
@@ -140,31 +76,54 @@ class RouterSection(Section):
         description="full: all router weights train; lora: LoRA on them; frozen: none train; auto: "
         "frozen next to an adapter if no loss of the method trains routers, else full",
     )
-    replay: bool = Field(
-        default=False, description="stage grpo: train with the experts that the rollout selected"
+    replay: bool = Field(default=False, description="train with the experts of the rollout")
+
+
+class LoraPart(Section):
+    """Rank and alpha of one part; ``alpha`` keeps the section's ratio of alpha to rank."""
+
+    rank: Positive | Literal["auto"] = Field(
+        description="rank of every adapted matrix of this part; `auto`, for experts: the rank of "
+        "the `lora` section over the number of experts per token, at least 4"
+    )
+    alpha: float | None = Field(
+        default=None, gt=0, le=1e6, description="default: in the `lora` section's ratio to rank"
     )
 
-    def conflicts(self, recipe: Any) -> Iterator[str]:
-        if recipe.lora is None and self.train == "lora":
-            yield "router.train: 'lora' needs a `lora:` section with a rank"
-        if not self.replay:
-            return
-        if recipe.stage != "grpo":
-            yield (
-                f"router.replay: only valid for stage grpo, and this is stage {recipe.stage}; "
-                "leave it out"
-            )
-        for key in ("use_vllm", "use_transformers_continuous_batching"):
-            if recipe.trainer.get(key):
-                yield (
-                    f"router.replay: with trainer.{key} TRL does not return the experts of a "
-                    "rollout; leave that key out, or set router.replay: false"
-                )
-        if recipe.method.perturbations.random_second_choice:
-            yield (
-                "router.replay: method.perturbations.random_second_choice draws experts at "
-                "random, but a replay uses those of the rollout; set one of them to false"
-            )
+    def resolved(self, lora: LoraSection, top_k: int) -> tuple[int, float]:
+        """Rank and alpha in a model with ``top_k`` experts per token."""
+        assert lora.rank is not None and lora.alpha is not None
+        rank = max(LEAST_AUTO_RANK, lora.rank // top_k) if self.rank == "auto" else self.rank
+        return rank, self.alpha if self.alpha is not None else lora.alpha / lora.rank * rank
+
+
+class LoraSection(Section):
+    """The adapter; ``lora: null`` trains the whole model. ``alpha`` defaults to 4 x rank (P0)."""
+
+    rank: int | None = Field(default=None, ge=1, lt=2**31, description="of every adapted matrix")
+    alpha: float | None = Field(
+        default=None, gt=0, le=1e6, description="scaling is alpha / rank; default: 4 x rank"
+    )
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="dropout before the adapter")
+    targets: list[Target] = Field(
+        default=["attention", "shared_experts", "experts"], description="adapted besides routers"
+    )
+    experts: str = Field(default="all", description="`all`, or a file that `select` wrote")
+    parts: dict[Part, LoraPart] = Field(
+        default={}, description="rank and alpha of attention, shared_experts, experts or router"
+    )
+    use_rslora: bool = Field(default=False, description="scale by alpha / sqrt(rank)")
+    init: Literal["kaiming", "gaussian"] = Field(default="kaiming", description="how A begins")
+    start: str | None = Field(default=None, description="adapter to continue from")
+
+    @model_validator(mode="after")
+    def _alpha(self) -> LoraSection:
+        if self.rank is not None:
+            self.alpha = 4.0 * self.rank if self.alpha is None else self.alpha
+            for part in self.parts.values():
+                if part.alpha is None and part.rank != "auto":
+                    part.alpha = self.alpha / self.rank * part.rank
+        return self
 
 
 class RewardSection(Section):
@@ -174,23 +133,12 @@ class RewardSection(Section):
         description="exact_match, boxed, code, or one that a plugin or a package registers"
     )
     weight: float = Field(
-        default=1.0,
-        ge=-1e6,
-        le=1e6,
-        allow_inf_nan=False,
-        description="weight of this reward in the sum",
+        default=1.0, ge=-1e6, le=1e6, allow_inf_nan=False, description="of this reward in the sum"
     )
 
     @model_validator(mode="before")
     @classmethod
     def _by_name(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("file") is not None:
-            raise ValueError(
-                "a recipe runs no file; register its function as a reward "
-                "(REWARDS.register, docs/extending.md), name that, and add --plugin FILE"
-            )
-        if isinstance(value, dict):  # of an earlier version
-            value = {key: old for key, old in value.items() if key not in ("file", "function")}
         return {"name": value} if isinstance(value, str) else value
 
 
@@ -199,8 +147,7 @@ class ExportSection(Section):
 
     merge: bool = Field(default=True, description="write the merged checkpoint, `merged/`")
     verify: bool | None = Field(
-        default=None,
-        description="compare the merged checkpoint with base + adapter; default: as `merge`",
+        default=None, description="compare `merged/` with base + adapter; default: as `merge`"
     )
 
     @model_validator(mode="after")
@@ -208,15 +155,6 @@ class ExportSection(Section):
         if self.verify is None:
             self.verify = self.merge
         return self
-
-    def conflicts(self, recipe: Any) -> Iterator[str]:
-        if self.verify and not self.merge:
-            yield (
-                "export.verify: true needs export.merge: true, because it checks the merged "
-                "checkpoint; set export.merge: true"
-            )
-        if recipe.evaluation and not self.merge:
-            yield "evaluation: needs export.merge: true, because the merged checkpoint is evaluated"
 
 
 class EvaluationSection(Section):
@@ -227,32 +165,12 @@ class EvaluationSection(Section):
     """
 
     suite: str = Field(min_length=1, description="name of a suite, or its YAML file")
-    backend: Literal["vllm", "hf"] = Field(
-        default="vllm", description="backend that generates the answers"
-    )
-    only: list[str] | None = Field(
-        default=None, min_length=1, description="labels of the tasks to evaluate; default: all"
-    )
-    limit: int | None = Field(
-        default=None, ge=1, description="number of items per task; default: all"
-    )
-    every: int | None = Field(
-        default=None,
-        ge=1,
-        description="also evaluate every so many steps; default: only at the end",
-    )
+    backend: Literal["vllm", "hf"] = Field(default="vllm", description="generates the answers")
+    only: list[str] | None = Field(default=None, min_length=1, description="labels of tasks")
+    limit: int | None = Field(default=None, ge=1, description="items per task; default: all")
+    every: int | None = Field(default=None, ge=1, description="also score every so many steps")
     base: bool = Field(
-        default=True,
-        description="also score the model before training, once for all runs that start from it",
+        default=True, description="also score the untrained model, once for all runs from it"
     )
-    data_dir: str | None = Field(
-        default=None, description="folder with local task data; with it, nothing is downloaded"
-    )
+    data_dir: str | None = Field(default=None, description="local task data; nothing is downloaded")
     vllm: dict[str, Any] = Field(default={}, description="arguments of vLLM's engine")
-
-    def conflicts(self, recipe: Any) -> Iterator[str]:
-        if self.every and recipe.trainer.get(BEST):
-            yield (
-                f"evaluation.every: its curve ends with the last step, but trainer.{BEST} "
-                "returns to an earlier one; leave one of them out"
-            )

@@ -1,13 +1,20 @@
-"""The stages of training: TRL's trainer, its arguments, and the form of the data.
+"""The stages of training: TRL's trainer, the keys of ``trainer:`` that it takes, its data's form.
 
 A new stage is an entry here. Nothing of TRL is imported before it is used.
 """
 
+import dataclasses
+import enum
+import functools
 import importlib
+import typing
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, create_model
 
 from moe_finetune.errors import RecipeError
+from moe_finetune.recipe.section import Section
 from moe_finetune.registry import Registry
 
 Form = Literal["tokens", "preference", "prompts"]
@@ -18,10 +25,7 @@ class Stage:
     """One stage of training.
 
     Attributes:
-        name: value of ``stage:``.
-        title: name for display.
-        trainer: TRL's trainer.
-        config: its arguments, a dataclass whose fields are the keys of ``trainer:``.
+        config: TRL's dataclass whose fields are the keys of ``trainer:``.
         form: the form of its rows: "tokens" (ids and labels, made here), "preference" (prompt,
             chosen, rejected), or "prompts" (a prompt, with any fields that its rewards read).
         reference: whether the loss needs the initial model.
@@ -41,6 +45,28 @@ class Stage:
         return getattr(importlib.import_module("trl"), self.config)
 
 
+@functools.cache
+def trainer_section(stage: Stage) -> type[BaseModel]:
+    """The fields of the stage's config as a section that checks types and :data:`LIMITS`."""
+    config = stage.config_class()
+    hints = typing.get_type_hints(config)
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        if field.init and field.name not in OWNED:
+            hint = _with_names(hints[field.name])
+            limits = LIMITS.get(field.name)
+            fields[field.name] = (hint if limits is None else Annotated[hint, limits], None)
+    return create_model(stage.config, __base__=Section, **fields)
+
+
+def _with_names(hint: Any) -> Any:
+    """``hint``, or the names of its enum, where TRL takes any text."""
+    for member in typing.get_args(hint) or (hint,):
+        if isinstance(member, type) and issubclass(member, enum.Enum):
+            return Literal[tuple(option.value for option in member)]
+    return hint
+
+
 STAGES: Registry[Stage] = Registry("stage", RecipeError)
 for _stage in (
     Stage("sft", "supervised fine-tuning", "SFTTrainer", "SFTConfig", "tokens"),
@@ -50,6 +76,31 @@ for _stage in (
     Stage("grpo", "group relative policy optimization", "GRPOTrainer", "GRPOConfig", "prompts"),
 ):  # fmt: skip
     STAGES.register(_stage.name, _stage)
+
+LIMITS = {
+    "learning_rate": Field(ge=0, le=1),  # above 1 every optimizer here soon gives NaN weights
+    "per_device_train_batch_size": Field(ge=1, le=2**20),
+    "per_device_eval_batch_size": Field(ge=1, le=2**20),
+    "gradient_accumulation_steps": Field(ge=1, le=2**20),
+    "max_steps": Field(ge=1, lt=2**31),  # or -1
+    "num_train_epochs": Field(gt=0),
+    "warmup_steps": Field(ge=0),
+    "weight_decay": Field(ge=0),
+    "adam_beta1": Field(ge=0, lt=1),
+    "adam_beta2": Field(ge=0, lt=1),
+    "adam_epsilon": Field(gt=0),
+    "max_grad_norm": Field(ge=0),
+    "label_smoothing_factor": Field(ge=0, lt=1),
+    "neftune_noise_alpha": Field(ge=0),
+    "logging_steps": Field(gt=0),
+    "eval_steps": Field(gt=0),
+    "save_steps": Field(gt=0),
+    "save_total_limit": Field(ge=1),
+    "dataloader_num_workers": Field(ge=0),
+    "seed": Field(ge=0, lt=2**32),
+    "data_seed": Field(ge=0, lt=2**32),
+}
+"""Limits of numbers that the libraries check late or not at all."""
 
 OWNED = {
     "output_dir": "it is --output on the command line",

@@ -64,61 +64,74 @@ def load_tree(paths: Iterable[str | Path], overrides: Sequence[str] = ()) -> Tre
         RecipeError: a file is missing, is not YAML or extends itself, a key is duplicate, or an
             override cannot be applied. The message names file and line.
     """
-    tree, known = Tree(), dict[Path, Tree]()
+    tree, read = Tree(), dict[Path, Tree]()
     for path in paths:
-        tree.merge(_read(find_recipe(Path(path)), (), known))
+        tree.merge(_read(find_recipe(Path(path)), (), read))
     for override in overrides:
         _apply(tree, override)
     return tree
 
 
-def _read(path: Path, extending: tuple[Path, ...], known: dict[Path, Tree]) -> Tree:
-    """The file and what it extends; ``known`` has files that were read before."""
+def recipes_folder() -> Path:
+    """``recipes/`` of a checkout, or the copy that was installed with the package."""
+    candidates = [
+        Path(__file__).resolve().parents[2] / "recipes",
+        Path(sysconfig.get_path("data")) / "share" / "moe-finetune" / "recipes",
+    ]
+    for folder in candidates:
+        if (folder / "demo").is_dir():
+            return folder
+    raise RecipeError(f"no recipes in {', '.join(map(str, candidates))}; reinstall the package")
+
+
+def find_recipe(path: Path) -> Path:
+    """``path`` if it exists; otherwise ``recipes/...`` means the package's file."""
+    if path.parts[:1] != ("recipes",) or path.exists():
+        return path
+    shipped = recipes_folder().joinpath(*path.parts[1:])
+    return shipped if shipped.is_file() else path
+
+
+def _read(path: Path, extending: tuple[Path, ...], read: dict[Path, Tree]) -> Tree:
+    """The file and what it extends; ``read`` has the files that were read before."""
     resolved = path.resolve()
     if resolved in extending:
-        chain = " -> ".join(str(p) for p in (*extending[extending.index(resolved) :], resolved))
+        chain = " -> ".join(map(str, (*extending[extending.index(resolved) :], resolved)))
         raise RecipeError(f"{path}: `extends` is circular: {chain}; remove one of them")
-    if resolved in known:
-        return known[resolved]
-    child = _parse(path)
+    if resolved in read:
+        return read[resolved]
+    tree, child = Tree(), _parse(path)
     parents = child.values.pop("extends", [])
     if isinstance(parents, str):
         parents = [parents]
-    if not isinstance(parents, list) or not all(isinstance(p, str) for p in parents):
-        raise RecipeError(
-            f"{child.origin(('extends',))}: extends: must be a file or a list of files"
-        )
-    tree = Tree()
+    where = f"{child.origin(('extends',))}: extends"
+    if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
+        raise RecipeError(f"{where}: must be a file or a list of files")
     for parent in parents:
         file = path.parent / parent
         if not file.is_file():
             file = find_recipe(Path(parent))
         if not file.is_file():
-            raise RecipeError(
-                f"{child.origin(('extends',))}: extends: there is no file {path.parent / parent} "
-                f"(paths are relative to {path.parent})"
-            )
-        tree.merge(_read(file, (*extending, resolved), known))
+            raise RecipeError(f"{where}: there is no file {path.parent / parent}")
+        tree.merge(_read(file, (*extending, resolved), read))
     tree.merge(child)
-    known[resolved] = tree
+    read[resolved] = tree
     return tree
 
 
 def _parse(path: Path) -> Tree:
+    if path.is_dir():
+        raise RecipeError(f"{path} is a folder; give a recipe file ('moe-finetune init' makes one)")
     if not path.is_file():
-        if path.is_dir():
-            raise RecipeError(
-                f"{path} is a folder; give a recipe file ('moe-finetune init' writes one)"
-            )
         raise RecipeError(f"there is no recipe file {path}")
     node, values = parse_file(path, RecipeError)
     tree = Tree()
-    if node is None:
-        return tree
-    if not isinstance(values, dict):
-        raise RecipeError(f"{path}:1: must contain `key: value` lines, not {type(values).__name__}")
-    tree.values = values
-    _mark(node, (), path, tree.origins)
+    if node is not None:
+        if not isinstance(values, dict):
+            kind = type(values).__name__
+            raise RecipeError(f"{path}:1: must contain `key: value` lines, not {kind}")
+        tree.values = values
+        _mark(node, (), path, tree.origins)
     return tree
 
 
@@ -136,22 +149,18 @@ def _mark(node: yaml.Node, key: Key, path: Path, origins: dict[Key, str]) -> Non
 def _apply(tree: Tree, override: str) -> None:
     """Set one ``a.b=value``; the value is parsed as YAML."""
     path, equals, text = override.partition("=")
-    parts = path.strip().split(".")
-    if not equals or not all(parts):
+    key = tuple(path.strip().split("."))
+    if not equals or not all(key):
         raise RecipeError(f"'{override}': write overrides as key.path=value")
-    if any(part.isdigit() for part in parts):
+    if any(part.isdigit() for part in key):
         raise RecipeError(
-            f"'{override}': an item of a list cannot be set; give the whole list, such as "
-            "data.train=[a.jsonl,b.jsonl]"
+            f"'{override}': give the whole list, such as data.train=[a.jsonl,b.jsonl]"
         )
     try:
         _, value = parse_yaml(text)
     except YamlError as error:
-        raise RecipeError(
-            f"'{override:.80}': the value is not valid YAML: {error.problem}"
-        ) from None
-    key = tuple(parts)
-    for part in reversed(parts):
+        raise RecipeError(f"'{override:.80}': {error.problem}") from None
+    for part in reversed(key):
         value = {part: value}
     tree.merge(Tree(value))
     tree.origins = {k: origin for k, origin in tree.origins.items() if k[: len(key)] != key}
@@ -160,27 +169,4 @@ def _apply(tree: Tree, override: str) -> None:
 
 def dotted(key: Key) -> str:
     """``("data", "train", 0)`` -> ``data.train.0``."""
-    return ".".join(str(part) for part in key)
-
-
-def recipes_folder() -> Path:
-    """``recipes/`` of a checkout, or the copy that was installed with the package."""
-    candidates = [
-        Path(__file__).resolve().parents[2] / "recipes",
-        Path(sysconfig.get_path("data")) / "share" / "moe-finetune" / "recipes",
-    ]
-    for folder in candidates:
-        if (folder / "demo").is_dir():
-            return folder
-    raise RecipeError(
-        f"the package's recipes were not found in {', '.join(map(str, candidates))}; reinstall "
-        "the package"
-    )
-
-
-def find_recipe(path: Path) -> Path:
-    """``path`` if it exists; otherwise ``recipes/...`` means the package's file."""
-    if path.parts[:1] != ("recipes",) or path.exists():
-        return path
-    shipped = recipes_folder().joinpath(*path.parts[1:])
-    return shipped if shipped.is_file() else path
+    return ".".join(map(str, key))

@@ -1,14 +1,14 @@
-"""Pydantic's errors in a recipe's terms: one line per key, what is expected, the nearest name."""
+"""What is wrong with a recipe's values: a line each with file, line, key and pydantic's words."""
 
-import dataclasses
 import difflib
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from moe_finetune.errors import MoeFinetuneError, RecipeError, did_you_mean
-from moe_finetune.recipe.stages import OWNED, STAGES
+from moe_finetune.recipe.stages import OWNED, STAGES, Stage, trainer_section
 from moe_finetune.recipe.tree import Key, Tree, dotted
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -27,7 +27,8 @@ def from_tree(
     empty: dict[str, Any] = {
         name: {}
         for name, field in model.model_fields.items()
-        if field.is_required() and _has_required_keys(field.annotation)
+        for section in _sections(field.annotation)
+        if field.is_required() and any(f.is_required() for f in section.model_fields.values())
     }
     try:
         return model.model_validate({**empty, **defaults, **tree.values})
@@ -50,37 +51,74 @@ def describe(model: type[BaseModel], error: ValidationError, prefix: Key = ()) -
     expected: dict[tuple[str, str], list[str]] = {}  # by key and value
     lines: list[str] = []
     for item in error.errors():
-        cause = item.get("ctx", {}).get("error")
+        kind, message, cause = item["type"], item["msg"], item.get("ctx", {}).get("error")
+        key = dotted((*prefix, *(part for part in item["loc"] if not _is_union_tag(part))))
         if isinstance(cause, MoeFinetuneError):
             lines += str(cause).split("\n")
-            continue
-        key = dotted((*prefix, *(part for part in item["loc"] if not _is_union_tag(part))))
-        if item["type"] == "default_factory_not_called":  # the other errors are why
-            continue
-        if item["type"] == "extra_forbidden":
+        elif kind == "extra_forbidden":
             lines.append(f"{key}: unknown key{_nearest(model, item['loc'])}")
-        elif item["type"] == "missing":
+        elif kind == "missing":
             lines.append(f"{key}: required, but missing")
-        elif cause is not None:
-            lines.append(f"{key}: {cause}")
-        elif item["msg"].startswith("Input should be "):
-            got = f"{item['input']!r:.200}"
-            expected.setdefault((key, got), []).append(expectation(item["msg"]))
-        else:
-            lines.append(f"{key}: {item['msg']}")
+        elif message.startswith("Input should be "):
+            text = re.sub(r" or instance of \w+$", "", message.removeprefix("Input should be "))
+            expected.setdefault((key, f"{item['input']!r:.200}"), []).append(text)
+        elif kind != "default_factory_not_called":  # the other errors are why
+            lines.append(f"{key}: {cause or message}")
     keys = [line.partition(": ")[0] for line in lines] + [key for key, _ in expected]
-    return lines + [
-        f"{key}: must be {' or '.join(dict.fromkeys(texts))}, not {got}"
-        for (key, got), texts in expected.items()
-        # the branch of a union whose error is deepest is the one that was meant
-        if not any(other.startswith(f"{key}.") for other in keys)
-    ]
+    for (key, value), texts in expected.items():
+        # The branch of a union whose error is deepest is the one that was meant.
+        if not any(other.startswith(f"{key}.") for other in keys):
+            text = " or ".join(dict.fromkeys(texts))
+            yaml = '; YAML reads an unquoted no as false, so write "no"'
+            no = yaml if value == "False" and "'no'" in text else ""
+            lines.append(f"{key}: must be {text}, not {value}{no}")
+    return lines
 
 
-def expectation(message: str) -> str:
-    """What a message of pydantic expects (``a valid integer``), with YAML's name for None."""
-    text = message.removeprefix("Input should be ")
-    return "null" if text == "None" else text
+def check_trainer(trainer: Mapping[str, Any], stage: Stage) -> Iterator[str]:
+    """Yield a line for each key of ``trainer:`` that TRL's class for the stage cannot take."""
+    model = trainer_section(stage)
+    for name in trainer:
+        if name in OWNED:
+            yield f"trainer.{name}: cannot be set here: {OWNED[name]}"
+        elif name not in model.model_fields:
+            others = [o.name for o in STAGES.values() if name in trainer_section(o).model_fields]
+            near = difflib.get_close_matches(str(name), model.model_fields, n=1, cutoff=0.75)
+            hint = f"did you mean '{near[0]}'?" if near else "docs/reference/trainer.md lists them"
+            if others and not near:
+                hint = f"it belongs to stage {' or '.join(others)}: set stage: {others[0]}"
+            yield f"trainer.{name}: unknown key of TRL's {stage.config}; {hint}"
+    values = {name: value for name, value in trainer.items() if name in model.model_fields}
+    if values.get("max_steps") == -1:  # the number of epochs counts
+        del values["max_steps"]
+    try:
+        model.model_validate(values)
+    except ValidationError as error:
+        yield from describe(model, error, ("trainer",))
+    yield from _refused_here(trainer)
+
+
+def _refused_here(trainer: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each key that would not train the losses inside the layers."""
+    if True in (trainer.get("fp16"), trainer.get("fp16_full_eval")):
+        yield "trainer.fp16: does not scale the losses inside the layers; use model.dtype: bfloat16"
+    checkpointing = trainer.get("gradient_checkpointing_kwargs")
+    if isinstance(checkpointing, dict) and checkpointing.get("use_reentrant"):
+        yield (
+            "trainer.gradient_checkpointing_kwargs: reentrant checkpointing gives wrong gradients "
+            "of losses that join two layers; set use_reentrant: false"
+        )
+    liger, key = trainer.get("liger_kernel_config") or {}, "trainer.liger_kernel_config"
+    if liger and not trainer.get("use_liger_kernel"):
+        yield f"{key}: has no effect; set use_liger_kernel: true"
+    elif trainer.get("use_liger_kernel") and isinstance(liger, dict):
+        if liger.get("swiglu", True):
+            yield (
+                f"{key}: Liger's swiglu, on unless it is named, replaces the experts' forward that "
+                "the losses read; set liger_kernel_config: {swiglu: false}"
+            )
+        if liger.get("fused_linear_cross_entropy"):
+            yield f"{key}: fused_linear_cross_entropy replaces the model's forward; leave it out"
 
 
 def _is_union_tag(part: str | int) -> bool:
@@ -88,7 +126,8 @@ def _is_union_tag(part: str | int) -> bool:
     if not isinstance(part, str):
         return False
     # recipe keys are lower case, so a capital begins the name of a section's class
-    return part in ("str", "int", "float", "bool") or "[" in part or part[:1].isupper()
+    is_type = part in ("str", "int", "float", "bool") or part.startswith("constrained-")
+    return is_type or "[" in part or part[:1].isupper()
 
 
 def _nearest(model: type[BaseModel], loc: tuple[str | int, ...]) -> str:
@@ -96,39 +135,29 @@ def _nearest(model: type[BaseModel], loc: tuple[str | int, ...]) -> str:
     section, name = model, str(loc[-1])
     for part in loc[:-1]:
         field = section.model_fields.get(str(part))
-        section = next(_models(field.annotation), section) if field else section
+        section = next(_sections(field.annotation), section) if field else section
     names = list(section.model_fields)
     if not difflib.get_close_matches(name, names, n=1, cutoff=0.75):
-        if "trainer" in model.model_fields:
-            fields = dataclasses.fields(STAGES["sft"].config_class())
-            if name in {field.name for field in fields} - OWNED.keys():
-                return f"; did you mean 'trainer.{name}'?"
-        if key := key_of(model, name):
-            return f"; did you mean '{key}'?"
+        keys = {key for key in _keys(model) if key.rpartition(".")[2] == name}
+        highest = [key for key in keys if key.count(".") == min(k.count(".") for k in keys)]
+        highest = [key for key in highest if key.startswith("trainer.")] or highest
+        if len(highest) == 1:
+            return f"; did you mean '{highest[0]}'?"
     return did_you_mean(name, names)
 
 
-def key_of(model: type[BaseModel], name: str) -> str | None:
-    """The dotted key of this name in a section, the highest one; None if none or several are."""
-    keys = {key for key in _keys(model) if key.rpartition(".")[2] == name and "." in key}
-    highest = [key for key in keys if key.count(".") == min(k.count(".") for k in keys)]
-    return highest[0] if len(highest) == 1 else None
-
-
 def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """All keys of sections, with TRL's in ``trainer``."""
     for name, field in model.model_fields.items():
-        yield prefix + name
-        for section in _models(field.annotation):
+        sections: Iterable[type[BaseModel]] = _sections(field.annotation)
+        for section in [trainer_section(STAGES["sft"])] if name == "trainer" else sections:
+            for inner in section.model_fields:
+                yield f"{prefix}{name}.{inner}"
             yield from _keys(section, f"{prefix}{name}.")
 
 
-def _has_required_keys(annotation: Any) -> bool:
-    is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
-    return is_section and any(f.is_required() for f in annotation.model_fields.values())
-
-
-def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for inner in get_args(annotation):
-        yield from _models(inner)
+        yield from _sections(inner)

@@ -304,7 +304,7 @@ def batch(model: Any) -> dict[str, Any]:
 def adapted(model: nn.Module) -> nn.Module:
     """Add LoRA with random factors to everything that a recipe can target."""
     from moe_finetune.lora.targets import add_lora
-    from moe_finetune.recipe.lora import LoraSection
+    from moe_finetune.recipe.sections import LoraSection
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

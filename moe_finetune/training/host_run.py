@@ -23,10 +23,9 @@ from moe_finetune.io.folder import enter_folder
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.moe.layers import backbone_of, causal_lm
 from moe_finetune.recipe.data import DataSection
-from moe_finetune.recipe.lora import LoraSection
 from moe_finetune.recipe.method import Method
 from moe_finetune.recipe.schema import Recipe
-from moe_finetune.recipe.sections import ModelSection
+from moe_finetune.recipe.sections import LoraSection, ModelSection
 from moe_finetune.training import ranks
 from moe_finetune.training.run_folder import RunLog, discard, write_environment
 from moe_finetune.training.sample import (

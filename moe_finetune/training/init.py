@@ -21,7 +21,7 @@ from moe_finetune.io.terminal import terminal
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.models.loading import open_config
 from moe_finetune.recipe.data import DataSection, DataSource
-from moe_finetune.recipe.dropped import VALUES
+from moe_finetune.recipe.dropped import DROPPED
 from moe_finetune.recipe.method import WEIGHTED, resolve_method
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.stages import STAGES
@@ -107,13 +107,9 @@ def starter(answers: Answers, changes: Sequence[Line] = (), gpu: float | None = 
         DataError: the rows cannot be read, or their layout is unknown.
     """
     if answers.stage not in METHODS:
-        raise RecipeError(
-            f"--stage {answers.stage}: "
-            + VALUES["stage"].get(
-                answers.stage,
-                f"init writes recipes for {' and '.join(METHODS)}; recipes/stages has others",
-            )
-        )
+        others = f"init writes recipes for {' and '.join(METHODS)}; recipes/stages has others"
+        _, instead = DROPPED.get(f"stage={answers.stage}", (None, others))
+        raise RecipeError(f"--stage {answers.stage}: {instead}")
     check_method(answers.preset)
     summary, family, config = describe(answers.checkpoint)
     text = config.get_text_config()

@@ -18,7 +18,7 @@ from moe_finetune.io.folder import enter_folder
 from moe_finetune.io.run_folder import RunFolder, missing_plugins, read_log
 from moe_finetune.io.terminal import curve, duration, terminal
 from moe_finetune.metrics.shown import name, number, ordered
-from moe_finetune.recipe.resume import check_resumable
+from moe_finetune.recipe.conflicts import check_resumable
 from moe_finetune.recipe.schema import Recipe, load_recipe
 from moe_finetune.training.checkpoint import checkpoints
 

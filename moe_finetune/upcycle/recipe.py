@@ -16,9 +16,9 @@ from pydantic import ConfigDict, Field, model_validator
 
 from moe_finetune.errors import RecipeError, did_you_mean
 from moe_finetune.recipe.dropped import without_dropped
-from moe_finetune.recipe.lora import LoraSection
 from moe_finetune.recipe.method import resolve_method
 from moe_finetune.recipe.section import WholeRecipe
+from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.recipe.tree import load_tree
 from moe_finetune.recipe.validation import from_tree
 from moe_finetune.upcycle.corpus import SOURCES
@@ -190,8 +190,8 @@ def _cluster_problems(clusters: ClusterSection, names: list[str]) -> Iterator[st
 
 
 def _trainer_problems(recipe: UpcycleRecipe) -> Iterator[str]:
-    from moe_finetune.recipe.arguments import check_trainer
     from moe_finetune.recipe.stages import STAGES
+    from moe_finetune.recipe.validation import check_trainer
 
     sections = {
         "dense.pretrain": recipe.dense.pretrain.trainer if recipe.dense.pretrain else {},

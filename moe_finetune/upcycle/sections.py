@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from moe_finetune.recipe.lora import LoraSection
 from moe_finetune.recipe.method import Method, resolve_method
 from moe_finetune.recipe.section import Section
+from moe_finetune.recipe.sections import LoraSection
 
 
 class PretrainSection(Section):

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 from moe_finetune.io import write_atomic
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.recipe.data import DataSection
-from moe_finetune.recipe.lora import LoraSection
 from moe_finetune.recipe.method import Method
 from moe_finetune.recipe.schema import Recipe
-from moe_finetune.recipe.sections import ModelSection
+from moe_finetune.recipe.sections import LoraSection, ModelSection
 from moe_finetune.upcycle.recipe import DENSE_TARGETS
 
 if TYPE_CHECKING:

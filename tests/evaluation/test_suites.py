@@ -179,7 +179,7 @@ def test_suite_files_are_checked(tmp_path):
             "name: x\ntasks: [{task: a, metric: m, shots: few}]",
             "shots: must be a valid integer",
         ),
-        ("- 3", r"s\.yaml: must be a valid dictionary or instance of Suite, not \[3\]"),
+        ("- 3", r"s\.yaml: must be a valid dictionary, not \[3\]"),
         (
             "name: x\ntasks: [{task: ../a, metric: m}]",
             r"s\.yaml: tasks\.0: task '\.\./a' cannot name",

@@ -118,11 +118,6 @@ def test_experts_rank_auto_is_the_rank_over_top_k(base, rank, alpha, expected):
     assert attention.r["default"] == rank and attention.scaling["default"] == 3.0
 
 
-def test_rank_auto_is_for_experts():
-    lora = section(parts={"attention": {"rank": "auto"}})
-    assert "lora.parts.attention.rank: 'auto' is for experts" in " ".join(lora.problems("frozen"))
-
-
 def test_gradients_of_experts_equal_a_plain_loop(base):
     """rsLoRA, a rank of its own: the grouped path against one product an expert."""
     lora = section(parts={"experts": {"rank": 6, "alpha": 21.0}}, use_rslora=True)

@@ -3,7 +3,7 @@
 import pytest
 
 from moe_finetune.errors import RecipeError
-from moe_finetune.recipe.resume import check_resumable
+from moe_finetune.recipe.conflicts import check_resumable
 from moe_finetune.recipe.schema import load_recipe
 
 BASE = """

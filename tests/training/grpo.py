@@ -4,7 +4,7 @@ import torch
 from datasets import Dataset
 
 from moe_finetune.lora.targets import add_lora
-from moe_finetune.recipe.lora import LoraSection
+from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.training.callback import SpecializationCallback
 from moe_finetune.training.trainer import trainer_of

@@ -94,7 +94,7 @@ def test_preferences_get_a_recipe_of_stage_dpo(tiny_checkpoint, rows, tmp_path, 
     assert (recipe.stage, recipe.method.preset) == ("dpo", "aux_loss")
     assert recipe.trainer["beta"] == 0.1 and "prompt, chosen, rejected" in output.read_text()
     assert cli.main([*command[:-1], "x.yaml", "--stage", "kto"]) == 2
-    assert "--stage kto: was dropped (kept: sft, pretrain, dpo, grpo)" in capsys.readouterr().err
+    assert "--stage kto: kto, orpo and distill were dropped (kept: sft" in capsys.readouterr().err
 
 
 def test_on_a_terminal_a_typo_is_asked_again(tiny_checkpoint, rows, tmp_path, monkeypatch, capsys):

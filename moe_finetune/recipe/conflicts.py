@@ -1,0 +1,156 @@
+"""Combinations of keys that cannot run, and keys that ``--resume`` may not change."""
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+from moe_finetune.errors import RecipeError
+from moe_finetune.recipe.section import leaves
+from moe_finetune.recipe.stages import STAGES
+
+BEST = "load_best_model_at_end"
+ADAPTER = "add a `lora:` section with a rank"
+
+
+def conflicts(recipe: Any) -> Iterator[str]:
+    """Combinations that cannot run, one line each, starting with the key to change."""
+    yield from _of_weights(recipe)
+    yield from _of_lora(recipe)
+    yield from _of_stage(recipe)
+    yield from _of_data(recipe)
+    evaluation, merge, best = recipe.evaluation, recipe.export.merge, recipe.trainer.get(BEST)
+    if recipe.export.verify and not merge:
+        yield "export.verify: checks the merged checkpoint; set export.merge: true"
+    if evaluation and not merge:
+        yield "evaluation: scores the merged checkpoint; set export.merge: true"
+    if evaluation and evaluation.every and best:
+        yield f"evaluation.every: trainer.{BEST} returns to an earlier step; leave one of them out"
+    for key in ("eval_strategy", BEST):
+        value = recipe.trainer.get(key)
+        if recipe.data.validation is None and value not in (None, False, "no"):
+            yield f"trainer.{key}: {value!r} needs data.validation"
+
+
+def _of_weights(recipe: Any) -> Iterator[str]:
+    model, lora, router = recipe.model, recipe.lora, recipe.router.train
+    if model.init == "random":
+        if lora is not None:
+            yield "lora: an adapter needs trained weights, not random ones; set lora: null"
+        if router == "frozen":
+            yield "router.train: 'frozen' would leave the routers random; set it to full"
+        if STAGES[recipe.stage].form != "tokens":
+            yield f"model.init: 'random' cannot start with stage {recipe.stage}; pretrain first"
+        if model.quantization != "none":
+            yield "model.quantization: needs a checkpoint; with model.init: random set it to none"
+    elif model.config:
+        yield "model.config: only valid for a new model; set model.init: random"
+    if model.quantization != "none" and lora is None and model.init != "random":
+        yield f"model.quantization: quantized weights do not train; {ADAPTER}, or set it to none"
+    if model.offload != "none" and lora is None:
+        yield f"model.offload: weights that train stay on the GPU; {ADAPTER}, or set it to none"
+    if router == "lora" and lora is None:
+        yield f"router.train: lora needs an adapter; {ADAPTER}"
+    if recipe.parallel.experts != 1:
+        spread = f"parallel.experts: {recipe.parallel.experts}"
+        if lora is None or not (lora.targets or router != "full"):
+            yield f"{spread} keeps experts frozen; {ADAPTER} and targets, or use FSDP2 instead"
+        if model.offload != "none":
+            yield f"{spread} already leaves each GPU a part of the experts; set model.offload: none"
+        for key in ("torch_compile", "fsdp", "use_vllm"):
+            if recipe.trainer.get(key):
+                yield f"trainer.{key}: cannot be combined with {spread}; leave one of them out"
+
+
+def _of_lora(recipe: Any) -> Iterator[str]:
+    lora, router = recipe.lora, recipe.router.train
+    if lora is None:
+        return
+    adapted = {*lora.targets, "router"} if router == "lora" else {*lora.targets}
+    if lora.rank is None:
+        yield "lora.rank: required, but missing; set a whole number such as 32"
+    if not lora.targets and router == "frozen":
+        yield "lora.targets: nothing trains; add a target, or set router.train: full"
+    if lora.experts != "all" and "experts" not in lora.targets:
+        yield "lora.experts: needs 'experts' in lora.targets; add it, or leave lora.experts out"
+    for part, options in lora.parts.items():
+        if options.rank == "auto" and part != "experts":
+            yield f"lora.parts.{part}.rank: 'auto' is for experts; set a whole number such as 8"
+        if part not in adapted:
+            remedy = "set router.train: lora" if part == "router" else "add it to lora.targets"
+            yield f"lora.parts.{part}: this part has no adapter; {remedy}, or leave it out"
+    others = {
+        "lora.experts": lora.experts != "all",
+        "model.offload": recipe.model.offload != "none",
+        "parallel.experts": recipe.parallel.experts != 1,
+    }
+    for key in (key for key, is_set in others.items() if is_set and lora.start is not None):
+        yield f"lora.start: cannot be combined with {key}; leave one out, or start from a merge"
+
+
+def _of_stage(recipe: Any) -> Iterator[str]:
+    stage, trainer = recipe.stage, recipe.trainer
+    if stage == "grpo" and not recipe.rewards:
+        yield "rewards: stage grpo needs exact_match, boxed, code, or one of your plugin"
+    for key, value in (("rewards", recipe.rewards), ("router.replay", recipe.router.replay)):
+        if value and stage != "grpo":
+            yield f"{key}: only valid for stage grpo, and this is stage {stage}; leave it out"
+    if recipe.router.replay:
+        for key in ("use_vllm", "use_transformers_continuous_batching"):
+            if trainer.get(key):
+                yield f"router.replay: with trainer.{key} rollouts have no experts; leave one out"
+        if recipe.method.perturbations.random_second_choice:
+            yield (
+                "router.replay: method.perturbations.random_second_choice draws experts of its "
+                "own; leave one out"
+            )
+
+
+def _of_data(recipe: Any) -> Iterator[str]:
+    data, stage = recipe.data, STAGES[recipe.stage]
+    if stage.name == "pretrain" and data.format != "text":
+        yield "data.format: stage pretrain needs text, not prompts and answers; set it to text"
+    if stage.form != "tokens" and data.packing:
+        yield f"data.packing: stage {stage.name} does not pack; leave it out"
+    if stage.form != "tokens" and data.format != "auto":
+        yield f"data.format: stage {stage.name} has its own format; leave it out"
+    if data.columns and data.template:
+        yield "data.template: cannot be combined with data.columns; keep one of them"
+    if data.format == "text" and data.completion_only_loss:
+        yield "data.completion_only_loss: true needs completions, and data.format is 'text'"
+    if data.packing and data.packing_strategy != "bfd" and data.format not in ("text", "auto"):
+        yield f"data.packing_strategy: only bfd keeps {data.format} whole; set it to bfd"
+
+
+CHANGEABLE = (
+    *("evaluation*", "export.*", "method.strength.*", "data.num_proc"),
+    *("trainer.eval_*", "trainer.log_*", "trainer.logging_*", "trainer.save_*"),
+    *("trainer.report_to*", "trainer.run_name", "trainer.disable_tqdm"),
+    *("trainer.per_device_eval_batch_size", "trainer.dataloader_num_workers"),
+)
+"""Keys that do not affect steps already trained."""
+
+
+def check_resumable(saved: Any, resumed: Any, where: str) -> list[str]:
+    """The dotted keys that differ; none of them changes steps that are already trained.
+
+    Args:
+        where: the file of ``saved``.
+
+    Raises:
+        RecipeError: other keys differ; the message names them.
+    """
+    old, new = (dict(leaves(recipe.to_mapping())) for recipe in (saved, resumed))
+    changed = sorted(key for key in {*old, *new} if old.get(key) != new.get(key))
+    fixed = [key for key in changed if not any(fnmatchcase(key, p) for p in CHANGEABLE)]
+    if fixed:
+        lines = [f"\n  {key}: {_short(old, key)}, now {_short(new, key)}" for key in fixed]
+        raise RecipeError(
+            f"--resume: the recipe differs from {where}, which started this run, in keys that "
+            f"affect the steps already trained:{''.join(lines)}\n"
+            "restore them, or choose another --output"
+        )
+    return changed
+
+
+def _short(values: dict[str, Any], key: str) -> str:
+    return f"{values[key]!r:.60}" if key in values else "not set"
