@@ -1,38 +1,35 @@
 """A conversation as its chat template writes it, and the characters of it that are learned.
 
 The learned part of an answer is what the template writes after the generation prompt, up to the
-end-of-turn mark, in the text in which the answer comes last. If a template marks the assistant's
-text (``{% generation %}``), or TRL has a marked copy that writes the same text, only marked
-characters are learned. An answer that the template renders differently once the conversation goes
-on is not learned. A row of which the template would omit a part is refused.
+end-of-turn mark, in the text in which the answer comes last; where the template marks the
+assistant's text (``{% generation %}``), only that. An answer that the template renders differently
+once the conversation goes on is not learned. A row of which the template would omit a part is
+refused.
 """
 
+import copy
+import datetime
+import functools
 import itertools
 import json
 import os
-import resource
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from moe_finetune.data.turns import REASONING
 from moe_finetune.errors import DataError
 
 Turn = dict[str, Any]
 Span = tuple[int, int]
-REASONING = ("reasoning_content", "reasoning", "thinking")
 SECONDS = 10.0
 """Processor time for one conversation; usual templates take a few milliseconds."""
-AGAIN = 5.0
-"""Seconds until the time limit is raised again, where its first error was lost."""
-BYTES = 2 << 30
-"""Memory for one conversation."""
 _REMEDY = "choose another with data.chat_template"
 
 
@@ -41,7 +38,7 @@ class RenderingError(DataError):
 
 
 class TemplateLimitError(DataError):
-    """A chat template takes too much time or memory for one conversation."""
+    """A chat template takes too much time for one conversation."""
 
 
 class OutOfTime(BaseException):
@@ -50,7 +47,7 @@ class OutOfTime(BaseException):
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """Limit the time and memory in which a template renders, in the main thread.
+    """Limit the processor time in which a template renders, in the main thread.
 
     Raises:
         TemplateLimitError: it takes more.
@@ -62,63 +59,44 @@ def limited() -> Iterator[None]:
     def stop(signum: int, frame: FrameType | None) -> None:
         raise OutOfTime
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    if soft == resource.RLIM_INFINITY or soft > used + BYTES:
-        resource.setrlimit(resource.RLIMIT_AS, (used + BYTES, hard))
     handler = signal.signal(signal.SIGPROF, stop)
     # Again later: an error raised inside a callback of the interpreter is lost. Not sooner: freeing
     # what a template made takes a second, and another error would escape from its handling.
-    signal.setitimer(signal.ITIMER_PROF, SECONDS, AGAIN)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS, 5.0)
     try:
-        try:
-            yield
-        finally:  # the next time may come in here, so the error is caught outside
-            signal.setitimer(signal.ITIMER_PROF, 0)
-    except (OutOfTime, MemoryError) as error:
-        more = f"{SECONDS:.0f} seconds" if isinstance(error, OutOfTime) else f"{BYTES >> 30} GiB"
+        yield
+    except OutOfTime:
         raise TemplateLimitError(
-            f"the chat template takes more than {more} for this conversation; use the template of "
-            "the base model, or name one with data.chat_template"
+            f"the chat template takes more than {SECONDS:.0f} seconds for this conversation; use "
+            "the template of the base model, or name one with data.chat_template"
         ) from None
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         signal.signal(signal.SIGPROF, handler or signal.SIG_DFL)
 
 
-@dataclass(frozen=True)
-class Template:
-    """A chat template.
+def midnight() -> datetime.datetime:
+    """The time that chat templates write: two renderings of a conversation must agree."""
+    return datetime.datetime.combine(datetime.date.today(), datetime.time())
 
-    Attributes:
-        text: the template.
-        marked: a copy that marks the assistant's text; None if there is none.
-        variables: the special tokens that the tokenizer passes to a template, and the clock.
+
+@functools.lru_cache(maxsize=8)
+def tagging_template(tokenizer: Any, template: str) -> str | None:
+    """The template, or TRL's training variant of it, that marks the assistant's text.
+
+    Not inside :func:`limited`: importing TRL takes seconds.
     """
+    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
-    text: str
-    marked: str | None
-    variables: Mapping[str, Any]
-
-    def render(
-        self,
-        turns: Sequence[Turn],
-        extra: Mapping[str, Any],
-        prompt: bool = False,
-        template: str | None = None,
-    ) -> tuple[str, list[Span]]:
-        """The text of ``turns``, with ``prompt`` up to the next answer; and the marked parts."""
-        if not turns and not prompt:
-            return "", []
-        rendered: Any = render_jinja_template(
-            conversations=[list(turns)],
-            chat_template=template or self.text,
-            add_generation_prompt=prompt,
-            return_assistant_tokens_mask=template is not None,
-            **{"tools": None, **self.variables, **extra},
-        )
-        return rendered[0][0], list(rendered[1][0]) if template is not None else []
+    if has_generation_markers(template):
+        return template
+    try:
+        with limited():
+            return get_training_chat_template(tokenizer)
+    except TemplateLimitError:
+        raise
+    except Exception:  # it renders the template, which may raise anything
+        return None
 
 
 @dataclass(frozen=True)
@@ -134,8 +112,19 @@ class Answer:
         return "\n".join(self.until[a:b] for a, b in self.pieces)
 
 
+@dataclass(frozen=True)
+class Mark:
+    """A text that stands in a field of a turn, and nowhere else."""
+
+    turn: int
+    field: str
+    text: str
+
+
 class Conversation:
-    """A conversation in the form that the template accepts.
+    """A conversation in the form that the tokenizer's chat template accepts.
+
+    A copy of it with a mark in each text tells which fields the template writes.
 
     Attributes:
         turns: with texts or lists of text parts as content, and a call's arguments as an object or
@@ -143,89 +132,142 @@ class Conversation:
         text: of all turns; with ``prompt`` it ends with the generation prompt.
 
     Raises:
-        RenderingError: the template refuses the turns.
+        RenderingError: the template refuses the turns, or omits a part of them.
     """
 
-    def __init__(
-        self,
-        template: Template,
-        turns: Sequence[Turn],
-        extra: Mapping[str, Any],
-        prompt: bool = False,
-    ):
-        self.template, self.extra, self.prompt = template, extra, prompt
-        self.train = [turn.get("train", True) for turn in turns]
-        usable: list[tuple[list[Turn], str, Probe]] = []
-        problem = None
-        for form in _forms(turns):
+    def __init__(self, row: Mapping[str, Any], tokenizer: Any, prompt: bool = False):
+        if not tokenizer.chat_template:
+            raise DataError(
+                "the data are chat messages, but the tokenizer has no chat template; choose one "
+                "with data.chat_template (chatml, plain, or a Jinja file)"
+            )
+        tools = row.get("tools") or None
+        try:
+            self.template = tokenizer.get_chat_template(None, tools)
+        except ValueError as error:
+            raise DataError(f"the tokenizer's chat templates cannot be read: {error}") from error
+        self.tagging = tagging_template(tokenizer, self.template)
+        tokens = {key: str(value) for key, value in tokenizer.special_tokens_map.items()}
+        clock = {"strftime_now": midnight().strftime}
+        self.variables = {**tokens, **clock, **(row.get("variables") or {}), "tools": tools}
+        self.prompt = prompt
+        self.train = [turn.get("train", True) for turn in row["messages"]]
+        with limited():
+            self._choose([_plain(turn) for turn in row["messages"]])
+
+    def _choose(self, turns: list[Turn]) -> None:
+        """Find the form of ``turns`` of which the template omits nothing."""
+        marked, self.marks, self.marked_tools = _marked(turns, self.variables["tools"])
+        chosen = problem = None
+        for form in itertools.product((False, True), (False, True), (True, False)):
+            formed = [[_formed(turn, *form) for turn in version] for version in (turns, marked)]
             try:
-                text = self._render(form, prompt)
-            except MemoryError:
-                raise
-            except Exception as error:  # templates may raise anything through jinja
+                self.turns, self.text = formed[0], self._render(formed[0], self.prompt)
+            except RenderingError as error:
                 problem = error
                 continue
-            probe = self._probe(form)
-            usable.append((form, text, probe))
-            lost = {mark.field for mark in probe.lost}
-            if not lost & {"content", "tool_calls"} and not _has_python(form, text):
+            self.marked = formed[1]
+            lost = self._lost()
+            complete = not {mark.field for mark in lost} & {"content", "tool_calls"}
+            complete = complete and not _has_python(self.turns, self.text)
+            if complete or chosen is None:
+                chosen = self.turns, self.text, self.marked, lost
+            if complete:
                 break
-        else:
-            del usable[1:]
-        if not usable:
-            raise RenderingError(f"the chat template rejects these messages: {problem}; {_REMEDY}")
-        self.turns, self.text, self.probe = usable[-1]
+        if chosen is None:
+            raise problem or AssertionError
+        self.turns, self.text, self.marked, lost = chosen
+        for mark in lost:
+            self._refuse(mark)
 
-    def _render(self, turns: Sequence[Turn], prompt: bool = False, **changes: Any) -> str:
-        return self.template.render(turns, {**self.extra, **changes}, prompt)[0]
+    def _render(self, turns: Sequence[Turn], prompt: bool = False, **variables: Any) -> str:
+        if not turns and not prompt:
+            return ""
+        return self._jinja(turns, add_generation_prompt=prompt, **variables)[0][0]
 
-    def _probe(self, turns: Sequence[Turn]) -> "Probe":
-        """Render ``turns`` with a mark in each of their texts, and note which are missing."""
-        probe = Probe(turns, self.extra.get("tools"))
+    def _tagged(self, turns: Sequence[Turn], text: str) -> list[Span]:
+        """What the template, or TRL's variant of it that writes the same, marks as an answer."""
+        if self.tagging is None:
+            return []
+        tags = {"chat_template": self.tagging, "return_assistant_tokens_mask": True}
+        try:
+            texts, spans = self._jinja(turns, **tags)
+        except RenderingError:
+            return []
+        return spans[0] if texts[0] == text else []
+
+    def _jinja(self, turns: Sequence[Turn], **options: Any) -> Any:
+        variables = {"chat_template": self.template, **self.variables, **options}
+        try:
+            return render_jinja_template([list(turns)], **variables)
+        except Exception as error:  # templates may raise anything
+            raise RenderingError(
+                f"the chat template rejects these messages: {error}; {_REMEDY}"
+            ) from error
+
+    def _lost(self) -> list[Mark]:
+        """The marks that the template does not write."""
 
         def missing(count: int, marks: Iterable[Mark]) -> list[Mark]:
-            context = probe.turns[:count]
-            prompt = self.prompt if count == len(turns) else False
+            prompt = self.prompt and count == len(self.turns)
             try:
-                text = self._render(context, prompt, tools=probe.tools)
-            except Exception:  # the template checks values: it reads them
+                text = self._render(self.marked[:count], prompt, tools=self.marked_tools)
+            except RenderingError:  # the template checks values: it reads them
                 return []
             return [mark for mark in marks if mark.text not in text]
 
-        for mark in missing(len(turns), probe.marks):
+        lost = []
+        for mark in missing(len(self.turns), self.marks):
             # Reasoning may be left out once the conversation goes on: what counts is the text in
             # which its answer comes last.
-            answered = (
-                i + 1 for i in range(mark.turn, len(turns)) if turns[i]["role"] == "assistant"
-            )
-            probe.lost += missing(next(answered, len(turns)), [mark])
-        return probe
+            later = range(mark.turn, len(self.turns))
+            answered = (i + 1 for i in later if self.turns[i]["role"] == "assistant")
+            lost += missing(next(answered, len(self.turns)), [mark])
+        return lost
 
-    def _generated(self, turns: Sequence[Turn], text: str) -> list[Span]:
-        """Spans between the template's own generation tags; none if they change the text."""
-        if self.template.marked is None:
-            return []
-        try:
-            marked, spans = self.template.render(turns, self.extra, False, self.template.marked)
-        except Exception:
-            return []
-        return spans if marked == text else []
+    def _refuse(self, mark: Mark) -> None:
+        """Raise an error for a field that the template does not write."""
+        where, remedy = f"turn {mark.turn}: '{mark.field}'", "or remove the field"
+        if mark.field == "tools":
+            if self._render(self.turns, self.prompt, tools=None) != self.text:
+                return  # it writes other parts of them
+            where, remedy = "'tools'", "or remove the column"
+        elif mark.field == "tool_calls":
+            remedy = (
+                "or, if it writes a call's id in place of its name, give each call the id "
+                "functions.NAME:INDEX, and its result the same tool_call_id"
+            )
+        elif mark.field in REASONING:
+            remedy = f"rename the field to {' or '.join(REASONING)}, or remove it"
+        raise RenderingError(
+            f"{where}: the chat template omits all or part of it; {_REMEDY}, {remedy}"
+        )
 
     def answers(self) -> dict[int, Answer]:
-        """The assistant's turns by index."""
-        generated = self._generated(self.turns, self.text)
-        return {
-            i: self._answer(self.turns, i, self.text, generated)
-            for i, turn in enumerate(self.turns)
-            if turn["role"] == "assistant"
-        }
+        """The assistant's turns by index.
+
+        Raises:
+            RenderingError: the template writes another turn's text into a learned answer.
+        """
+        answers = {}
+        with limited():
+            tagged = self._tagged(self.turns, self.text)
+            for i, turn in enumerate(self.turns):
+                if turn["role"] != "assistant":
+                    continue
+                answers[i] = answer = self._answer(self.turns, i, self.text, tagged)
+                if self.train[i] and not answer.rewritten and self._is_mixed(i, answer):
+                    raise RenderingError(
+                        "the chat template writes other turns' text into the assistant's answer, "
+                        f"where it would be learned; {_REMEDY}"
+                    )
+        return answers
 
     def _answer(
-        self, turns: Sequence[Turn], index: int, text: str, generated: Sequence[Span]
+        self, turns: Sequence[Turn], index: int, text: str, tagged: Sequence[Span]
     ) -> Answer:
         """Answer ``index`` with its end mark; without pieces where its text is not known."""
-        last = index == len(turns) - 1
-        until = text if last else self._render(turns[: index + 1])
+        until = text if index == len(turns) - 1 else self._render(turns[: index + 1])
         end = len(until.rstrip())
         rewritten = text[:end] != until[:end]
         opened = self._render(turns[:index], True)
@@ -240,166 +282,80 @@ class Conversation:
             start = tag if tag > shared.rfind(">") else len(shared)
         if start >= end:
             return Answer(until, [], True)
-        inside = [(max(a, start), b) for a, b in generated if a < end and b > start]
+        inside = [(max(a, start), b) for a, b in tagged if a < end and b > start]
         if rewritten or not inside:
             return Answer(until, [(start, end)], rewritten)
         # The end-of-turn mark belongs to the assistant, whether or not the template marks it.
         return Answer(until, [*inside[:-1], (inside[-1][0], end)], False)
 
-    def check(self, answers: Mapping[int, Answer]) -> list[str]:
-        """Refuse what the template omits; return other fields whose text it does not write.
-
-        Raises:
-            RenderingError: the template omits a part that matters, or writes another turn's text
-                into an answer.
-        """
-        for mark in self.probe.lost:
-            self._refuse(mark)
-        for i, answer in answers.items():
-            if answer.pieces and not answer.rewritten and self.train[i] and self._mixed(i, answer):
-                raise RenderingError(
-                    "the chat template writes other turns' text into the assistant's answer, where "
-                    f"it would be learned; {_REMEDY}"
-                )
-        unread = set()
-        for turn in self.turns:
-            known = {"role", "train", "tool_call_id", *_PARTS}
-            known |= {"name"} if turn["role"] == "tool" else set()
-            others = {k: v for k, v in turn.items() if k not in known and v not in (None, "", [])}
-            unread |= {name for name, value in others.items() if str(value) not in self.text}
-        return sorted(unread)
-
-    def _refuse(self, mark: "Mark") -> None:
-        """Raise an error for a field that the template does not write."""
-        if mark.field == "tools":
-            if self._render(self.turns, self.prompt, tools=None) != self.text:
-                return  # it writes other parts of them
-            raise RenderingError(
-                f"'tools': the chat template does not read them; {_REMEDY}, or remove the column"
-            )
-        turn = self.turns[mark.turn]
-        where = f"turn {mark.turn}: '{mark.field}': the chat template"
-        if mark.field == "content":
-            raise RenderingError(f"{where} omits all or part of it; {_REMEDY}")
-        if mark.field != "tool_calls":
-            raise RenderingError(f"{where} does not read it; {self._renaming(mark)}")
-        ids = [str(call.get("id")) for call in turn["tool_calls"]]
-        if any(name in self.text for name in ids if name != "None"):
-            raise RenderingError(
-                f"{where} writes a call's id in place of its name; give each call the id "
-                "functions.NAME:INDEX, and its result the same tool_call_id"
-            )
-        raise RenderingError(f"{where} does not read all of them; {_REMEDY}")
-
-    def _renaming(self, mark: "Mark") -> str:
-        """A remedy: the name under which the template would read the turn's reasoning."""
-        turn = self.turns[mark.turn]
-        for name in (name for name in REASONING if name not in turn):
-            renamed = [*self.turns[: mark.turn], {**turn, name: turn[mark.field]}]
-            if self._render(renamed) != self._render(self.turns[: mark.turn + 1]):
-                return f"rename it to '{name}', which this template reads"
-        return f"{_REMEDY}, or remove the field"
-
-    def _mixed(self, index: int, answer: Answer) -> bool:
+    def _is_mixed(self, index: int, answer: Answer) -> bool:
         """Whether the template writes the text of other turns into an answer."""
         others = [i for i in range(index) if self.turns[i]["role"] != "assistant"]
         texts = [_text(self.turns[i]["content"]).strip() for i in others]
         if not any(text and text in answer.text for text in texts):
             return False
-        turns = self.probe.turns[: index + 1]
+        marked = self.marked[: index + 1]
         try:
-            text = self._render(turns)
-            learned = self._answer(turns, index, text, self._generated(turns, text)).text
-        except Exception:  # the template checks the content of the other turns
+            text = self._render(marked)
+            learned = self._answer(marked, index, text, self._tagged(marked, text)).text
+        except RenderingError:  # the template checks the content of the other turns
             return False
-        return any(mark.text in learned for mark in self.probe.marks if mark.turn in others)
+        return any(mark.text in learned for mark in self.marks if mark.turn in others)
 
 
-@dataclass(frozen=True)
-class Mark:
-    """A text that occurs in no conversation, in a field of a turn."""
+def _marked(
+    turns: list[Turn], tools: list[Turn] | None
+) -> tuple[list[Turn], list[Mark], list[Turn] | None]:
+    """Copies of ``turns`` and ``tools`` with a mark in each text that a template has to write."""
+    marks: list[Mark] = []
+    turns, tools = copy.deepcopy(turns), copy.deepcopy(tools)
 
-    turn: int
-    field: str
-    text: str
+    def mark(turn: int, field: str) -> str:
+        marks.append(Mark(turn, field, f"q{len(marks)}Zx"))
+        return marks[-1].text
 
-
-class Probe:
-    """A copy of turns with a mark in each text that a template has to write.
-
-    Attributes:
-        marks: all marks; those of ``tools`` belong to the first turn.
-        lost: those that the template does not write.
-    """
-
-    def __init__(self, turns: Sequence[Turn], tools: list[Any] | None):
-        self.marks: list[Mark] = []
-        self.lost: list[Mark] = []
-        self.tools = tools and [self._tool(tools[0]), *tools[1:]]
-        self.turns = [self._turn(index, turn) for index, turn in enumerate(turns)]
-
-    def _mark(self, turn: int, field: str) -> str:
-        self.marks.append(Mark(turn, field, f"q{len(self.marks)}Zx"))
-        return self.marks[-1].text
-
-    def _tool(self, tool: Mapping[str, Any]) -> dict[str, Any]:
-        schema = tool.get("function") or tool
-        described = f"{schema.get('description') or ''} {self._mark(0, 'tools')}"
-        marked = {**schema, "description": described}
-        return {**tool, "function": marked} if "function" in tool else marked
-
-    def _turn(self, index: int, turn: Turn) -> Turn:
-        marked = dict(turn)
-        for field in _PARTS if turn["role"] == "assistant" else ("content",):
-            value = turn.get(field)
-            if field == "tool_calls" and value:
-                marked[field] = [self._call(index, call) for call in value]
-            elif isinstance(value, list) and value:
-                marked[field] = [{**value[0], "text": self._words(index, field, value[0]["text"])}]
-            elif value:
-                marked[field] = self._words(index, field, value)
-        return marked
-
-    def _words(self, turn: int, field: str, text: str) -> str:
-        thought, tag, answer = text.partition("</think>")
-        if tag and field == "content":
-            text = f"{thought}{self._mark(turn, field)}{tag}{answer}"
-        return f"{text} {self._mark(turn, field)}"
-
-    def _call(self, turn: int, call: Mapping[str, Any]) -> dict[str, Any]:
-        function = dict(call["function"])
-        name, mark = function["name"], self._mark(turn, "tool_calls")
-        arguments, added = function["arguments"], self._mark(turn, "tool_calls")
-        text = isinstance(arguments, str)
-        arguments = {**(json.loads(arguments) if text else arguments), f"k{added}": added}
-        function |= {"name": name + mark, "arguments": json.dumps(arguments) if text else arguments}
-        marked = {**call, "function": function}
-        if "id" in call:  # a template that writes ids writes the name that is in them
-            marked["id"] = str(call["id"]).replace(f"functions.{name}:", f"functions.{name}{mark}:")
-        return marked
+    if tools:
+        schema = tools[0].get("function") or tools[0]
+        schema["description"] = f"{schema.get('description') or ''} {mark(0, 'tools')}"
+    for i, turn in enumerate(turns):
+        for field in ("content", *REASONING) if turn["role"] == "assistant" else ("content",):
+            if turn.get(field):
+                thought, tag, answer = turn[field].partition("</think>")
+                inner = mark(i, field) if tag and field == "content" else ""
+                turn[field] = f"{thought}{inner}{tag}{answer} {mark(i, field)}"
+        for call in turn.get("tool_calls") or ():
+            function = call["function"]
+            name, added = function["name"] + mark(i, "tool_calls"), mark(i, "tool_calls")
+            if "id" in call:  # a template that writes ids writes the name that is in them
+                prefix = f"functions.{function['name']}:"
+                call["id"] = str(call["id"]).replace(prefix, f"functions.{name}:")
+            function.pop("arguments_text", None)
+            function |= {"name": name, "arguments": {**function["arguments"], f"k{added}": added}}
+    return turns, marks, tools
 
 
-_PARTS = ("content", *REASONING, "tool_calls")
-"""Fields of an answer that a template has to write."""
-
-
-def _forms(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
-    """``turns`` in each form that templates take: transformers' own first."""
-    called = any(turn.get("tool_calls") for turn in turns)
-    for parts, text, null in itertools.product((False, True), (False, True), (True, False)):
-        if called or not (text or null):
-            yield [_formed(turn, parts, text, null) for turn in turns]
+def _plain(turn: Turn) -> Turn:
+    """``turn`` with a text as content and objects as arguments, which it may have as JSON text."""
+    turn = {**turn, "content": _text(turn.get("content"))}
+    turn.pop("train", None)
+    if turn.get("tool_calls"):
+        turn["tool_calls"] = [dict(call) for call in turn["tool_calls"]]
+    for call in turn.get("tool_calls") or ():
+        arguments = call["function"]["arguments"]
+        if isinstance(arguments, str):
+            both = {"arguments": json.loads(arguments), "arguments_text": arguments}
+            call["function"] = {**call["function"], **both}
+    return turn
 
 
 def _formed(turn: Turn, parts: bool, text: bool, null: bool) -> Turn:
     """``turn`` with content as text or parts, arguments as an object or text, null or empty."""
-    turn = {key: value for key, value in turn.items() if key != "train"}
-    content = turn.get("content")
-    content = content if content is None else _text(content)
+    turn = dict(turn)
     if turn.get("tool_calls"):
         turn["tool_calls"] = [_with_arguments(call, text) for call in turn["tool_calls"]]
-        content = content if null else content or ""
-    turn["content"] = [{"type": "text", "text": content}] if parts and content else content
+        turn["content"] = turn["content"] if null else turn["content"] or ""
+    if parts and turn["content"]:
+        turn["content"] = [{"type": "text", "text": turn["content"]}]
     return turn
 
 
@@ -422,5 +378,5 @@ def _has_python(turns: Sequence[Turn], text: str) -> bool:
     return any(str(value) in text for value in values if not isinstance(value, str))
 
 
-def _text(content: Any) -> str:
-    return "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
+def _text(content: Any) -> Any:
+    return "".join(part["text"] for part in content) if isinstance(content, list) else content

@@ -3,35 +3,73 @@
 The result has ``input_ids`` and ``labels``, which TRL's ``SFTTrainer`` only packs
 (``packing_strategy``) or pads. Truncated and dropped rows are counted and logged.
 
-Rows go to disk as they are read and as they are tokenized, and the result is memory-mapped from the
-cache folder, so memory does not grow with the data. A prepared dataset's folder is named by a hash
-of everything that determines its content (see :mod:`moe_finetune.data.prepared`). The same recipe
-thus prepares its data once, and one of several processes prepares it while the others wait.
+Rows go to disk as they are read and as they are tokenized, and the result is memory-mapped, so
+memory does not grow with the data. A folder ``data/<key>`` of the cache holds ``rows/`` (a dataset)
+and ``counts.json``; it appears whole, and its name is a hash of everything that determines its
+content. The same recipe thus prepares its data once, and one of several processes, of the same or
+another run, prepares it while the others wait for its lock.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import importlib.metadata
 import itertools
+import json
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_finetune.data.prepared import data_key, prepared_once
-from moe_finetune.data.readers import Rows, SourceReader, listed, rows_of
-from moe_finetune.data.rows import Form
-from moe_finetune.data.sources import files_line, source_identity
-from moe_finetune.data.tokenize import set_chat_template
-from moe_finetune.data.tokenized import Counts, write_tokenized
-from moe_finetune.errors import DataError
+import numpy as np
+
+from moe_finetune.data.chat import RenderingError
+from moe_finetune.data.sources import (
+    DROP_REMEDY,
+    SourceReader,
+    files_line,
+    listed,
+    rows_of,
+    source_identity,
+)
+from moe_finetune.data.tokenize import IGNORED, Tokens, set_chat_template, tokenize_row
+from moe_finetune.data.turns import each_answer, until_last_answer
+from moe_finetune.errors import DataError, DiskSpaceError, OutputError
+from moe_finetune.io import output_folder, output_lock, sync
+from moe_finetune.io.cache_folder import cache_folder
+from moe_finetune.io.json_file import read_object
+from moe_finetune.io.rows import Row
 from moe_finetune.recipe.data import DataSection, DataSource, Paths
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 log = logging.getLogger(__name__)
+FORMAT = 8
+"""Increase this when the code gives different tokens, labels or counts for the same input."""
+COLUMNS = ("input_ids", "labels")
+_COUNTS = "counts.json"
+_BATCH = 64
+_SAID = {
+    "truncated": "{n} rows are longer than data.max_length {max_length} and were truncated by "
+    "{cut} tokens in total",
+    "dropped": "{n} rows are longer than data.max_length {max_length} and were dropped "
+    "(data.overlong is 'drop', or no learned token would remain)",
+    "unlearned": "{n} rows have no answer to learn and were dropped",
+    "malformed": "{n} rows are malformed and were dropped; the first: {first}",
+    "unanswered": "{n} rows end with turns that no answer follows; those turns were dropped",
+    "rewritten": "{n} rows: the chat template renders earlier answers differently once the "
+    "conversation goes on; those answers are not learned (data.turns: each makes an example of "
+    "every answer)",
+    "endless": "{n} rows: the chat template ends an answer without a special token, so the model "
+    "does not learn where to stop; data.chat_template: training adds the token where TRL has a "
+    "version of the template, as for GLM-4.5; otherwise give a Jinja file",
+    "straddled": "{n} rows: prompt and completion meet inside one token, which is learned; end "
+    "the prompt without a space to avoid it",
+}
+"""What can happen to a row, and what the log says about it."""
+_FLAGS = {name: 1 << bit for bit, name in enumerate(_SAID)}
 
 
 @dataclass(frozen=True)
@@ -43,14 +81,40 @@ class Examples:
         validation: in the files' order; None without ``data.validation``.
         sources: by path, the rows of each validation source, or of each training source if there is
             no validation data, in the source's order.
-        tokenizer: for a trainer that renders turns itself; its chat template reads the tools and
-            variables in the rows' turns.
     """
 
     train: Dataset
     validation: Dataset | None
     sources: list[tuple[str, Dataset]]
-    tokenizer: Any = None
+
+
+@dataclass
+class Counts:
+    """Counts of one dataset's rows: ``rows`` that could be used, ``tokens`` and ``learned`` of kept
+    rows, ``cut`` tokens, kept rows of each source in order, and rows to which something happened.
+    """
+
+    rows: int
+    tokens: int
+    learned: int
+    cut: int
+    sources: list[int]
+    notes: dict[str, int]
+    first_malformed: str = ""
+
+    def lines(self, max_length: int) -> list[str]:
+        """Sentences for the log: the first always, the others if something happened."""
+        values = {"max_length": max_length, "cut": self.cut, "first": self.first_malformed}
+        return [
+            f"{self.rows} rows, {self.tokens} tokens, {self.learned} of them learned",
+            *(sentence.format(n=self.notes[name], **values)
+              for name, sentence in _SAID.items() if self.notes[name]),
+        ]  # fmt: skip
+
+
+def malformed_line(count: int, first: str) -> str:
+    """The log's sentence about dropped malformed rows."""
+    return _SAID["malformed"].format(n=count, first=first)
 
 
 def load_examples(data: DataSection, tokenizer: Any, seed: int) -> Examples:
@@ -89,45 +153,48 @@ def prepare(
         name: "train" or "validation", for messages. Validation data may have fewer rows than
             ``data.limit``.
         seed: decides which rows a ``limit`` keeps.
+
+    Raises:
+        DataError: a row cannot be used, or the cache cannot be written.
     """
+    from datasets import load_from_disk
+
     chosen = listed(sources, name)
-    drawn = data.limit is not None or any(source.limit is not None for source in chosen)
-    identities = [_identity(source, data) for source in chosen]
-    excluded = {"train", "validation", "seed", "num_proc", "split"}
-    decides = [
-        data.model_dump(mode="json", exclude=excluded),
-        identities,
-        [name, seed] if drawn else [],
-    ]
-
-    def make(folder: Path) -> dict[str, Any]:
-        readers = [SourceReader.of(source, data, seed + n) for n, source in enumerate(chosen)]
-        rows = _checked(rows_of(readers, data, name, seed), readers, data)
-        written = write_tokenized(rows, len(chosen), data, tokenizer, name, folder)
-        fields = set(written.unread).union(*(reader.unread for reader in readers))
-        malformed = [(reader.malformed, reader.first_malformed) for reader in readers]
-        malformed.append((written.malformed, written.first_malformed))
-        counts = {
-            **dataclasses.asdict(written),
-            "unread": sorted(fields),
-            "malformed": sum(count for count, _ in malformed),
-            "first_malformed": next((first for _, first in malformed if first), ""),
-        }
-        for source, identity in zip(chosen, identities, strict=True):
-            if _identity(source, data) != identity:
-                raise DataError(
-                    f"data.{name}: {source.path} changed during preparation; start again when no "
-                    "program writes to it"
-                )
-        return counts
-
     for source in chosen:
         if files := files_line(source.path, source.split or data.split):
             log.info("%s data: %s", name, files)
-    for line in detected(chosen, data):
-        log.info("%s data: %s", name, line)
-    dataset, counted, was_prepared = prepared_once(data_key(tokenizer, *decides), make)
-    counts = Counts(**counted)
+        # Without the limit, whose draw would read the whole source.
+        reader = SourceReader(source.model_copy(update={"limit": None}), data)
+        next(iter(reader), None)
+        if reader.former.detected:
+            log.info("%s data: %s: %s", name, source.path, reader.former.detected)
+    identities = [_identity(source, data) for source in chosen]
+    folder = cache_folder() / "data" / _key(chosen, identities, data, tokenizer, name, seed)
+    try:
+        with output_lock(folder, wait=True):
+            was_prepared = (folder / _COUNTS).is_file()
+            if not was_prepared:
+                with output_folder(folder, 0, overwrite=True) as partial:
+                    counts = _write(chosen, data, tokenizer, name, seed, partial)
+                    for source, identity in zip(chosen, identities, strict=True):
+                        if _identity(source, data) != identity:
+                            raise DataError(
+                                f"data.{name}: {source.path} changed during preparation; start "
+                                "again when no program writes to it"
+                            )
+                    text = json.dumps(dataclasses.asdict(counts)) + "\n"
+                    (partial / _COUNTS).write_text(text, encoding="utf-8")
+                    for path in partial.rglob("*"):
+                        sync(path)
+    except OSError as error:
+        problem = "no space left" if isinstance(error, DiskSpaceError) else "it cannot be created"
+        reason = problem if isinstance(error, OutputError) else error.strerror or error
+        raise DataError(
+            f"data: the prepared data cannot be stored in {folder.parent} ({reason}); free some "
+            "space, or set MOE_FINETUNE_CACHE to another folder"
+        ) from error
+    counts = Counts(**read_object(folder / _COUNTS, DataError, "remove the folder"))
+    dataset: Any = load_from_disk(str(folder / "rows"))
     summary, *losses = counts.lines(data.max_length)
     log.info("%s data: %s%s", name, summary, " (prepared before)" if was_prepared else "")
     for loss in losses:
@@ -135,32 +202,108 @@ def prepare(
     return dataset, counts
 
 
-def detected(sources: list[DataSource], data: DataSection) -> Iterator[str]:
-    """Yield the detected layout of each source's first row."""
-    for source in sources:
-        reader = SourceReader.of(source, data)
-        # Without the limit, whose draw would read the whole source.
-        reader = dataclasses.replace(
-            reader, source=reader.source.model_copy(update={"limit": None})
-        )
-        next(iter(reader), None)
-        if reader.former.detected:
-            yield f"{reader.source.path}: {reader.former.detected}"
-
-
 def _identity(source: DataSource, data: DataSection) -> list[Any]:
-    reader = SourceReader.of(source, data)
-    options = reader.source.model_dump(mode="json", exclude={"path", "split"})
-    return [source_identity(reader.source.path, reader.split), options]
+    options = source.model_dump(mode="json", exclude={"path", "split"})
+    return [source_identity(source.path, source.split or data.split), options]
 
 
-def _checked(rows: Rows, readers: list[SourceReader], data: DataSection) -> Rows:
-    for index, location, row in rows:
-        _check_form(readers[index].source.path, readers[index].former.form, data)
-        yield index, location, row
+def _key(
+    chosen: list[DataSource], identities: list[Any], data: DataSection, tokenizer: Any,
+    name: str, seed: int,
+) -> str:  # fmt: skip
+    """Hash of all that determines the prepared rows."""
+    drawn = data.limit is not None or any(source.limit is not None for source in chosen)
+    parts = [
+        FORMAT,
+        [importlib.metadata.version(package) for package in ("transformers", "tokenizers")],
+        type(tokenizer).__name__,
+        tokenizer.backend_tokenizer.to_str(),
+        tokenizer.special_tokens_map,
+        tokenizer.chat_template,
+        data.model_dump(mode="json", exclude={"train", "validation", "seed", "num_proc", "split"}),
+        identities,
+        [name, seed] if drawn else [],
+    ]
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
-def _check_form(source: str, form: Form | str, data: DataSection) -> None:
+def _write(
+    chosen: list[DataSource], data: DataSection, tokenizer: Any, name: str, seed: int, folder: Path
+) -> Counts:
+    """Read the sources, tokenize their rows into the dataset ``folder / "rows"``, count them."""
+    from datasets import Dataset, Features, Value
+    from datasets.arrow_writer import ArrowWriter
+
+    readers = [SourceReader(source, data, seed + n) for n, source in enumerate(chosen)]
+    unanswered = 0
+    read = Features({"place": Value("string"), "source": Value("int32"), "row": Value("string")})
+    with ArrowWriter(path=str(folder / "read.arrow"), features=read) as writer:
+        for source, location, row in rows_of(readers, data, name, seed):
+            _check_form(chosen[source].path, readers[source].former.form, data)
+            used = row
+            if "messages" in row and data.completion_only_loss is not False:
+                used = until_last_answer(row)
+                unanswered += used is not row
+            answers = each_answer(used) if data.turns == "each" and "messages" in row else []
+            for example in answers or [used]:
+                writer.write({"place": location, "source": source, "row": _json(location, example)})
+        writer.finalize()
+    numbers = ("source", "flags", "tokens", "learned", "cut")
+    tokenized = Dataset.from_file(str(folder / "read.arrow")).map(
+        _tokenize,
+        fn_kwargs={"tokenizer": tokenizer, "data": data},
+        batched=True,
+        batch_size=_BATCH,
+        num_proc=data.num_proc,
+        remove_columns=["place", "row"],
+        features=Features(
+            {name: [Value("int32")] for name in COLUMNS}
+            | {name: Value("int32") for name in numbers}
+            | {"problem": Value("string")}
+        ),
+        cache_file_name=str(folder / "tokens.arrow"),
+        new_fingerprint="tokens",  # hashing the tokenizer takes longer than tokenizing small data
+        load_from_cache_file=False,
+        desc=f"Tokenizing {name}",
+    )
+    columns = tokenized.select_columns(list(numbers)).with_format("numpy")[:]
+    problems = tokenized["problem"][:]  # as text: NumPy gives every row the longest one's width
+    notes = {note: int((columns["flags"] & flag > 0).sum()) for note, flag in _FLAGS.items()}
+    usable = len(problems) - notes["malformed"]
+    first = next(filter(None, problems), "")
+    lost = _FLAGS["malformed"] | _FLAGS["unlearned"] | _FLAGS["dropped"]
+    usable_rows = columns["flags"] & lost == 0
+    if not usable:
+        raise DataError(f"data.{name}: all {len(problems)} rows are malformed; the first: {first}")
+    if notes["unlearned"] == usable:
+        raise DataError(
+            f"data.{name}: none of the {usable} rows has an answer to learn; check the turns' "
+            "roles and their train fields"
+        )
+    if not usable_rows.any():
+        raise DataError(
+            f"data.{name}: none of the {usable} rows has a learned token within data.max_length "
+            f"{data.max_length}; raise it"
+        )
+    rows = tokenized if usable_rows.all() else tokenized.select(usable_rows.nonzero()[0])
+    rows.select_columns(list(COLUMNS)).save_to_disk(str(folder / "rows"))
+    for file in folder.glob("*.arrow"):
+        file.unlink()
+    notes["unanswered"] = unanswered
+    notes["malformed"] += sum(reader.malformed for reader in readers)
+    return Counts(
+        rows=usable,
+        tokens=int(columns["tokens"][usable_rows].sum()),
+        learned=int(columns["learned"][usable_rows].sum()),
+        cut=int(columns["cut"].sum()),
+        sources=np.bincount(columns["source"][usable_rows], minlength=len(chosen)).tolist(),
+        notes=notes,
+        first_malformed=next((r.first_malformed for r in readers if r.malformed), first),
+    )
+
+
+def _check_form(source: str, form: str, data: DataSection) -> None:
     if form == "text" and data.completion_only_loss:
         raise DataError(
             f"{source} contains plain texts, which have no completion to mask for; remove "
@@ -171,3 +314,64 @@ def _check_form(source: str, form: Form | str, data: DataSection) -> None:
             f"{source} contains {form}, and data.packing_strategy '{data.packing_strategy}' "
             "splits examples; set it to 'bfd'"
         )
+
+
+def _json(location: str, row: Row) -> str:
+    """A row as JSON; a table would give all objects the fields of all others."""
+    try:
+        return json.dumps(row, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{location}: a value is neither text nor a number: {error}") from error
+
+
+def _tokenize(
+    batch: dict[str, list[Any]], tokenizer: Any, data: DataSection
+) -> dict[str, list[Any]]:
+    """Ids and labels of rows within ``max_length``, and what happened to each row."""
+    completion_only = data.completion_only_loss is not False
+    tokenized: list[dict[str, Any]] = []
+    for location, text in zip(batch["place"], batch["row"], strict=True):
+        try:
+            tokens = tokenize_row(json.loads(text), tokenizer, completion_only)
+            tokenized.append(_within(tokens, location, data))
+        except DataError as error:
+            message = str(error) if str(error).startswith(location) else f"{location}: {error}"
+            refused = isinstance(error, RenderingError)
+            if not refused or data.malformed != "drop":
+                raise DataError(message + (DROP_REMEDY if refused and tokenized else "")) from error
+            nothing = _within(Tokens([], []), location, data)
+            tokenized.append(nothing | {"flags": _FLAGS["malformed"], "problem": message})
+    return {name: [row[name] for row in tokenized] for name in tokenized[0]}
+
+
+def _within(tokens: Tokens, location: str, data: DataSection) -> dict[str, Any]:
+    splits = data.packing and data.packing_strategy != "bfd"
+    cut = 0 if splits else max(0, len(tokens.input_ids) - data.max_length)
+    if cut and data.overlong == "error":
+        raise DataError(
+            f"{location}: {len(tokens.input_ids)} tokens, longer than data.max_length "
+            f"{data.max_length}; raise it, or set data.overlong to truncate or drop"
+        )
+    end = len(tokens.input_ids) - cut
+    labels = tokens.labels[:end]
+    learned = sum(label != IGNORED for label in labels)
+    unlearned = all(label == IGNORED for label in tokens.labels)
+    dropped = not unlearned and (not learned or bool(cut and data.overlong == "drop"))
+    cut = 0 if dropped or unlearned else cut
+    notes = {
+        "truncated": cut > 0,
+        "dropped": dropped,
+        "unlearned": unlearned,
+        "rewritten": tokens.rewritten,
+        "endless": tokens.endless,
+        "straddled": tokens.straddled,
+    }
+    return {
+        "input_ids": tokens.input_ids[:end],
+        "labels": labels,
+        "tokens": end,
+        "learned": learned,
+        "cut": cut,
+        "flags": sum(_FLAGS[name] for name, holds in notes.items() if holds),
+        "problem": "",
+    }

@@ -38,9 +38,6 @@ class Former:
         columns: our field -> the file's field.
         template: our field -> a text with the file's fields in braces; a list in the file becomes
             one line per item.
-
-    Attributes:
-        unread: columns with values that nothing has read so far.
     """
 
     def __init__(
@@ -51,7 +48,6 @@ class Former:
     ):
         self.form = form
         self.detected = ""
-        self.unread: set[str] = set()
         self.columns = columns or {}
         self.template = template or {}
         ours = {field for fields in FIELDS.values() for field in fields} | set(COLUMNS)
@@ -64,12 +60,10 @@ class Former:
 
     def __call__(self, location: str, row: Row) -> Row:
         """Return the row in its form; raise DataError with ``location`` if it has none."""
-        all_fields, row = row, self._mapped(location, row)
-        if self.form == "auto" and not self.detected:
-            self.detected = " and ".join(FIELDS[_detect(location, row)])
+        row = self._mapped(location, row)
         if self.form == "auto":
             self.form = _detect(location, row)
-        self._note_unread(all_fields)
+            self.detected = self.detected or " and ".join(FIELDS[self.form])
         if self.form == "messages":
             return self._conversation(location, row)
         for field in FIELDS[self.form]:
@@ -85,19 +79,6 @@ class Former:
         if not row[last].strip():
             raise DataError(f"{location}: '{last}' is empty, so the row has nothing to learn")
         return {field: row[field] for field in FIELDS[self.form]}
-
-    def _note_unread(self, row: Row) -> None:
-        template = self.template or (
-            {} if self.columns or _has_form(row) or "conversations" in row else self._known(row)
-        )
-        read = {*self.columns.values()}
-        for pattern in template.values():
-            read.update(_names(pattern, "data.template"))
-        if not template:
-            read.update(FIELDS[self.form] if self.form != "auto" else ())
-        if self.form == "messages":
-            read.update((*COLUMNS, "conversations", "prompt", "completion"))
-        self.unread.update(k for k, v in row.items() if k not in read and v not in (None, "", []))
 
     def _conversation(self, location: str, row: Row) -> Row:
         """The row's turns; a prompt and a completion become a user and an assistant turn."""
@@ -118,7 +99,8 @@ class Former:
             if isinstance(row.get("conversations"), list):
                 self.detected = "ShareGPT: 'conversations' are read as messages"
                 return {**row, "messages": row["conversations"]}
-            template = self._known(row)
+            name, template = _known(row, self.form == "messages")
+            self.detected = self.detected or name
             if template and row.get("history"):
                 raise DataError(
                     f"{location}: 'history': the earlier turns of this layout are not read; write "
@@ -136,24 +118,6 @@ class Former:
             return {**extras, **filled}
         return renamed(location, row, self.columns)
 
-    def _known(self, row: Row) -> Mapping[str, str]:
-        """The template for a common published layout; empty for any other row."""
-        if {"question", "answer"} <= row.keys():
-            has_prefix = str(row["question"]).lstrip().startswith("Question:")
-            template = _ASKED if has_prefix else QUESTION_TEMPLATE
-            self.detected = self.detected or _wrapped("question and answer", template)
-            return template
-        if {"instruction", "output"} <= row.keys():
-            more = row.get("input")
-            if self.form == "messages":  # the chat template writes the speaker
-                asked_with = "{instruction}\n\n{input}" if more else "{instruction}"
-                self.detected = "Alpaca: instruction, input and output are read as a chat"
-                return {"prompt": asked_with, "completion": "{output}"}
-            template = _ALPACA_INPUT if more else _ALPACA
-            self.detected = self.detected or _wrapped("Alpaca", template)
-            return template
-        return {}
-
 
 def renamed(location: str, row: Row, columns: Mapping[str, str]) -> Row:
     """The row with ``columns`` (our field -> the file's field) added."""
@@ -166,9 +130,22 @@ def renamed(location: str, row: Row, columns: Mapping[str, str]) -> Row:
     return {**row, **{ours: row[column] for ours, column in columns.items()}}
 
 
-def _wrapped(name: str, template: Mapping[str, str]) -> str:
+def _known(row: Row, chat: bool) -> tuple[str, Mapping[str, str]]:
+    """The name and template of a common published layout; empty for any other row."""
+    if {"question", "answer"} <= row.keys():
+        has_prefix = str(row["question"]).lstrip().startswith("Question:")
+        name, template = "question and answer", _ASKED if has_prefix else QUESTION_TEMPLATE
+    elif {"instruction", "output"} <= row.keys():
+        more = row.get("input")
+        if chat:  # the chat template writes the speaker
+            asked_with = "{instruction}\n\n{input}" if more else "{instruction}"
+            name = "Alpaca: instruction, input and output are read as a chat"
+            return name, {"prompt": asked_with, "completion": "{output}"}
+        name, template = "Alpaca", _ALPACA_INPUT if more else _ALPACA
+    else:
+        return "", {}
     text = template["prompt"] + template["completion"]
-    return f"{name}, wrapped as {text!r}; set data.template to change that"
+    return f"{name}, wrapped as {text!r}; set data.template to change that", template
 
 
 def _has_form(row: Row) -> bool:

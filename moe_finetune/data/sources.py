@@ -1,16 +1,39 @@
-"""Rows of training files, folders and hub datasets, each with its location."""
+"""Sources of training data: files, folders, hub datasets; their columns, filters and limits."""
 
-from collections.abc import Iterator, Mapping
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
+
+from moe_finetune.data.chat import TemplateLimitError
+from moe_finetune.data.rows import Former
 from moe_finetune.errors import DataError, did_you_mean, reason_of
 from moe_finetune.io.hashes import sha256_file
 from moe_finetune.io.hub import check_hub
-from moe_finetune.io.rows import TABLES, Placed, kind_of, placed_rows, without_nulls
+from moe_finetune.io.rows import TABLES, Placed, Row, kind_of, placed_rows, without_nulls
 from moe_finetune.io.split_files import SAVED, data_files, files_of
+from moe_finetune.recipe.data import DataSection, DataSource, Paths
 
-_SUFFIXES = (*TABLES, ".txt")
+T = TypeVar("T")
+Rows = Iterator[tuple[int, str, Any]]
+"""The number of a row's source, the row's location, and the row."""
+DROP_REMEDY = "; data.malformed: drop drops and counts such rows"
+
+
+def listed(sources: Paths, name: str) -> list[DataSource]:
+    """The sources of ``data.NAME`` as a list; a path becomes a source.
+
+    Raises:
+        DataError: there is none.
+    """
+    if not sources:
+        raise DataError(f"data.{name} is an empty list; give a file, folder or hub dataset")
+    entries = [sources] if isinstance(sources, str) else sources
+    return [DataSource(path=source) if isinstance(source, str) else source for source in entries]
 
 
 def read_rows(source: str, split: str = "train") -> Iterator[Placed]:
@@ -23,15 +46,12 @@ def read_rows(source: str, split: str = "train") -> Iterator[Placed]:
     Raises:
         DataError: no such file or dataset, or a line cannot be parsed.
     """
-    path = Path(source).expanduser()
-    if path.is_file():
-        yield from placed_rows(path)
-    elif path.is_dir():
-        yield from _read_folder(path, split)
-    elif _names_a_file(source):
-        raise DataError(f"no data file or folder {source} (relative to {Path.cwd()})")
-    else:
-        yield from _from_datasets(source, _hub_dataset(source, split), split)
+    files = _files(source, split)
+    if files is None:
+        for index, row in enumerate(_dataset(source, split), 1):
+            yield f"{source}: row {index}", without_nulls(row)
+    for file in files or ():
+        yield from placed_rows(file)
 
 
 def source_identity(source: str, split: str = "train") -> list[Any]:
@@ -43,70 +63,175 @@ def source_identity(source: str, split: str = "train") -> list[Any]:
     Raises:
         DataError: no such file or dataset.
     """
-    path = Path(source).expanduser()
-    if path.is_file():
-        return [[kind_of(path), sha256_file(path)]]
-    if path.is_dir():
-        saved = sorted(p for p in path.rglob("*") if p.is_file())
-        files = saved if _is_saved(path) else files_of(path, split)
-        return [split, *([str(p.relative_to(path)), sha256_file(p)] for p in files)]
-    if _names_a_file(source):
-        raise DataError(f"no data file or folder {source} (relative to {Path.cwd()})")
-    return [source, split, _hub_dataset(source, split)._fingerprint]
-
-
-def _names_a_file(source: str) -> bool:
-    path = Path(source).expanduser()
-    return kind_of(path) in _SUFFIXES or path.is_absolute() or source.startswith((".", "~"))
+    files, folder = _files(source, split), Path(source).expanduser()
+    if files is not None:
+        return [[kind_of(file), sha256_file(file)] for file in files]
+    if folder.is_dir():
+        saved = sorted(path for path in folder.rglob("*") if path.is_file())
+        return [split, *([str(p.relative_to(folder)), sha256_file(p)] for p in saved)]
+    return [source, split, _dataset(source, split)._fingerprint]
 
 
 def files_line(source: str, split: str) -> str | None:
     """Which files of a folder are read, and which are not; None for any other source."""
-    folder = Path(source).expanduser()
-    if not folder.is_dir() or _is_saved(folder):
+    folder, chosen = Path(source).expanduser(), _files(source, split)
+    if chosen is None or not folder.is_dir():
         return None
-    chosen = files_of(folder, split)
-    others = [path.name for path in data_files(folder) if path not in chosen]
-    notes = [path.name for path in sorted(folder.iterdir()) if kind_of(path) == ".txt"]
-    others += [name for name in notes if name not in {path.name for path in chosen}]
-    skipped = f" (not read: {', '.join(dict.fromkeys(others))})" if others else ""
+    others = [path for path in data_files(folder) if path not in chosen]
+    others += [path for path in sorted(folder.iterdir()) if kind_of(path) == ".txt"]
+    names = dict.fromkeys(path.name for path in others if path not in chosen)
+    skipped = f" (not read: {', '.join(names)})" if names else ""
     return f"{source}: {', '.join(path.name for path in chosen)}{skipped}"
 
 
-def _is_saved(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in SAVED)
+def _files(source: str, split: str) -> list[Path] | None:
+    """A source's local files of rows; None for what ``datasets`` saved or has to download."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        saved = any((path / name).is_file() for name in SAVED)
+        return None if saved else files_of(path, split)
+    if kind_of(path) in (*TABLES, ".txt") or path.is_absolute() or source.startswith((".", "~")):
+        raise DataError(f"no data file or folder {source} (relative to {Path.cwd()})")
+    return None
 
 
-def _read_folder(folder: Path, split: str) -> Iterator[Placed]:
-    from datasets import load_from_disk
+def _dataset(source: str, split: str) -> Any:
+    from datasets import load_dataset, load_from_disk
 
-    if _is_saved(folder):
+    folder = Path(source).expanduser()
+    if folder.is_dir():
         saved: Any = load_from_disk(str(folder))
-        yield from _from_datasets(str(folder), saved, split)
-        return
-    for file in files_of(folder, split):
-        yield from placed_rows(file)
-
-
-def _from_datasets(name: str, dataset: Any, split: str) -> Iterator[Placed]:
-    if isinstance(dataset, Mapping):
-        if split not in dataset:
-            raise DataError(f"{name} has no split '{split}'{did_you_mean(split, dataset)}")
-        dataset = dataset[split]
-    for index, row in enumerate(dataset, 1):
-        yield f"{name}: row {index}", without_nulls(row)
-
-
-def _hub_dataset(source: str, split: str) -> Any:
-    from datasets import load_dataset
-
+        if not isinstance(saved, Mapping):
+            return saved
+        if split not in saved:
+            raise DataError(f"{folder} has no split '{split}'{did_you_mean(split, saved)}")
+        return saved[split]
     check_hub()
     name, _, configuration = source.partition(":")
     try:
         return load_dataset(name, configuration or None, split=split)
     except Exception as error:  # the libraries raise a dozen unrelated types here
-        reason = reason_of(error)
         raise DataError(
             f"'{source}' is not a file or folder (relative to {Path.cwd()}), and it cannot be "
-            f"loaded as a hub dataset: {reason}"
+            f"loaded as a hub dataset: {reason_of(error)}"
         ) from error
+
+
+class SourceReader:
+    """Reads one source of ``data``, with the section's settings as defaults; iterate once.
+
+    Args:
+        seed: decides which rows a source with a ``limit`` yields.
+        former: called with a location and a row, brings the row into its form; default: a Former.
+
+    Attributes:
+        malformed: number of dropped rows; ``first_malformed``: the error of the first one.
+
+    Raises:
+        DataError: a row cannot be used (names its place), or there are no rows.
+    """
+
+    def __init__(self, source: DataSource, data: DataSection, seed: int = 0, former: Any = None):
+        settings = source if source.columns or source.template else data
+        self.source, self.seed = source, seed
+        form = source.format or data.format
+        self.former = former or Former(form, settings.columns, settings.template)
+        self.split = source.split or data.split
+        self.drops = data.malformed == "drop"
+        self.malformed, self.first_malformed = 0, ""
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        source, formed = self.source, 0
+        rows = self._matching()
+        if source.limit is not None:
+            rows = draw(rows, source.limit, self.seed, f"{source.path} (data limit)")
+        for location, row in rows:
+            try:
+                usable = self.former(location, _worded(location, row, source.words))
+            except DataError as error:
+                if self.drops and not isinstance(error, TemplateLimitError):
+                    self.malformed += 1
+                    self.first_malformed = self.first_malformed or str(error)
+                    continue
+                raise DataError(f"{error}{DROP_REMEDY if formed else ''}") from error
+            formed += 1
+            yield location, usable
+        if not formed and self.malformed:
+            raise DataError(
+                f"{source.path}: all {self.malformed} rows are malformed; the first: "
+                f"{self.first_malformed}"
+            )
+        if not formed:
+            raise DataError(f"{source.path} is empty; it needs at least one row")
+
+    def _matching(self) -> Iterator[Placed]:
+        where, any_match = self.source.where, False
+        for location, row in read_rows(self.source.path, self.split):
+            if all(_field(location, row, name, "where") in where[name] for name in where):
+                any_match = True
+                yield location, row
+        if where and not any_match:
+            condition = " and ".join(f"{name} is one of {values}" for name, values in where.items())
+            raise DataError(f"{self.source.path} has no row whose {condition}")
+
+
+def rows_of(readers: Sequence[SourceReader], data: DataSection, name: str, seed: int) -> Rows:
+    """The rows of all sources in order, or ``data.limit`` of them, drawn by the seed.
+
+    Validation data may have fewer rows than the limit.
+
+    Raises:
+        DataError: a row cannot be used, or there are fewer training rows than the limit.
+    """
+    rows: Rows = (
+        (index, location, row) for index, reader in enumerate(readers) for location, row in reader
+    )
+    if data.limit is None:
+        return rows
+    first = list(itertools.islice(rows, data.limit)) if name == "validation" else []
+    if first and len(first) < data.limit:
+        return iter(first)
+    return draw(itertools.chain(first, rows), data.limit, seed, f"data.limit of data.{name}")
+
+
+def draw(rows: Iterator[T], limit: int, seed: int, requested_by: str) -> Iterator[T]:
+    """Yield ``limit`` of ``rows``, drawn uniformly by the seed, in their original order.
+
+    One pass, with ``limit`` rows in memory (reservoir sampling).
+
+    Raises:
+        DataError: there are fewer than ``limit``; ``requested_by`` names the setting.
+    """
+    generator = np.random.default_rng([seed, limit])
+    reservoir: list[tuple[int, T]] = []
+    seen = 0
+    for seen, row in enumerate(rows, 1):
+        if seen <= limit:
+            reservoir.append((seen, row))
+        elif (slot := int(generator.integers(seen))) < limit:
+            reservoir[slot] = (seen, row)
+    if seen < limit:
+        raise DataError(f"{requested_by}: is {limit}, but there are only {seen} rows; lower it")
+    for _, row in sorted(reservoir, key=lambda item: item[0]):
+        yield row
+
+
+def _worded(location: str, row: Row, words: dict[str, list[str]]) -> Row:
+    changed = dict(row)
+    for name, names in words.items():
+        label = _field(location, row, name, "words")
+        if not isinstance(label, int) or not 0 <= label < len(names):
+            raise DataError(
+                f"{location}: '{name}': must be a number from 0 to {len(names) - 1} (data "
+                f"words), not {label!r}"
+            )
+        changed[name] = names[label]
+    return changed
+
+
+def _field(location: str, row: Row, name: str, key: str) -> Any:
+    if name not in row:
+        raise DataError(f"{location}: no field '{name}' (data {key}){did_you_mean(name, row)}")
+    return row[name]

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import yaml
 
-from moe_finetune.data.readers import SourceReader
-from moe_finetune.data.stage_form import FIELDS, StageFormer
+from moe_finetune.data.sources import SourceReader
+from moe_finetune.data.stages import FIELDS, StageFormer
 from moe_finetune.errors import RecipeError, UnsupportedModelError, did_you_mean
 from moe_finetune.evaluation.suites import load_suite
 from moe_finetune.io.atomic import refuse_existing, write_new
@@ -256,9 +256,9 @@ def layout(source: str, stage: str = "sft") -> str:
     """
     if stage != "sft":
         former: Any = StageFormer(STAGES[stage])
-        next(iter(SourceReader(DataSource(path=source), former, "train", 0)))
+        next(iter(SourceReader(DataSource(path=source), DataSection(train=source), 0, former)))
         return ", ".join(FIELDS[STAGES[stage].form])
-    reader = SourceReader.of(DataSource(path=source), DataSection(train=source))
+    reader = SourceReader(DataSource(path=source), DataSection(train=source))
     next(iter(reader))
     return reader.former.detected
 

@@ -62,7 +62,7 @@ def prepare(recipe: Recipe, ignore_memory: bool = False, activations: bool = Fal
     Raises:
         MoeFinetuneError: the run cannot start; names the key and the remedy.
     """
-    from moe_finetune.data.stage_rows import load_for_stage
+    from moe_finetune.data.stages import load_for_stage
     from moe_finetune.lora.coverage import lora_coverage
     from moe_finetune.losses.objective import Objective
     from moe_finetune.moe.layers import model_facts
@@ -88,7 +88,6 @@ def prepare(recipe: Recipe, ignore_memory: bool = False, activations: bool = Fal
     check_reach(model, Objective.from_options(recipe.method.options, model_facts(model)))
     inputs = Inputs(
         start,
-        start.tokenizer if rows.tokenizer is None else rows.tokenizer,
         rows.train,
         rows.validation,
         rows.sources,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from moe_finetune.data.examples import load_examples
-from moe_finetune.data.stage_rows import TURNS, load_for_stage, prompt_and_answer
+from moe_finetune.data.stages import ANSWERS, load_for_stage, prompt_and_answer
 from moe_finetune.data.tokenize import IGNORED, rendered
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES
@@ -61,7 +61,7 @@ def preview_rows(recipe: Recipe, tokenizer: Any, rows: int, marks: tuple[str, st
     examples = load_for_stage(recipe, tokenizer)
     train = examples.train
     example_rows = [
-        f"row {index}\n" + "\n".join(_fields(row, examples.tokenizer, marks))
+        f"row {index}\n" + "\n".join(_fields(row, tokenizer, marks))
         for index, row in enumerate(train.select(range(min(rows, len(train)))), 1)
     ]
     return "\n\n".join([f"stage {recipe.stage}: {len(train):,} rows", *example_rows])
@@ -70,7 +70,7 @@ def preview_rows(recipe: Recipe, tokenizer: Any, rows: int, marks: tuple[str, st
 def _fields(row: dict[str, Any], tokenizer: Any, marks: tuple[str, str]) -> Iterator[str]:
     """A row's fields, with turns rendered by the chat template and answers marked."""
     chat = isinstance(row["prompt"], list)
-    answers = [name for name in TURNS if name != "prompt" and name in row]
+    answers = [name for name in ANSWERS if name in row]
     for name, value in row.items():
         if chat and name in answers:
             tokens = prompt_and_answer(row, tokenizer, name)

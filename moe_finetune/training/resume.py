@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from transformers.trainer_utils import SaveStrategy
 
 from moe_finetune.checkpoint.adapter import WEIGHTS as ADAPTER_FILE
-from moe_finetune.data.tokenize import as_published
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io import clear_leftovers, write_small
 from moe_finetune.io.folder import remove_folder
@@ -159,7 +158,7 @@ class ResumableTrainer(_Trainer):
             whole: Any = getattr(model, "module", model)
             whole.save_pretrained(folder, state_dict=weights)
             if hasattr(self.processing_class, "save_pretrained"):
-                as_published(self.processing_class).save_pretrained(folder)
+                self.processing_class.save_pretrained(folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         folder, tensors = Path(output_dir), dict[str, Tensor]()

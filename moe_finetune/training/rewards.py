@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from moe_finetune.data.stage_form import READ_BY
+from moe_finetune.data.stages import READ_BY
 from moe_finetune.errors import DataError, DependencyError, RecipeError, did_you_mean
 from moe_finetune.io.rows import short
 from moe_finetune.recipe.sections import RewardSection

@@ -118,7 +118,6 @@ class Inputs:
     """The inputs of training, read before anything is written, and what it needs.
 
     Attributes:
-        rendering: the trainer's tokenizer, for stages whose trainer renders the turns.
         sources: rows by source, for measuring routing.
         arguments: TRL's config of the stage.
         coverage: parameters that LoRA reaches and that train.
@@ -127,7 +126,6 @@ class Inputs:
     """
 
     start: Start
-    rendering: Any
     train: Dataset
     validation: Dataset | None
     sources: list[tuple[str, Any]]

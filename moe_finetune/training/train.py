@@ -40,7 +40,7 @@ def train(recipe: Recipe, run: RunFolder, inputs: Inputs, resume: bool = False) 
         recipe,
         run.path,
         model,
-        inputs.rendering,
+        start.tokenizer,
         inputs.train,
         inputs.validation,
         lambda: start_model(start).requires_grad_(False),

@@ -140,7 +140,7 @@ def _of_split(
 ) -> dict[str, Any]:
     import torch
 
-    from moe_finetune.data.padding import fill
+    from moe_finetune.data.batches import fill
     from moe_finetune.moe.hooks import Recorder
     from moe_finetune.moe.layers import model_facts
 
@@ -187,7 +187,7 @@ def text_losses(model: Any, texts: Sequence[np.ndarray]) -> list[float]:
     """Mean loss per predicted token of each text, in nats, computed in float32."""
     import torch
 
-    from moe_finetune.data.padding import mask, pad
+    from moe_finetune.data.batches import mask, pad
 
     device = next(model.parameters()).device
     ids_BS, mask_BS = pad(texts).to(device), mask(texts).to(device)

@@ -65,7 +65,7 @@ def hashes(template: str) -> dict[str, str | None]:
     day = datetime.datetime(2026, 2, 3)
     for name, row in ROWS.items():
         try:
-            with mock.patch("moe_finetune.data.tokenize.midnight", lambda: day):
+            with mock.patch("moe_finetune.data.chat.midnight", lambda: day):
                 tokens = tokenize_row(Former()("f:1", row), tokenizer, True)
         except DataError:
             result[name] = None

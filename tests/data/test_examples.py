@@ -6,9 +6,8 @@ import tracemalloc
 
 import pytest
 
-from moe_finetune.data.readers import draw
 from moe_finetune.data.rows import Former
-from moe_finetune.data.sources import read_rows
+from moe_finetune.data.sources import draw, read_rows
 from moe_finetune.data.tokenize import CHAT_TEMPLATES, IGNORED, tokenize_row
 from moe_finetune.errors import DataError
 from moe_finetune.recipe.sections import DataSection

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from moe_finetune.data import examples
-from moe_finetune.data import tokenized as tokenizing
 from moe_finetune.errors import DataError
 from moe_finetune.recipe.sections import DataSection
 from tests import tiny
@@ -34,13 +33,13 @@ def source(tmp_path):
 @pytest.fixture
 def tokenized(monkeypatch):
     """How many rows have been tokenized so far."""
-    real, count = tokenizing.tokenize_rows, []
+    real, count = examples.tokenize_row, []
 
-    def counting(rows, *args):
-        count.extend(rows)
-        return real(rows, *args)
+    def counting(row, *args):
+        count.append(row)
+        return real(row, *args)
 
-    monkeypatch.setattr(tokenizing, "tokenize_rows", counting)
+    monkeypatch.setattr(examples, "tokenize_row", counting)
     return lambda: len(count)
 
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from moe_finetune.data import tokenized as data_module
+from moe_finetune.data import examples
 from moe_finetune.data.examples import load_examples
-from moe_finetune.data.readers import SourceReader, listed
+from moe_finetune.data.sources import SourceReader, listed
 from moe_finetune.errors import DataError
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training.sample import sample_examples
@@ -45,7 +45,7 @@ def classification(files, **changes):
 
 def rows(source, data):
     (source,) = listed([source], "train")
-    return [row for _, row in SourceReader.of(source, data)]
+    return [row for _, row in SourceReader(source, data)]
 
 
 def test_a_source_is_filtered_worded_and_limited(files):
@@ -102,7 +102,7 @@ def test_snapshots_see_the_rows_that_are_trained_on(files, monkeypatch, limits):
         assert found.train.column_names == ["input_ids", "labels"]
         drawn.append(sorted(sampled))
     assert drawn[0] != drawn[1]
-    monkeypatch.setattr(data_module, "tokenize_rows", None)  # all of it is prepared
+    monkeypatch.setattr(examples, "tokenize_row", None)  # all of it is prepared
     again = sample_examples(load_examples(data, tokenizer, 6).sources, 64)
     assert sorted(row["input_ids"] for row in again) == drawn[1]
 

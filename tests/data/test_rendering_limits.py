@@ -1,7 +1,6 @@
-"""A chat template that runs for ever, or takes all memory, ends; the next rendering goes on."""
+"""A chat template that runs for ever ends; the next rendering goes on."""
 
 import json
-import resource
 import signal
 
 import pytest
@@ -19,10 +18,6 @@ SLOW = [
     "{% endfor %}{% endfor %}",
     "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
 ]
-LARGE = [
-    "{% set ns = namespace(s='x' * 1000) %}{% for a in range(99) %}{% set ns.s = ns.s ~ ns.s %}"
-    "{% endfor %}{{ ns.s }}",
-]
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +30,7 @@ def tokenizer():
     return tiny.tokenizer()
 
 
-@pytest.mark.parametrize("template", [*SLOW, *LARGE])
+@pytest.mark.parametrize("template", SLOW)
 def test_a_rendering_ends_and_the_next_one_goes_on(tokenizer, template):
     row = {"messages": [{"role": "user", "content": "a"}]}
     tokenizer.chat_template = template
@@ -45,14 +40,13 @@ def test_a_rendering_ends_and_the_next_one_goes_on(tokenizer, template):
     assert rendered(row, tokenizer)[0] == "<|im_start|>user\na<|im_end|>"
 
 
-@pytest.mark.parametrize("template", [tiny.CHAT_TEMPLATE, SLOW[0], LARGE[0]])
-def test_limit_and_handler_are_the_processs_own_again(tokenizer, template):
+@pytest.mark.parametrize("template", [tiny.CHAT_TEMPLATE, SLOW[0]])
+def test_the_timers_handler_is_the_processs_own_again(tokenizer, template):
     def handler(*_):
         pass
 
     tokenizer.chat_template = template
     row = {"messages": [{"role": "user", "content": "a"}]}
-    limits = resource.getrlimit(resource.RLIMIT_AS)
     former = signal.signal(signal.SIGPROF, handler)
     try:
         if template is tiny.CHAT_TEMPLATE:
@@ -62,7 +56,6 @@ def test_limit_and_handler_are_the_processs_own_again(tokenizer, template):
                 rendered(row, tokenizer)
         assert signal.getitimer(signal.ITIMER_PROF)[0] == 0
         assert signal.getsignal(signal.SIGPROF) is handler
-        assert resource.getrlimit(resource.RLIMIT_AS) == limits
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, former)

@@ -7,8 +7,7 @@ import json
 
 import pytest
 
-from moe_finetune.data.stage_rows import load_stage_rows
-from moe_finetune.data.tokenize import as_published
+from moe_finetune.data.stages import load_stage_rows
 from moe_finetune.errors import DataError
 from moe_finetune.recipe.sections import DataSection
 from moe_finetune.recipe.stages import STAGES
@@ -20,11 +19,7 @@ CALLED = TRL["messages"][:3]  # the question, the call and its result
 PREFERENCES = {
     "trl": {"prompt": CALLED, "chosen": [YES], "rejected": [NO], "tools": json.dumps(TOOLS)},
     "whole": {"chosen": [*CALLED, YES], "rejected": [*CALLED, NO], "tools": TOOLS},
-    "openai": {
-        "input": {"messages": OPENAI["messages"][:3], "tools": TOOLS},
-        "preferred_output": [YES],
-        "non_preferred_output": [NO],
-    },
+    "openai": {"prompt": OPENAI["messages"][:3], "chosen": [YES], "rejected": [NO], "tools": TOOLS},
     "sharegpt": {
         "conversations": SHAREGPT["conversations"][:3],
         "tools": json.dumps([FUNCTION]),
@@ -54,7 +49,7 @@ def load(stage: str, row: dict, tokenizer, tmp_path, **options):
     )
 
 
-def trainer_of(stage: str, examples, tmp_path):
+def trainer_of(stage: str, examples, tokenizer, tmp_path):
     """TRL's trainer, which has made tokens of the rows."""
     found = STAGES[stage]
     arguments = found.config_class()(
@@ -66,45 +61,38 @@ def trainer_of(stage: str, examples, tmp_path):
         ref_model=tiny.model("olmoe"),
         args=arguments,
         train_dataset=examples.train,
-        processing_class=examples.tokenizer,
+        processing_class=tokenizer,
     )
 
 
 @pytest.mark.parametrize("layout", PREFERENCES)
 def test_dpo(tokenizer, tmp_path, layout):
-    examples = load("dpo", PREFERENCES[layout], tokenizer, tmp_path)
-    row = trainer_of("dpo", examples, tmp_path).train_dataset[0]
+    columns = {"prompt": "conversations"} if layout == "sharegpt" else None
+    examples = load("dpo", PREFERENCES[layout], tokenizer, tmp_path, columns=columns)
+    row = trainer_of("dpo", examples, tokenizer, tmp_path).train_dataset[0]
     prompt = tokenizer.decode(row["prompt_ids"])
     assert prompt.endswith(ASKED) and '"description": "Rain?"' in prompt.removesuffix(ASKED)
     assert tokenizer.decode(row["chosen_ids"]) == "Yes.<|im_end|>\n"
     assert tokenizer.decode(row["rejected_ids"]) == "No.<|im_end|>\n"
 
 
-def test_dpo_and_grpo_give_the_template_what_the_first_turn_carries(tokenizer, tmp_path):
-    from trl.data_utils import maybe_apply_chat_template
-
-    rows = load("dpo", PREFERENCES["trl"], tokenizer, tmp_path)
-    text = maybe_apply_chat_template(rows.train[0], rows.tokenizer)
-    assert text["prompt"].endswith(ASKED) and '"description": "Rain?"' in text["prompt"]
-    assert (text["chosen"], text["rejected"]) == ("Yes.<|im_end|>\n", "No.<|im_end|>\n")
-    asked = {"prompt": CALLED, "tools": TOOLS, "answer": "7"}
-    rows = load("grpo", asked, tokenizer, tmp_path)
-    given = [rows.train[0]["prompt"]]  # as GRPO's trainer does
-    (ids,) = rows.tokenizer.apply_chat_template(
-        conversation=given, tools=None, add_generation_prompt=True, tokenize=True, return_dict=True
-    )["input_ids"]
-    assert tokenizer.decode(ids) == text["prompt"] and rows.train[0]["answer"] == "7"
-    assert as_published(rows.tokenizer).chat_template == tokenizer.chat_template
-
-
-def test_variables_reach_trl(tmp_path):
+def test_variables_reach_dpo(tmp_path):
     row = {"prompt": [ASK], "chosen": [YES], "rejected": [NO],
            "chat_template_kwargs": {"reasoning_effort": "low"}}  # fmt: skip
-    examples = load("dpo", row, tokenizer_of("gptoss"), tmp_path)
-    prompt = examples.tokenizer.apply_chat_template(
-        examples.train[0]["prompt"], tokenize=False, add_generation_prompt=True
+    tokenizer = tokenizer_of("gptoss")
+    examples = load("dpo", row, tokenizer, tmp_path)
+    row = trainer_of("dpo", examples, tokenizer, tmp_path).train_dataset[0]
+    assert "Reasoning: low\n" in tokenizer.decode(row["prompt_ids"])
+
+
+def test_prompts_reach_grpo_as_the_template_takes_them(tokenizer, tmp_path):
+    asked = {"prompt": [{"role": "human", "content": "Wet?"}], "system": "Be brief.", "answer": "7"}
+    row = load("grpo", asked, tokenizer, tmp_path).train[0]
+    text = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
+    assert row["answer"] == "7" and text == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWet?<|im_end|>\n"
+        "<|im_start|>assistant\n"
     )
-    assert "Reasoning: low\n" in prompt
 
 
 def test_what_is_measured_is_what_is_judged(tokenizer, tmp_path):
@@ -122,19 +110,15 @@ def test_what_is_measured_is_what_is_judged(tokenizer, tmp_path):
         ("dpo", {"prompt": [ASK], "chosen": [{**YES, "train": False}], "rejected": [NO]},
          r"'chosen'\[0\]: this answer is marked as not learned"),
         ("dpo", {"prompt": [ASK], "chosen": [{**YES, "thinking": "So."}], "rejected": [NO]},
-         r"turn 1: 'thinking': the chat template does not read it"),
+         r"turn 1: 'thinking': the chat template omits all or part"),
         ("grpo", {"prompt": [ASK], "images": ["a.png"]}, r"'images': only text can be"),
+        ("grpo", {"prompt": [ASK], "tools": TOOLS}, r"'tools': TRL's GRPO does not read it"),
         ("dpo", {"prompt": [ASK], "chosen": [YES], "rejected": [NO], "tools": "{"}, "not JSON"),
     ],
 )  # fmt: skip
 def test_what_would_be_lost_is_refused(tokenizer, tmp_path, stage, row, said):
     with pytest.raises(DataError, match=rf"rows\.jsonl:1: .*{said}"):
         load(stage, row, tokenizer, tmp_path)
-
-
-def test_columns_that_nothing_reads_are_named(tokenizer, tmp_path, caplog):
-    load("dpo", {**PREFERENCES["trl"], "score": 3}, tokenizer, tmp_path)
-    assert "train data: not used: score" in caplog.text
 
 
 def test_malformed_preferences_are_dropped_where_the_recipe_says_so(tokenizer, tmp_path, caplog):

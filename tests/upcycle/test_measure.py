@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_finetune.checkpoint.load import load_model
-from moe_finetune.data.padding import fill
+from moe_finetune.data.batches import fill
 from moe_finetune.upcycle import merge_experts
 from moe_finetune.upcycle.frequencies import count_table
 from moe_finetune.upcycle.judgement import PROMPTS, judge, questions
