@@ -101,15 +101,10 @@ def tagging_template(tokenizer: Any, template: str) -> str | None:
 
 @dataclass(frozen=True)
 class Answer:
-    """An assistant's turn: where its text is in ``until``, the text in which it comes last."""
+    """An assistant's turn: where its text is, and whether that text changes with later turns."""
 
-    until: str
     pieces: list[Span]
     rewritten: bool
-
-    @property
-    def text(self) -> str:
-        return "\n".join(self.until[a:b] for a, b in self.pieces)
 
 
 @dataclass(frozen=True)
@@ -157,26 +152,25 @@ class Conversation:
 
     def _choose(self, turns: list[Turn]) -> None:
         """Find the form of ``turns`` of which the template omits nothing."""
-        marked, self.marks, self.marked_tools = _marked(turns, self.variables["tools"])
+        marked, marks, tools = _marked(turns, self.variables["tools"])
         chosen = problem = None
         for form in itertools.product((False, True), (False, True), (True, False)):
-            formed = [[_formed(turn, *form) for turn in version] for version in (turns, marked)]
+            formed = [_formed(turn, *form) for turn in turns]
             try:
-                self.turns, self.text = formed[0], self._render(formed[0], self.prompt)
+                text = self._render(formed, self.prompt)
             except RenderingError as error:
                 problem = error
                 continue
-            self.marked = formed[1]
-            lost = self._lost()
+            lost = self._lost([_formed(turn, *form) for turn in marked], tools, marks)
             complete = not {mark.field for mark in lost} & {"content", "tool_calls"}
-            complete = complete and not _has_python(self.turns, self.text)
+            complete = complete and not _has_python(formed, text)
             if complete or chosen is None:
-                chosen = self.turns, self.text, self.marked, lost
+                chosen = formed, text, lost
             if complete:
                 break
         if chosen is None:
             raise problem or AssertionError
-        self.turns, self.text, self.marked, lost = chosen
+        self.turns, self.text, lost = chosen
         for mark in lost:
             self._refuse(mark)
 
@@ -185,16 +179,16 @@ class Conversation:
             return ""
         return self._jinja(turns, add_generation_prompt=prompt, **variables)[0][0]
 
-    def _tagged(self, turns: Sequence[Turn], text: str) -> list[Span]:
+    def _tagged(self) -> list[Span]:
         """What the template, or TRL's variant of it that writes the same, marks as an answer."""
         if self.tagging is None:
             return []
         tags = {"chat_template": self.tagging, "return_assistant_tokens_mask": True}
         try:
-            texts, spans = self._jinja(turns, **tags)
+            texts, spans = self._jinja(self.turns, **tags)
         except RenderingError:
             return []
-        return spans[0] if texts[0] == text else []
+        return spans[0] if texts[0] == self.text else []
 
     def _jinja(self, turns: Sequence[Turn], **options: Any) -> Any:
         variables = {"chat_template": self.template, **self.variables, **options}
@@ -205,24 +199,26 @@ class Conversation:
                 f"the chat template rejects these messages: {error}; {_REMEDY}"
             ) from error
 
-    def _lost(self) -> list[Mark]:
-        """The marks that the template does not write."""
+    def _lost(
+        self, turns: list[Turn], tools: list[Turn] | None, marks: Iterable[Mark]
+    ) -> list[Mark]:
+        """The marks in ``turns`` that the template does not write."""
 
         def missing(count: int, marks: Iterable[Mark]) -> list[Mark]:
-            prompt = self.prompt and count == len(self.turns)
+            prompt = self.prompt and count == len(turns)
             try:
-                text = self._render(self.marked[:count], prompt, tools=self.marked_tools)
+                text = self._render(turns[:count], prompt, tools=tools)
             except RenderingError:  # the template checks values: it reads them
                 return []
             return [mark for mark in marks if mark.text not in text]
 
         lost = []
-        for mark in missing(len(self.turns), self.marks):
+        for mark in missing(len(turns), marks):
             # Reasoning may be left out once the conversation goes on: what counts is the text in
             # which its answer comes last.
-            later = range(mark.turn, len(self.turns))
-            answered = (i + 1 for i in later if self.turns[i]["role"] == "assistant")
-            lost += missing(next(answered, len(self.turns)), [mark])
+            later = range(mark.turn, len(turns))
+            answered = (i + 1 for i in later if turns[i]["role"] == "assistant")
+            lost += missing(next(answered, len(turns)), [mark])
         return lost
 
     def _refuse(self, mark: Mark) -> None:
@@ -244,29 +240,18 @@ class Conversation:
         )
 
     def answers(self) -> dict[int, Answer]:
-        """The assistant's turns by index.
-
-        Raises:
-            RenderingError: the template writes another turn's text into a learned answer.
-        """
-        answers = {}
+        """The assistant's turns by index."""
         with limited():
-            tagged = self._tagged(self.turns, self.text)
-            for i, turn in enumerate(self.turns):
-                if turn["role"] != "assistant":
-                    continue
-                answers[i] = answer = self._answer(self.turns, i, self.text, tagged)
-                if self.train[i] and not answer.rewritten and self._is_mixed(i, answer):
-                    raise RenderingError(
-                        "the chat template writes other turns' text into the assistant's answer, "
-                        f"where it would be learned; {_REMEDY}"
-                    )
-        return answers
+            tagged = self._tagged()
+            return {
+                i: self._answer(i, tagged)
+                for i, turn in enumerate(self.turns)
+                if turn["role"] == "assistant"
+            }
 
-    def _answer(
-        self, turns: Sequence[Turn], index: int, text: str, tagged: Sequence[Span]
-    ) -> Answer:
+    def _answer(self, index: int, tagged: Sequence[Span]) -> Answer:
         """Answer ``index`` with its end mark; without pieces where its text is not known."""
+        turns, text = self.turns, self.text
         until = text if index == len(turns) - 1 else self._render(turns[: index + 1])
         end = len(until.rstrip())
         rewritten = text[:end] != until[:end]
@@ -276,31 +261,17 @@ class Conversation:
             shared = os.path.commonprefix([opened, until])
             length_before = len(self._render(turns[:index]).rstrip())
             if len(shared) < length_before:
-                return Answer(until, [], True)
+                return Answer([], True)
             # The prompt's `<think>` and the answer's `<tool_call>` share letters, not a tag.
             tag = shared.rfind("<", length_before)
             start = tag if tag > shared.rfind(">") else len(shared)
         if start >= end:
-            return Answer(until, [], True)
+            return Answer([], True)
         inside = [(max(a, start), b) for a, b in tagged if a < end and b > start]
         if rewritten or not inside:
-            return Answer(until, [(start, end)], rewritten)
+            return Answer([(start, end)], rewritten)
         # The end-of-turn mark belongs to the assistant, whether or not the template marks it.
-        return Answer(until, [*inside[:-1], (inside[-1][0], end)], False)
-
-    def _is_mixed(self, index: int, answer: Answer) -> bool:
-        """Whether the template writes the text of other turns into an answer."""
-        others = [i for i in range(index) if self.turns[i]["role"] != "assistant"]
-        texts = [_text(self.turns[i]["content"]).strip() for i in others]
-        if not any(text and text in answer.text for text in texts):
-            return False
-        marked = self.marked[: index + 1]
-        try:
-            text = self._render(marked)
-            learned = self._answer(marked, index, text, self._tagged(marked, text)).text
-        except RenderingError:  # the template checks the content of the other turns
-            return False
-        return any(mark.text in learned for mark in self.marks if mark.turn in others)
+        return Answer([*inside[:-1], (inside[-1][0], end)], False)
 
 
 def _marked(

@@ -7,7 +7,6 @@ refused with its file and line.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import logging
@@ -173,11 +172,8 @@ def load_for_stage(recipe: Recipe, tokenizer: Any) -> Examples:
     stage = STAGES[recipe.stage]
     if stage.form == "tokens":
         return load_examples(recipe.data, tokenizer, recipe.seed)
-    room = 0
-    if stage.form == "prompts":
-        fields = dataclasses.fields(stage.config_class())
-        usual = next(field.default for field in fields if field.name == "max_completion_length")
-        room = recipe.trainer.get("max_completion_length", usual)
+    usual = getattr(stage.config_class(), "max_completion_length", 0)
+    room = recipe.trainer.get("max_completion_length", usual)
     rewards = [section.name for section in recipe.rewards]
     return load_stage_rows(stage, recipe.data, tokenizer, recipe.seed, room, rewards)
 

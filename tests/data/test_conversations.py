@@ -437,19 +437,6 @@ def test_what_would_be_lost_is_refused_with_file_and_line(tmp_path, name, row, s
         load_dataset_for(DataSection(train=file), tokenizer_of(name), 0)
 
 
-def test_a_template_that_repeats_the_question_in_the_answer_is_refused():
-    tokenizer = tiny.tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role == 'assistant' %}"
-        "A:({{ messages[loop.index0 - 1].content }}){{ m.content }}|{% else %}U:{{ m.content }}|"
-        "{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}A:{% endif %}"
-    )
-    for _ in range(2):
-        with pytest.raises(DataError, match="writes other turns' text into the assistant's answer"):
-            learned({"messages": [ASK, YES]}, tokenizer)
-
-
 def test_earlier_turns_of_alpaca_rows_are_not_left_out():
     row = {"instruction": "Wet?", "output": "Yes.", "history": [["Hi", "Hello"]]}
     with pytest.raises(DataError, match="f:1: 'history': the earlier turns"):
