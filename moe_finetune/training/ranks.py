@@ -3,12 +3,15 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TypeVar
 
 import torch
 from torch import distributed
 
 from moe_finetune.errors import MoeFinetuneError
 from moe_finetune.losses.tensors import distributed_run, world_size
+
+Result = TypeVar("Result")
 
 
 def join_group() -> None:
@@ -39,22 +42,30 @@ def any_rank(flag: bool) -> bool:
     return bool(vote.item())
 
 
+def together(action: Callable[[], Result]) -> Result:
+    """Return ``action()`` of this rank; if it fails on one rank, it fails on all.
+
+    Raises:
+        MoeFinetuneError: what ``action`` raised here; a reference to it on the others.
+    """
+    try:
+        result, problem = action(), None
+    except MoeFinetuneError as error:
+        result, problem = None, error
+    if any_rank(problem is not None):
+        raise problem or MoeFinetuneError("another process of this run failed; see its message")
+    return result  # type: ignore[return-value]
+
+
 @contextmanager
 def first_alone(hold: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
     """Let rank 0 enter ``hold()``, such as a lock, for the group; if it cannot, every rank stops.
 
     Raises:
-        MoeFinetuneError: what ``hold`` raised on rank 0; a reference to it on the others.
+        MoeFinetuneError: see :func:`together`.
     """
-    problem: MoeFinetuneError | None = None
     with ExitStack() as stack:
-        if rank() == 0:
-            try:
-                stack.enter_context(hold())
-            except MoeFinetuneError as error:
-                problem = error
-        if any_rank(problem is not None):
-            raise problem or MoeFinetuneError("rank 0 cannot start; see its message")
+        together(lambda: stack.enter_context(hold()) if rank() == 0 else None)
         yield
 
 

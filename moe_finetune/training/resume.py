@@ -46,7 +46,6 @@ from moe_finetune.training.shards import (
 from moe_finetune.training.state import (
     FOLDER,
     accumulation,
-    load_state,
     pack,
     pack_rank,
     rank_file,
@@ -242,7 +241,7 @@ class ResumableTrainer(_Trainer):
         folder, model = Path(resume_from_checkpoint), self.model if model is None else model
         if self._adapted:
             file = folder / ADAPTER_FILE
-            set_weights(model, load_state(file), str(file))
+            set_weights(model, read_packed(file)[1], str(file))
         elif any(name.startswith(WEIGHTS) for name in stored(folder)):
             live = live_weights(model)
             read_shards(folder, {f"{WEIGHTS}{name}": t.detach() for name, t in live.items()})
@@ -313,22 +312,16 @@ def find_checkpoint(root: Path) -> Path | None:
     Raises:
         CheckpointError: another version wrote it.
     """
-    answer, problem = b"", None
-    if ranks.rank() == 0:
-        try:
-            newest, skipped = newest_checkpoint(root)
-        except CheckpointError as error:
-            newest, skipped, problem = None, [], error
-        for reason in skipped:
-            log.warning("--resume: skipped: %s", reason)
-        if newest is not None:
-            log.info("--resume: continuing from %s", newest)
-            answer = os.fsencode(newest)
-        elif problem is None:
-            log.warning("--resume: no complete checkpoint in %s; starting from the beginning", root)
-    if ranks.any_rank(problem is not None):
-        raise problem or CheckpointError(f"--resume: {root}: see the message of rank 0")
-    answer = ranks.gather_bytes(answer)[0]
+    newest, skipped = ranks.together(
+        lambda: newest_checkpoint(root) if ranks.rank() == 0 else (None, [])
+    )
+    for reason in skipped:
+        log.warning("--resume: skipped: %s", reason)
+    if newest is not None:
+        log.info("--resume: continuing from %s", newest)
+    elif ranks.rank() == 0:
+        log.warning("--resume: no complete checkpoint in %s; starting from the beginning", root)
+    answer = ranks.gather_bytes(os.fsencode(newest) if newest else b"")[0]
     return Path(os.fsdecode(answer)) if answer else None
 
 
@@ -336,12 +329,7 @@ def _verify(folder: Path) -> None:
     """Verify a checkpoint together: each rank reads its share of the bytes.
 
     Raises:
-        CheckpointError: it does not verify; raised on all ranks.
+        CheckpointError: it does not verify.
     """
-    problem: CheckpointError | None = None
-    try:
-        verify_checkpoint(folder, share=(ranks.rank(), ranks.world_size()))
-    except CheckpointError as error:
-        problem = error
-    if ranks.any_rank(problem is not None):
-        raise problem or CheckpointError(f"{folder}: is damaged; see the other ranks' messages")
+    share = ranks.rank(), ranks.world_size()
+    ranks.together(lambda: verify_checkpoint(folder, share=share))

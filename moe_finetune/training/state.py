@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load, load_file, save, save_file
+from safetensors.torch import load, save, save_file
 from torch import Tensor
 
 from moe_finetune.errors import CheckpointError
@@ -37,14 +37,6 @@ def save_state(path: Path, state: dict[str, Tensor]) -> None:
     """Write ``state``; an empty one writes no file."""
     if state:
         save_file(_storable(state), path)
-
-
-def load_state(path: Path) -> dict[str, Tensor]:
-    """Read what :func:`save_state` wrote; raise CheckpointError if the file is damaged."""
-    try:
-        return load_file(path)
-    except Exception as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}); delete this checkpoint") from None
 
 
 def to_text(state: dict[str, Tensor]) -> str:
