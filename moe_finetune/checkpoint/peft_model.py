@@ -1,12 +1,14 @@
-"""An adapter in PEFT's own modules: over a model, or one module at a time for what it changes.
+"""An adapter in PEFT: which tensors it adapts, and its factors in PEFT's own modules.
 
 ``PeftModel.from_pretrained`` is not used: PEFT 0.21 applies the renamings of transformers 4 to keys
 that are already right, loses factors that way (shared experts of Laguna and DeepSeek-OCR-2), and
 only warns. Here every tensor goes where its name says, and none may be missing.
 """
 
+import math
+import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from moe_finetune.checkpoint.adapter import CONFIG, PREFIX, Adapter
 from moe_finetune.checkpoint.files import read_tensor
+from moe_finetune.checkpoint.names import on_meta
 from moe_finetune.errors import AdapterError, reason_of
 
 # A router's buffer is saved only where the router trains.
@@ -144,3 +147,81 @@ def modules_of(wrapped: Any) -> Iterator[LoraModule]:
             parameter = getattr(module, "parameter_name", "weight")
             loaded = f"{path.replace('.base_layer', '')}.{parameter}"
             yield LoraModule(path, loaded, module)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A tensor that PEFT adapts.
+
+    Attributes:
+        path: in the adapter's keys.
+        name: in the model.
+        inputs_first: the class stores stacks as (E, I, O).
+    """
+
+    path: str
+    name: str
+    rank: int
+    scale: float
+    embedding: bool
+    inputs_first: bool = False
+
+
+def targets_in_class(adapter: Adapter, config: Any) -> tuple[list[Target], set[str]]:
+    """What PEFT adapts in transformers' class, and the keys that it would save."""
+    from peft import get_peft_model_state_dict
+
+    with torch.device("meta"):
+        wrapped = wrap(on_meta(config), adapter)
+    targets = [
+        Target(
+            lora.path,
+            lora.loaded,
+            lora.module.r["default"],
+            lora.module.scaling["default"],
+            lora.embedding,
+            getattr(lora.module.get_base_layer(), "is_transposed", False),
+        )
+        for lora in modules_of(wrapped)
+    ]
+    saved = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
+    return targets, {key.removeprefix(PREFIX) for key in saved}
+
+
+def targets_by_name(
+    adapter: Adapter, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[list[Target], set[str]]:
+    """The same in a model with a module for each tensor of ``shapes``, by PEFT's own rules."""
+    config = lora_config(adapter)
+    with _refused(adapter):
+        return _by_rules(config, shapes)
+
+
+def _by_rules(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[list[Target], set[str]]:
+    from peft.tuners.tuners_utils import check_target_module_exists
+    from peft.utils.other import get_pattern_key
+
+    parameters = tuple(f".{name}" for name in config.target_parameters or ())
+    targets, expected = [], set()
+    for name, shape in shapes.items():
+        path, _, leaf = name.rpartition(".")
+        embedding = path.endswith("embed_tokens")
+        module = len(shape) == 2 and leaf == "weight"
+        if config.target_modules == "all-linear":
+            module = module and not embedding and not path.endswith("lm_head")
+        else:
+            module = module and bool(check_target_module_exists(config, path))
+        if module or f".{name}".endswith(parameters):
+            ranks, alphas = config.rank_pattern, config.alpha_pattern
+            key = path if module else name
+            rank = ranks.get(get_pattern_key(ranks, key), config.r)
+            alpha = alphas.get(get_pattern_key(alphas, key), config.lora_alpha)
+            scale = alpha / (math.sqrt(rank) if config.use_rslora else rank)
+            targets.append(Target(path, name, rank, scale, embedding))
+            factors = ["embedding_A", "embedding_B"] if embedding else ["A.weight", "B.weight"]
+            factors += ["magnitude_vector"] if config.use_dora else []
+            expected |= {f"{path}.lora_{factor}" for factor in factors}
+        saved = (re.match(rf"(^|.*\.){m}($|\..*)", path) for m in config.modules_to_save or ())
+        if any(saved) or (config.bias == "all" and "bias" in name):
+            expected.add(name)
+    return targets, expected

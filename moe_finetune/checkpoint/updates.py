@@ -1,26 +1,20 @@
 """What an adapter of any maker changes: which tensors of the base, with which factors, and how.
 
-PEFT's own modules say it: PEFT wraps a model without weights as the adapter's config demands, and
-its modules have the names, ranks and scalings. What the adapter lacks, or has besides, is refused.
-For a model that transformers 5 has no class for, PEFT's rules are applied to its names: that of
-transformers 4, with a module for each tensor of the files, or today's without its stacks, in which
-PEFT before 0.19 found no matrices.
+PEFT says it for transformers' class. For a model that transformers 5 has no class for, PEFT's rules
+are applied to its names: that of transformers 4, with a module for each tensor of the files, or
+today's without its stacks, in which PEFT before 0.19 found no matrices. What the adapter lacks, or
+has besides, is refused.
 
 Shape legend: E experts, n those with factors, r rank, O rows and I columns of a matrix.
 """
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from moe_finetune.checkpoint.adapter import (
     CONFIG,
-    PREFIX,
     WEIGHTS,
     Adapter,
     check_belongs,
@@ -35,9 +29,9 @@ from moe_finetune.checkpoint.adapter_layout import (
     outputs_first,
 )
 from moe_finetune.checkpoint.bias import check_bias
-from moe_finetune.checkpoint.names import Place, on_meta
+from moe_finetune.checkpoint.names import Place
 from moe_finetune.checkpoint.open import Checkpoint
-from moe_finetune.checkpoint.peft_model import MAY_LACK, lora_config, modules_of, wrap
+from moe_finetune.checkpoint.peft_model import MAY_LACK, Target, targets_by_name, targets_in_class
 from moe_finetune.errors import AdapterError, did_you_mean
 
 # PEFT also saves these where the vocabulary has grown or LoRA is on one of them.
@@ -132,24 +126,6 @@ def check_adapter(path: str | Path, base: Checkpoint) -> Adapter:
     return adapter
 
 
-@dataclass(frozen=True)
-class _Target:
-    """A tensor that PEFT adapts.
-
-    Attributes:
-        path: in the adapter's keys.
-        name: in the model.
-        inputs_first: the class stores stacks as (E, I, O).
-    """
-
-    path: str
-    name: str
-    rank: int
-    scale: float
-    embedding: bool
-    inputs_first: bool = False
-
-
 def read_updates(adapter: Adapter, base: Checkpoint) -> Updates:
     """All updates of ``adapter`` to ``base``.
 
@@ -165,8 +141,10 @@ def read_updates(adapter: Adapter, base: Checkpoint) -> Updates:
         stacks = f".{base.family.experts_path}."
         shapes = base.names.shapes
         trained = {n: s for n, s in shapes.items() if not (attention_only and stacks in n)}
-    read = _by_names if of_files or attention_only else _by_modules
-    targets, expected = read(adapter, base, trained)
+    if of_files or attention_only:
+        targets, expected = targets_by_name(adapter, trained)
+    else:
+        targets, expected = targets_in_class(adapter, base.model_config)
     reader = _Reader(adapter, base, trained)
     _check_biases(adapter)
     reader.check_keys(expected)
@@ -181,63 +159,6 @@ def read_updates(adapter: Adapter, base: Checkpoint) -> Updates:
     packed = adapter.metadata.experts is not None or any(update.grouped for update in low_rank)
     for_peft = not (of_files or attention_only or packed or True in reader.swapped)
     return Updates(of_files, for_peft, attention_only, low_rank, replaced)
-
-
-def _by_modules(adapter: Adapter, base: Checkpoint, _: object) -> tuple[list[_Target], set[str]]:
-    """What PEFT adapts in transformers' class, and the keys that it would save."""
-    from peft import get_peft_model_state_dict
-
-    with torch.device("meta"):
-        wrapped = wrap(on_meta(base.model_config), adapter)
-    targets = [
-        _Target(
-            lora.path,
-            lora.loaded,
-            lora.module.r["default"],
-            lora.module.scaling["default"],
-            lora.embedding,
-            getattr(lora.module.get_base_layer(), "is_transposed", False),
-        )
-        for lora in modules_of(wrapped)
-    ]
-    saved = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
-    return targets, {key.removeprefix(PREFIX) for key in saved}
-
-
-def _by_names(
-    adapter: Adapter, base: Checkpoint, shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[list[_Target], set[str]]:
-    """The same in a model with a module for each tensor of ``shapes``, by PEFT's own rules."""
-    from peft.tuners.tuners_utils import check_target_module_exists
-    from peft.utils.other import get_pattern_key
-
-    config: Any = lora_config(adapter)
-    parameters = tuple(f".{name}" for name in config.target_parameters or ())
-    saved = [re.compile(rf"(?:^|.*\.){name}(?:$|\..*)") for name in config.modules_to_save or ()]
-    targets, expected = [], set()
-    for name, shape in shapes.items():
-        path, _, leaf = name.rpartition(".")
-        embedding = path.endswith("embed_tokens")
-        module = len(shape) == 2 and leaf == "weight"
-        if config.target_modules == "all-linear":
-            module = module and not embedding and not path.endswith("lm_head")
-        else:
-            module = module and bool(check_target_module_exists(config, path))
-        if module or f".{name}".endswith(parameters):
-            ranks, alphas = config.rank_pattern, config.alpha_pattern
-            key = path if module else name
-            rank = ranks.get(get_pattern_key(ranks, key), config.r)
-            alpha = alphas.get(get_pattern_key(alphas, key), config.lora_alpha)
-            scale = alpha / (math.sqrt(rank) if config.use_rslora else rank)
-            targets.append(_Target(path, name, rank, scale, embedding))
-            factors = ["embedding_A", "embedding_B"] if embedding else ["A.weight", "B.weight"]
-            factors += ["magnitude_vector"] if config.use_dora else []
-            expected |= {f"{path}.lora_{factor}" for factor in factors}
-        if any(pattern.match(path) for pattern in saved) or (
-            config.bias == "all" and "bias" in name
-        ):
-            expected.add(name)
-    return targets, expected
 
 
 def parts_in_files(updates: Updates, base: Checkpoint, adapter: Adapter) -> dict[str, list[Part]]:
@@ -310,7 +231,7 @@ class _Reader:
                 f"({len(extra)} such tensors); use the config of this adapter"
             )
 
-    def low_rank(self, target: _Target) -> LowRank | None:
+    def low_rank(self, target: Target) -> LowRank | None:
         """The update that a target stands for; None for experts not chosen."""
         path, name, rank = target.path, target.name, target.rank
         shape, embedding = self.trained[name], target.embedding
@@ -341,7 +262,7 @@ class _Reader:
         flags = grouped, transposed, magnitude
         return LowRank(name, a, b, rank, target.scale, experts, *flags)
 
-    def _packing(self, target: _Target, a: str, b: str) -> tuple[bool, bool]:
+    def _packing(self, target: Target, a: str, b: str) -> tuple[bool, bool]:
         """Return LowRank's ``grouped`` and ``transposed`` for a stack."""
         config, file = self.adapter.config, self.adapter.folder / CONFIG
         if self.adapter.metadata.experts is not None:  # written by this toolkit
