@@ -8,7 +8,6 @@ bias for them is refused.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,14 +18,6 @@ from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.models.base import CORRECTION_BIASES, Family
 
 _NOAUX = {"topk_method": "noaux_tc", "scoring_func": "softmax", "n_group": 1, "topk_group": 1}
-
-
-@dataclass(frozen=True)
-class BiasValue:
-    """A layer's bias in float32, and the name of the base's file that will contain it."""
-
-    file: str
-    values_E: Tensor
 
 
 def bias_name(family: Family, layer: int, loaded: Iterable[str]) -> str:
@@ -92,8 +83,11 @@ def check_bias(base: Checkpoint, bias: Mapping[int, Sequence[float]]) -> None:
 
 def plan_bias(
     base: Checkpoint, bias: Mapping[int, Sequence[float]] | None
-) -> tuple[dict[str, BiasValue], dict[str, Any], list[str]]:
-    """Tensors to write (name -> value), changes to config.json, and notes for the reader.
+) -> tuple[dict[str, tuple[str, Tensor]], dict[str, Any], list[str]]:
+    """Tensors to write, changes to config.json, and notes for the reader.
+
+    Returns:
+        tensors: name -> the base's file that will contain it, and the values (E,) in float32.
 
     Raises:
         CheckpointError: see :func:`check_bias`.
@@ -109,7 +103,7 @@ def plan_bias(
         missing = sorted(set(base.experts) - set(bias))
         bias = {**bias, **{layer: [0.0] * base.experts[layer] for layer in missing}}
         notes = ["topk_method noaux_tc loads in vLLM; transformers' DeepseekV2 does not know it"]
-    tensors: dict[str, BiasValue] = {}
+    tensors: dict[str, tuple[str, Tensor]] = {}
     for layer in sorted(bias):
         name = _name_in_files(base, layer)
         if family.bias_export == "tensor" and name not in base.tensors:
@@ -118,5 +112,5 @@ def plan_bias(
                 "cannot store a routing bias; export with bias 'drop'"
             )
         file = base.tensors[name if name in base.tensors else router_name(base, layer)].file.name
-        tensors[name] = BiasValue(file, torch.tensor(bias[layer], dtype=torch.float32))
+        tensors[name] = file, torch.tensor([*map(float, bias[layer])], dtype=torch.float32)
     return tensors, changes, notes

@@ -13,7 +13,7 @@ from typing import Literal
 from torch import Tensor
 
 from moe_finetune.checkpoint.adapter import Adapter, check_belongs, open_adapter
-from moe_finetune.checkpoint.bias import BiasValue, plan_bias
+from moe_finetune.checkpoint.bias import plan_bias
 from moe_finetune.checkpoint.compute import Factors, Merged, Requantization, Requantized
 from moe_finetune.checkpoint.export import (
     CARD_FILE,
@@ -211,13 +211,13 @@ def plan_merge(
     copied: set[str] = set()
     for name, header in base.files.items():
         file = name if len(base.files) > 1 or (base.folder / INDEX).is_file() else SINGLE
-        in_file = {k: v for k, v in values.items() if v.file == name}
+        in_file = {k: tuple(value.shape) for k, (at, value) in values.items() if at == name}
         files[file] = _target_header(header, Path(file), dtype, in_file)
         for target in files[file].tensors.values():
             source, float_name = header.tensors.get(target.name), packed.get(target.name)
             updating = tuple(parts.get(float_name or target.name, ()))
             if target.name in values:
-                contents[target.name] = constant(values[target.name].values_E)
+                contents[target.name] = constant(values[target.name][1])
                 changed[target.name] = "routing bias"
                 continue
             assert source is not None
@@ -262,7 +262,7 @@ def _index_file(base: Checkpoint, files: Mapping[str, Header]) -> dict[str, byte
 
 
 def _target_header(
-    header: Header, file: Path, dtype: str | None, added: Mapping[str, BiasValue]
+    header: Header, file: Path, dtype: str | None, added: Mapping[str, tuple[int, ...]]
 ) -> Header:
     def stored(info: TensorInfo) -> str:
         if info.name in added:
@@ -272,8 +272,7 @@ def _target_header(
         return STORED[dtype]
 
     layout = [(info.name, stored(info), info.shape) for info in header.tensors.values()]
-    layout += [(n, "F32", tuple(v.values_E.shape)) for n, v in added.items()
-               if n not in header.tensors]  # fmt: skip
+    layout += [(n, "F32", shape) for n, shape in added.items() if n not in header.tensors]
     if layout == [(info.name, info.dtype, info.shape) for info in header.tensors.values()]:
         moved = {  # as replace(), which takes a second for a hundred thousand
             n: TensorInfo(n, file, info.dtype, info.shape, info.offset, info.size)

@@ -278,8 +278,8 @@ def _check_bias(
     """Check the routing bias that was written; return the names of its tensors."""
     values, _, _ = plan_bias(base, bias)
     stored = tensors_of(merged.files)
-    for name, value in values.items():
-        if name not in stored or not read_tensor(stored[name]).float().equal(value.values_E):
+    for name, (_, value) in values.items():
+        if name not in stored or not read_tensor(stored[name]).float().equal(value):
             raise CheckpointError(f"{merged.folder}: '{name}' is not the routing bias; merge again")
     return set(values)
 
