@@ -38,10 +38,6 @@ class Group:
     trained_tensors: int = 0
     trained_parameters: int = 0
 
-    def add(self, other: Group) -> None:
-        for name, value in asdict(other).items():
-            setattr(self, name, getattr(self, name) + value)
-
 
 @dataclass
 class Coverage:
@@ -51,10 +47,8 @@ class Coverage:
 
     @property
     def total(self) -> Group:
-        total = Group()
-        for group in self.groups.values():
-            total.add(group)
-        return total
+        rows = [asdict(group) for group in self.groups.values()]
+        return Group(**{name: sum(row[name] for row in rows) for name in rows[0]})
 
     def to_mapping(self) -> dict[str, dict[str, int]]:
         rows = {**self.groups, "total": self.total}

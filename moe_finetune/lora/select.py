@@ -131,28 +131,20 @@ class ExpertSelection:
 
     def check(self, model_type: str, moe_layers: Sequence[int], num_experts: int) -> None:
         """Raise DataError unless the selection fits a model with these facts."""
-        if self.model_type not in (None, model_type):
-            raise DataError(
-                f"expert selection: made for model type '{self.model_type}', this checkpoint is "
-                f"'{model_type}'; select again on this checkpoint's routing"
-            )
-        if self.num_experts not in (None, num_experts):
-            raise DataError(
-                f"expert selection: made for {self.num_experts} experts a layer, "
-                f"this checkpoint has {num_experts}"
-            )
+        problem = None
         unknown = sorted(set(self.experts) - set(moe_layers))
-        if unknown:
-            raise DataError(
-                f"expert selection: layers {unknown} are not MoE layers of this checkpoint, "
-                f"whose MoE layers are {list(moe_layers)}"
-            )
-        for layer, ids in self.experts.items():
-            if max(ids) >= num_experts:
-                raise DataError(
-                    f"expert selection: layer {layer} names expert {max(ids)}, "
-                    f"this checkpoint has experts 0 to {num_experts - 1}"
-                )
+        experts = ((max(ids), layer) for layer, ids in self.experts.items())
+        last, layer = max(experts, default=(-1, None))
+        if self.model_type not in (None, model_type):
+            problem = f"made for model type '{self.model_type}', this checkpoint is '{model_type}'"
+        elif self.num_experts not in (None, num_experts):
+            problem = f"made for {self.num_experts} experts a layer, not for {num_experts}"
+        elif unknown:
+            problem = f"layers {unknown} are not MoE layers, which are {list(moe_layers)}"
+        elif last >= num_experts:
+            problem = f"layer {layer} names expert {last}, the last one is {num_experts - 1}"
+        if problem:
+            raise DataError(f"expert selection: {problem}; select again on this checkpoint")
 
     @classmethod
     def read(cls, path: str | Path) -> ExpertSelection:

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -31,7 +31,7 @@ from moe_finetune.recipe.sections import (
     RewardSection,
     RouterSection,
 )
-from moe_finetune.recipe.stages import STAGES
+from moe_finetune.recipe.stages import STAGES, Name
 from moe_finetune.recipe.tree import Tree, load_tree, merge_mappings
 from moe_finetune.recipe.validation import check_trainer, from_tree
 
@@ -42,9 +42,7 @@ class Recipe(WholeRecipe):
     plugins: list[str] = Field(
         default=[], description="of installed packages, imported first; a file takes `--plugin`"
     )
-    stage: Literal["sft", "pretrain", "dpo", "grpo"] = Field(
-        default="sft", description="which of TRL's trainers runs, see [stages](../stages.md)"
-    )
+    stage: Name = Field(default="sft", description="which of TRL's trainers runs")
     model: ModelSection = Field(description="the checkpoint to start from")
     method: Method = Field(default=Method(preset="none"), description="a preset, or a mapping")
     router: RouterSection = RouterSection()

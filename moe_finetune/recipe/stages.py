@@ -1,6 +1,6 @@
 """The stages of training: TRL's trainer, the keys of ``trainer:`` that it takes, its data's form.
 
-A new stage is an entry here. Nothing of TRL is imported before it is used.
+A new stage is a name and an entry here. Nothing of TRL is imported before it is used.
 """
 
 import dataclasses
@@ -11,12 +11,11 @@ import typing
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, create_model
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from moe_finetune.errors import RecipeError
 from moe_finetune.recipe.section import Section
-from moe_finetune.registry import Registry
 
+Name = Literal["sft", "pretrain", "dpo", "grpo"]
 Form = Literal["tokens", "preference", "prompts"]
 
 
@@ -31,8 +30,7 @@ class Stage:
         reference: whether the loss needs the initial model.
     """
 
-    name: str
-    title: str
+    name: Name
     trainer: str
     config: str
     form: Form
@@ -43,6 +41,10 @@ class Stage:
 
     def config_class(self) -> Any:
         return getattr(importlib.import_module("trl"), self.config)
+
+
+class _Arguments(Section):
+    model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
 
 
 @functools.cache
@@ -56,7 +58,7 @@ def trainer_section(stage: Stage) -> type[BaseModel]:
             hint = _with_names(hints[field.name])
             limits = LIMITS.get(field.name)
             fields[field.name] = (hint if limits is None else Annotated[hint, limits], None)
-    return create_model(stage.config, __base__=Section, **fields)
+    return create_model(stage.config, __base__=_Arguments, **fields)
 
 
 def _with_names(hint: Any) -> Any:
@@ -67,15 +69,12 @@ def _with_names(hint: Any) -> Any:
     return hint
 
 
-STAGES: Registry[Stage] = Registry("stage", RecipeError)
-for _stage in (
-    Stage("sft", "supervised fine-tuning", "SFTTrainer", "SFTConfig", "tokens"),
-    Stage("pretrain", "continued pretraining", "SFTTrainer", "SFTConfig", "tokens"),
-    Stage("dpo", "direct preference optimization", "DPOTrainer", "DPOConfig", "preference",
-          reference=True),
-    Stage("grpo", "group relative policy optimization", "GRPOTrainer", "GRPOConfig", "prompts"),
-):  # fmt: skip
-    STAGES.register(_stage.name, _stage)
+STAGES: dict[str, Stage] = {
+    "sft": Stage("sft", "SFTTrainer", "SFTConfig", "tokens"),
+    "pretrain": Stage("pretrain", "SFTTrainer", "SFTConfig", "tokens"),
+    "dpo": Stage("dpo", "DPOTrainer", "DPOConfig", "preference", reference=True),
+    "grpo": Stage("grpo", "GRPOTrainer", "GRPOConfig", "prompts"),
+}
 
 LIMITS = {
     "learning_rate": Field(ge=0, le=1),  # above 1 every optimizer here soon gives NaN weights
