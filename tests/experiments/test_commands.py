@@ -67,4 +67,5 @@ def test_plan_starts_nothing(write_study, tmp_path, capsys):
     assert main(["study", str(write_study(STUDY)), *options, "--plan"]) == 0
     said = capsys.readouterr().out
     assert "study: 2 runs" in said and "\nnone " in said and "\nerc " in said
+    assert "router.train differs between arms (frozen in none; full in erc)" in said
     assert not (tmp_path / "out").exists()

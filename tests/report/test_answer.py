@@ -115,12 +115,16 @@ def test_runs_on_different_data_are_named(tmp_path):
     change(two / "routing" / "after.json", tokens=19_999)
     change(two / "eval" / "results.json", suite={"name": "demo", "sha256": "1" * 64})
     recipe = (two / "recipe.yaml").read_text()
-    for run, file in ((one, "a.jsonl"), (two, "b.jsonl")):
-        (run / "recipe.yaml").write_text(recipe.replace("data:", f"data:\n  validation: {file}"))
+    for run, file, train in ((one, "a.jsonl", "full"), (two, "b.jsonl", "frozen")):
+        changed = recipe.replace("data:", f"data:\n  validation: {file}")
+        assert "  train: full\n" in changed
+        changed = changed.replace("  train: full\n", f"  train: {train}\n")
+        (run / "recipe.yaml").write_text(changed)
     shown = text(one, two)
     assert "was measured on different tokens" in shown
     assert "did not answer the same prompts" in shown
     assert "validation losses do not compare" in shown
+    assert "The routers of these runs train differently" in shown
 
 
 def test_curves_that_hardly_differ_are_folded_and_two_points_are_none(tmp_path):

@@ -71,6 +71,14 @@ def test_a_full_router_is_named_before_training(recipe, router, told, caplog):
     assert ("set router.train to lora or frozen" in caplog.text) == told
 
 
+def test_routers_that_no_loss_trains_are_named_before_training(recipe, caplog):
+    changes = {"method": {"preset": "none"}, "router": {"train": "auto"}}
+    made = recipe_from_tree(Tree({**recipe().to_mapping(), **changes}))
+    with caplog.at_level("INFO", logger="moe_finetune"):
+        prepare(made)
+    assert caplog.text.count("router.train: frozen: no loss of the method trains routers") == 1
+
+
 @pytest.mark.parametrize("maker", ["peft", "unsloth", "rank_of_a_part", "router"])
 def test_training_goes_on_from_an_adapter(base, maker, tmp_path):
     """Before the first step the model computes what base and adapter compute."""
