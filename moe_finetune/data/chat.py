@@ -169,7 +169,8 @@ class Conversation:
             if complete:
                 break
         if chosen is None:
-            raise problem or AssertionError
+            assert problem is not None
+            raise problem
         self.turns, self.text, lost = chosen
         for mark in lost:
             self._refuse(mark)

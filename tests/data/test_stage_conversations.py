@@ -85,6 +85,20 @@ def test_variables_reach_dpo(tmp_path):
     assert "Reasoning: low\n" in tokenizer.decode(row["prompt_ids"])
 
 
+def test_rows_without_tools_stand_beside_rows_with_them(tokenizer, tmp_path):
+    plain = {"prompt": [ASK], "chosen": [YES], "rejected": [NO]}
+    rows = [plain, {**PREFERENCES["trl"], "chat_template_kwargs": {"a": 1}}, plain]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    section = DataSection(train=str(file), max_length=4096)
+    examples = load_stage_rows(STAGES["dpo"], section, tokenizer, seed=0)
+    trained = trainer_of("dpo", examples, tokenizer, tmp_path).train_dataset
+    texts = [tokenizer.decode(ids) for ids in trained["prompt_ids"]]
+    asked = "<|im_start|>user\nWet?<|im_end|>\n<|im_start|>assistant\n"
+    assert sorted(text == asked for text in texts) == [False, True, True]
+    assert sum('"description": "Rain?"' in text for text in texts) == 1
+
+
 def test_prompts_reach_grpo_as_the_template_takes_them(tokenizer, tmp_path):
     asked = {"prompt": [{"role": "human", "content": "Wet?"}], "system": "Be brief.", "answer": "7"}
     row = load("grpo", asked, tokenizer, tmp_path).train[0]
