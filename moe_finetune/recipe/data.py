@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, model_validator
 
 from moe_finetune.io.split_files import has_validation
 from moe_finetune.recipe.section import Section
@@ -38,15 +38,7 @@ class DataSource(Section):
         return self
 
 
-def _kind(value: Any) -> str:
-    return "Text" if isinstance(value, str) else "Source"
-
-
-# Distinguished by type, so that the error fits what was meant.
-Source = Annotated[
-    Annotated[str, Tag("Text")] | Annotated[DataSource, Tag("Source")], Discriminator(_kind)
-]
-Paths = str | list[Source]
+Paths = str | list[str | DataSource]
 
 
 class DataSection(Section):
@@ -97,7 +89,7 @@ class DataSection(Section):
                        for source in (named if isinstance(named, list) else [named])]  # fmt: skip
             folders = [s.split is None and has_validation(s.path) for s in sources]
             split = {"split": "validation"} | ({} if self.validation else {"limit": None})
-            read: list[Source] = [
+            read: list[str | DataSource] = [
                 source.model_copy(update=split) if folder else source
                 for source, folder in zip(sources, folders, strict=True)
                 if folder or self.validation

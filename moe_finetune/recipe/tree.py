@@ -1,8 +1,8 @@
 """YAML files that extend each other, merged into one tree that records where each value is from.
 
 Later files win over earlier ones, a file wins over what it extends, and ``key.path=value``
-overrides win over all files. Mappings merge key by key; anything else is replaced. A string at a
-key of :data:`SHORTHANDS` is short for a mapping: ``method: erc`` is ``method: {preset: erc}``.
+overrides win over all files. Mappings merge key by key; anything else is replaced. ``method: erc``
+is short for ``method: {preset: erc}``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from moe_finetune.errors import RecipeError
 from moe_finetune.io.yaml_file import YamlError, parse_file, parse_yaml
 
 Key = tuple[str | int, ...]
-SHORTHANDS = {"method": "preset"}
 
 
 @dataclass
@@ -37,10 +36,9 @@ class Tree:
         return ""
 
     def merge(self, other: Tree) -> None:
-        changes = {
-            key: {SHORTHANDS[key]: value} if key in SHORTHANDS and isinstance(value, str) else value
-            for key, value in other.values.items()
-        }
+        changes, method = dict(other.values), other.values.get("method")
+        if isinstance(method, str):
+            changes["method"] = {"preset": method}
         self.values = merge_mappings(self.values, changes)
         self.origins.update(other.origins)
 

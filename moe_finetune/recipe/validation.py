@@ -64,10 +64,11 @@ def describe(model: type[BaseModel], error: ValidationError, prefix: Key = ()) -
             expected.setdefault((key, f"{item['input']!r:.200}"), []).append(text)
         elif kind != "default_factory_not_called":  # the other errors are why
             lines.append(f"{key}: {cause or message}")
-    keys = [line.partition(": ")[0] for line in lines] + [key for key, _ in expected]
+    described = {line.partition(": ")[0] for line in lines}
+    keys = described | {key for key, _ in expected}
     for (key, value), texts in expected.items():
         # The branch of a union whose error is deepest is the one that was meant.
-        if not any(other.startswith(f"{key}.") for other in keys):
+        if key not in described and not any(other.startswith(f"{key}.") for other in keys):
             text = " or ".join(dict.fromkeys(texts))
             yaml = '; YAML reads an unquoted no as false, so write "no"'
             no = yaml if value == "False" and "'no'" in text else ""
