@@ -18,6 +18,7 @@ import importlib.metadata
 import itertools
 import json
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,7 +92,8 @@ class Examples:
 @dataclass
 class Counts:
     """Counts of one dataset's rows: ``rows`` that could be used, ``tokens`` and ``learned`` of kept
-    rows, ``cut`` tokens, kept rows of each source in order, and rows to which something happened.
+    rows, ``cut`` tokens, kept rows of each source in order, rows to which something happened, and
+    columns that nothing reads.
     """
 
     rows: int
@@ -101,6 +103,7 @@ class Counts:
     sources: list[int]
     notes: dict[str, int]
     first_malformed: str = ""
+    unread: list[str] = dataclasses.field(default_factory=list)
 
     def lines(self, max_length: int) -> list[str]:
         """Sentences for the log: the first always, the others if something happened."""
@@ -109,12 +112,19 @@ class Counts:
             f"{self.rows} rows, {self.tokens} tokens, {self.learned} of them learned",
             *(sentence.format(n=self.notes[name], **values)
               for name, sentence in _SAID.items() if self.notes[name]),
+            *unread_lines(self.unread),
         ]  # fmt: skip
 
 
 def malformed_line(count: int, first: str) -> str:
     """The log's sentence about dropped malformed rows."""
     return _SAID["malformed"].format(n=count, first=first)
+
+
+def unread_lines(columns: Iterable[str]) -> list[str]:
+    """The log's sentence about columns that nothing reads, if there are any."""
+    names = ", ".join(sorted(columns))
+    return [f"not used: {names}"] if names else []
 
 
 def load_examples(data: DataSection, tokenizer: Any, seed: int) -> Examples:
@@ -300,6 +310,7 @@ def _write(
         sources=np.bincount(columns["source"][usable_rows], minlength=len(chosen)).tolist(),
         notes=notes,
         first_malformed=next((r.first_malformed for r in readers if r.malformed), first),
+        unread=sorted(set[str]().union(*(reader.unread for reader in readers))),
     )
 
 

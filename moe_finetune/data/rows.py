@@ -38,6 +38,9 @@ class Former:
         columns: our field -> the file's field.
         template: our field -> a text with the file's fields in braces; a list in the file becomes
             one line per item.
+
+    Attributes:
+        unread: columns with values that nothing has read so far.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Former:
     ):
         self.form = form
         self.detected = ""
+        self.unread: set[str] = set()
         self.columns = columns or {}
         self.template = template or {}
         ours = {field for fields in FIELDS.values() for field in fields} | set(COLUMNS)
@@ -60,10 +64,11 @@ class Former:
 
     def __call__(self, location: str, row: Row) -> Row:
         """Return the row in its form; raise DataError with ``location`` if it has none."""
-        row = self._mapped(location, row)
+        all_fields, row = row, self._mapped(location, row)
         if self.form == "auto":
             self.form = _detect(location, row)
             self.detected = self.detected or " and ".join(FIELDS[self.form])
+        self.unread |= with_values(all_fields) - self._read(all_fields)
         if self.form == "messages":
             return self._conversation(location, row)
         for field in FIELDS[self.form]:
@@ -79,6 +84,18 @@ class Former:
         if not row[last].strip():
             raise DataError(f"{location}: '{last}' is empty, so the row has nothing to learn")
         return {field: row[field] for field in FIELDS[self.form]}
+
+    def _read(self, row: Row) -> set[str]:
+        """Columns of ``row`` that its form is made from."""
+        template = self.template
+        if not template and not self.columns and not _has_form(row) and "conversations" not in row:
+            template = _known(row, self.form == "messages")[1]
+        read = {*self.columns.values()}
+        for pattern in template.values():
+            read.update(_names(pattern, "data.template"))
+        if self.form == "messages":
+            return read.union(COLUMNS, ("conversations", "prompt", "completion"))
+        return read if template or self.form == "auto" else read.union(FIELDS[self.form])
 
     def _conversation(self, location: str, row: Row) -> Row:
         """The row's turns; a prompt and a completion become a user and an assistant turn."""
@@ -117,6 +134,11 @@ class Former:
             }
             return {**extras, **filled}
         return renamed(location, row, self.columns)
+
+
+def with_values(row: Row) -> set[str]:
+    """Columns of ``row`` that are not empty."""
+    return {name for name, value in row.items() if value not in (None, "", [])}
 
 
 def renamed(location: str, row: Row, columns: Mapping[str, str]) -> Row:

@@ -124,7 +124,8 @@ class SourceReader:
 
     Args:
         seed: decides which rows a source with a ``limit`` yields.
-        former: called with a location and a row, brings the row into its form; default: a Former.
+        former: called with a location and a row, brings the row into its form, and notes in its
+            ``unread`` the columns that it does not read; default: a Former.
 
     Attributes:
         malformed: number of dropped rows; ``first_malformed``: the error of the first one.
@@ -165,6 +166,12 @@ class SourceReader:
             )
         if not formed:
             raise DataError(f"{source.path} is empty; it needs at least one row")
+
+    @property
+    def unread(self) -> set[str]:
+        """Columns with values that nothing has read so far."""
+        unread: set[str] = self.former.unread
+        return unread - {*self.source.where, *self.source.words}
 
     def _matching(self) -> Iterator[Placed]:
         where, any_match = self.source.where, False

@@ -13,11 +13,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from moe_finetune.data.examples import Examples, load_examples, malformed_line
-from moe_finetune.data.rows import renamed
+from moe_finetune.data.examples import Examples, load_examples, malformed_line, unread_lines
+from moe_finetune.data.rows import renamed, with_values
 from moe_finetune.data.sources import SourceReader, files_line, listed, rows_of
 from moe_finetune.data.tokenize import Tokens, rendered, set_chat_template, tokenize_row
-from moe_finetune.data.turns import conversation, unlearned
+from moe_finetune.data.turns import COLUMNS, conversation, unlearned
 from moe_finetune.errors import DataError, did_you_mean
 from moe_finetune.io.rows import Row, short
 from moe_finetune.recipe.data import DataSection, Paths
@@ -45,6 +45,9 @@ class StageFormer:
     Args:
         columns: our field -> the file's field.
         rewards: names of rewards, whose fields each row must have.
+
+    Attributes:
+        unread: columns with values that nothing has read so far; rewards may read any.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class StageFormer:
     ):
         self.rewards = {READ_BY[name]: name for name in rewards if name in READ_BY}
         self.form, self.columns, self.fields = stage.form, columns or {}, FIELDS[stage.form]
+        self.unread: set[str] = set()
         for field in self.columns:
             if field not in self.fields and self.form == "preference":
                 raise DataError(f"data.columns.{field}: unknown{did_you_mean(field, self.fields)}")
@@ -62,6 +66,9 @@ class StageFormer:
     def __call__(self, location: str, row: Row) -> Row:
         """Return the row in its form; raise DataError with ``location`` if it has none."""
         names, row = list(row), renamed(location, row, self.columns)
+        if self.form == "preference":
+            read = {*self.fields, *self.columns.values(), *COLUMNS}
+            self.unread |= with_values({name: row[name] for name in names}) - read
         for field in ANSWERS:
             if isinstance(row.get(field), dict):  # a single turn
                 row[field] = [row[field]]
@@ -228,7 +235,8 @@ def _read(
     """
     from datasets import Dataset
 
-    chosen, readers, overlong = listed(sources, name), [], 0
+    chosen, readers, overlong, unread = listed(sources, name), [], 0, set[str]()
+    formers = []
     for index, source in enumerate(chosen):
         if source.template or data.template:
             raise DataError(
@@ -237,6 +245,7 @@ def _read(
         if files := files_line(source.path, source.split or data.split):
             log.info("%s data: %s", name, files)
         former = StageFormer(stage, source.columns or data.columns, rewards)
+        formers.append(former)
         adapted = functools.partial(_adapted, former, tokenizer)
         readers.append(SourceReader(source, data, seed + index, adapted))
     parts: list[list[Row]] = [[] for _ in chosen]
@@ -256,6 +265,10 @@ def _read(
             f"data.{name}: all rows are longer than data.max_length {data.max_length}; raise it"
         )
     log.info("%s data: %d rows of %s", name, len(rows), ", ".join(FIELDS[stage.form]))
+    for former, source in zip(formers, chosen, strict=True):
+        unread |= former.unread - {*source.where, *source.words}
+    for line in unread_lines(unread):
+        log.warning("%s data: %s", name, line)
     malformed = [reader for reader in readers if reader.malformed]
     if malformed:
         count = sum(reader.malformed for reader in malformed)

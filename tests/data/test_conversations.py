@@ -494,3 +494,18 @@ def test_processes_render_for_themselves(tmp_path):
     section = DataSection(train=write(tmp_path, *rows, {"messages": [ASK, THOUGHT]}), num_proc=2)
     with pytest.raises(DataError, match=r"rows\.jsonl:8: turn 1: 'reasoning_content'"):
         load_dataset_for(section, tiny.tokenizer(), 0)
+
+
+def test_columns_that_nothing_reads_are_named_once(tmp_path, caplog):
+    rows = [
+        {**OPENAI, "source": "web", "score": score, "empty": None, "parallel_tool_calls": True}
+        for score in (1, 2)
+    ]
+    file, tokenizer = write(tmp_path, *rows), tokenizer_of("qwen3_instruct_2507")
+    caplog.set_level(logging.INFO, "moe_finetune")
+    load_dataset_for(DataSection(train=file), tokenizer, 0)
+    said = "not used: parallel_tool_calls, score, source"
+    assert caplog.text.count(said) == 1
+    caplog.clear()
+    load_dataset_for(DataSection(train=file), tokenizer, 0)
+    assert caplog.text.count(said) == 1, "also of data that were prepared before"

@@ -135,6 +135,11 @@ def test_what_would_be_lost_is_refused(tokenizer, tmp_path, stage, row, said):
         load(stage, row, tokenizer, tmp_path)
 
 
+def test_columns_that_nothing_reads_are_named(tokenizer, tmp_path, caplog):
+    load("dpo", {**PREFERENCES["trl"], "score": 3}, tokenizer, tmp_path)
+    assert "train data: not used: score" in caplog.text
+
+
 def test_malformed_preferences_are_dropped_where_the_recipe_says_so(tokenizer, tmp_path, caplog):
     good = {"prompt": [ASK], "chosen": [YES], "rejected": [NO]}
     unread = {**good, "chosen": [{**YES, "reasoning_content": "It rains."}]}  # by the template
