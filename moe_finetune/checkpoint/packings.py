@@ -120,6 +120,8 @@ def as_peft(adapter: Adapter, base: Checkpoint, output: Path, rewrite: bool = Fa
                 tensors[f"{path}.lora_{factor}"] = read_tensor(adapter.tensors[key])
             continue
         a_nI, b_On = _packed(factors, terms, (1, *shape) if matrix else shape)
+        if not matrix and getattr(model.get_submodule(path), "is_transposed", False):
+            a_nI, b_On = _turned(a_nI, b_On, shape[0])
         ranks[target], scales[target] = a_nI.shape[0] // (1 if matrix else shape[0]), 1.0
         inner = [n for n in base.family.expert_parameters if f"{path}.{n}" in by_loaded]
         depth = 0 if matrix else len(inner) - 1 - inner.index(parameter)
@@ -127,6 +129,8 @@ def as_peft(adapter: Adapter, base: Checkpoint, output: Path, rewrite: bool = Fa
         tensors |= {f"{key}.lora_A.weight": a_nI, f"{key}.lora_B.weight": b_On}
     for replaced in updates.replaced:
         name = base.names.loaded[replaced.name] if updates.of_files else replaced.key
+        if updates.of_files:
+            name = _below_factors(name, tensors)
         tensors[name] = read_tensor(adapter.tensors[replaced.key])
     parameters = sorted(set(ranks) - modules)
     if adapter.config.get("use_dora") and parameters:
@@ -223,6 +227,22 @@ def _packed(
     return a_ERI.flatten(0, 1), b_EOR.permute(1, 2, 0).flatten(1)
 
 
+def _turned(a_nO: Tensor, b_In: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Factors for a class with stacks (E, I, O), where PEFT's A has the inputs all the same."""
+    a_nI = b_In.unflatten(1, (-1, experts)).permute(2, 1, 0).flatten(0, 1)
+    b_On = a_nO.unflatten(0, (experts, -1)).permute(2, 1, 0).flatten(1)
+    return a_nI, b_On
+
+
+def _below_factors(name: str, tensors: Mapping[str, Tensor]) -> str:
+    """PEFT's key for a tensor that trained in full, maybe beside factors for the same module."""
+    path, _, last = name.rpartition(".")
+    adapted = {key.partition(".lora_")[0] for key in tensors if ".lora_" in key}
+    while path in adapted:
+        path += ".base_layer"
+    return f"{path}.{last}"
+
+
 def _write(output: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
     from safetensors.torch import save_file
 
@@ -246,11 +266,12 @@ def as_per_expert(adapter: Adapter, base: Checkpoint, output: Path) -> Path:
         written = open_adapter(as_peft(adapter, base, Path(scratch) / "adapter"))
         factors = Factors(written)
         parts = parts_in_files(read_updates(written, base), base, written)
-        for name, (part, *_) in parts.items():
+        whole: dict[str, Tensor] = {}
+        for name, part in [(name, part) for name, some in parts.items() for part in some]:
             update, path = part.update, name.removesuffix(".weight")
             if isinstance(update, Replace):
-                tensors[name] = read_tensor(written.tensors[update.key])
-                if tensors[name].shape != base.tensors[name].shape:
+                whole[name] = read_tensor(written.tensors[update.key])
+                if whole[name].shape != base.tensors[name].shape:
                     raise AdapterError(
                         f"{adapter.folder}: '{update.key}' has no tensor of its own there"
                     )
@@ -270,6 +291,7 @@ def as_per_expert(adapter: Adapter, base: Checkpoint, output: Path) -> Path:
             if update.magnitude:
                 norms_O = read_tensor(written.tensors[update.magnitude]).float()
                 tensors[f"{path}.lora_magnitude_vector"] = norms_O[part.place.rows].clone()
+    tensors |= {_below_factors(name, tensors): value for name, value in whole.items()}
     root = 0.5 if adapter.config.get("use_rslora") else 1
     (rank, scale), _ = Counter(scales.values()).most_common(1)[0]
     others = {_kind(path): value for path, value in scales.items() if value != (rank, scale)}

@@ -202,7 +202,7 @@ def _by_rules(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[list[
     from peft.utils.other import get_pattern_key
 
     parameters = tuple(f".{name}" for name in config.target_parameters or ())
-    targets, expected = [], set()
+    targets, expected, biases = [], set(), []
     for name, shape in shapes.items():
         path, _, leaf = name.rpartition(".")
         embedding = path.endswith("embed_tokens")
@@ -222,6 +222,11 @@ def _by_rules(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[list[
             factors += ["magnitude_vector"] if config.use_dora else []
             expected |= {f"{path}.lora_{factor}" for factor in factors}
         saved = (re.match(rf"(^|.*\.){m}($|\..*)", path) for m in config.modules_to_save or ())
-        if any(saved) or (config.bias == "all" and "bias" in name):
+        if any(saved):
             expected.add(name)
+        elif config.bias == "all" and "bias" in name:
+            biases.append(name)
+    adapted = {target.path for target in targets}
+    for path, _, leaf in (name.rpartition(".") for name in biases):
+        expected.add(f"{path}.base_layer.{leaf}" if path in adapted else f"{path}.{leaf}")
     return targets, expected

@@ -137,6 +137,7 @@ class Change:
         expert: which matrix of a stack; None for the whole tensor.
         values: what is added to the base; with ``whole`` the new value itself.
         norms_O: with DoRA, the norms that the rows get.
+        saved: what takes the base's place, where the adapter has the tensor and factors for it.
     """
 
     name: str
@@ -144,6 +145,7 @@ class Change:
     values: Tensor
     norms_O: Tensor | None = None
     whole: bool = False
+    saved: Tensor | None = None
 
     def of(self, base_OI: Tensor) -> Tensor:
         """The difference to the base's float32 values, or the new value."""
@@ -164,8 +166,11 @@ def changes(adapter: Adapter, base: Checkpoint) -> Iterator[Change]:
             stored = adapter.tensors
             for update in read_updates(adapter, base).low_rank:
                 a, b = (read_tensor(stored[key]).float() for key in (update.a, update.b))
+                delta = (b @ a).T if update.transposed else b @ a
                 norms = read_tensor(stored[update.magnitude]).float() if update.magnitude else None
-                yield Change(update.name, None, (b @ a) * update.scale, norms)
+                key = f"{update.a.partition('.lora_')[0]}.base_layer.weight"
+                whole = read_tensor(stored[key]) if key in stored else None
+                yield Change(update.name, None, delta * update.scale, norms, saved=whole)
         else:
             adapter = open_adapter(as_peft(adapter, base, Path(scratch) / "adapter"))
             with torch.device("meta"):
@@ -173,7 +178,7 @@ def changes(adapter: Adapter, base: Checkpoint) -> Iterator[Change]:
             for module in modules_of(wrapped):
                 yield from _of_module(module, adapter, base)
         for key, info in adapter.tensors.items():
-            if ".lora_" not in key:
+            if ".lora_" not in key and not key.endswith(".base_layer.weight"):
                 name, value = key.replace(".base_layer.", "."), read_tensor(info)
                 pieces = {name: value} if name in base.tensors else base.names.pieces(name, value)
                 for piece, part in pieces.items():
@@ -190,11 +195,14 @@ def _of_module(adapted: LoraModule, adapter: Adapter, base: Checkpoint) -> Itera
                 yield Change(name, expert if names.stacked(name) else None, piece)
             continue
         spread: dict[str, Tensor] = {}
+        whole: dict[str, Tensor] = {}
+        if (saved := adapter.tensors.get(f"{adapted.path}.base_layer.weight")) is not None:
+            whole = names.pieces(loaded, read_tensor(saved))
         if norms is not None:
             norms_OI = read_tensor(norms).float()[:, None].expand(shape)
             spread = {name: part[:, 0] for name, part in names.pieces(loaded, norms_OI).items()}
         for name, piece in names.pieces(loaded, delta_OI.view(shape)).items():
-            yield Change(name, None, piece, spread.get(name))
+            yield Change(name, None, piece, spread.get(name), saved=whole.get(name))
 
 
 def _judge(merged: Checkpoint, error: float, moved: float) -> str:
@@ -224,7 +232,8 @@ def _compare(base: Checkpoint, merged: Checkpoint, change: Change) -> tuple[int,
     Raises:
         NumericsError: the merged tensor is not base + delta.
     """
-    before, after = _read(base, change), _read(merged, change)
+    before = _read(base, change) if change.saved is None else change.saved
+    after = _read(merged, change)
     delta = change.of(before.float())
     exact = delta.float() if change.whole else before.float() + delta
     requantized = merged.quantized is not None and len(merged.quantized.stored(change.name)) > 1

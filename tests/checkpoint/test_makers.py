@@ -8,6 +8,7 @@ Layouts read in PEFT 0.18.0, 0.19.1 and 0.21.2 (``lora/layer.py``), unsloth-zoo 
 import json
 import math
 import re
+import shutil
 import warnings
 from pathlib import Path
 
@@ -145,6 +146,10 @@ def test_files_that_hold_stacks(tmp_path):
         )
         check(base, adapter, changed_by(base, deltas), tmp_path)
         (tmp_path / f"merged_{base.name}").rename(tmp_path / f"merged_{version}")
+    shutil.rmtree(tmp_path / "for_peft", ignore_errors=True)
+    marked = UNSLOTH | {"lora_B_layout": "grouped_by_expert"}
+    adapter, deltas = fused(base, tmp_path / "unsloth", True, True, **marked)
+    check(base, adapter, changed_by(base, deltas), tmp_path)
 
 
 @pytest.mark.parametrize(

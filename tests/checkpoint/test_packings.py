@@ -4,12 +4,14 @@ import json
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from moe_finetune.checkpoint.adapter import write_metadata
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.cli import main
+from moe_finetune.errors import NumericsError
 from tests import tiny, tiny_families
 from tests.checkpoint import helpers
 from tests.checkpoint.helpers import EXPERTS, select
@@ -119,6 +121,49 @@ def test_dora_and_whole_tensors(bases, tmp_path):
     )
     split = convert(adapter, base, "per-expert", tmp_path / "split")
     same(changes(base, adapter, tmp_path / "one"), changes(base, split, tmp_path / "two"))
+
+
+def test_an_embedding_saved_beside_its_factors_is_kept(bases, tmp_path):
+    """PEFT saves both for LoRA on an embedding; a merge and each form have both."""
+    base = bases("qwen3_moe")
+    adapter = helpers.adapter(base, tmp_path / "adapter", target_modules=["embed_tokens", "q_proj"])
+    tensors = load_file(adapter / KEYS)
+    stored = load_file(base / WEIGHTS)["model.embed_tokens.weight"]
+    tensors["base_model.model.model.embed_tokens.base_layer.weight"] = stored.roll(1, 0)
+    save_file(tensors, adapter / KEYS)
+    split = convert(adapter, base, "per-expert", tmp_path / "split")
+    back = convert(split, base, "peft", tmp_path / "back")
+    expected = changes(base, adapter, tmp_path / "1")
+    same(expected, changes(base, split, tmp_path / "2"))
+    same(expected, changes(base, back, tmp_path / "3"))
+    for number, folder in enumerate((adapter, split, back), 1):
+        verify_merge(base, folder, tmp_path / f"{number}")
+    merged = load_file(tmp_path / "2" / WEIGHTS)
+    merged["model.embed_tokens.weight"] -= 1e-3
+    save_file(merged, tmp_path / "2" / WEIGHTS, {"format": "pt"})
+    with pytest.raises(NumericsError, match=r"'model\.embed_tokens\.weight' is not base"):
+        verify_merge(base, adapter, tmp_path / "2")
+
+
+def test_biases_that_trained_get_the_names_of_each_form(tmp_path):
+    base = tmp_path / "base"
+    model = tiny_families.model("qwen2_moe")
+    model.save_pretrained(base)
+    options = {"bias": "all", "target_modules": ["q_proj", "o_proj"]}
+    peft = get_peft_model(model, LoraConfig(r=2, lora_alpha=3, **options))
+    helpers.randomize(peft, 3, 0.05)
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            if name.endswith("_proj.bias") or name.endswith("base_layer.bias"):
+                parameter.add_(0.05)
+    peft.save_pretrained(tmp_path / "adapter")
+    split = convert(tmp_path / "adapter", base, "per-expert", tmp_path / "split")
+    keys = {key.removeprefix("base_model.model.model.layers.1.") for key in load_file(split / KEYS)}
+    assert {"self_attn.q_proj.base_layer.bias", "self_attn.k_proj.bias"} <= keys
+    back = convert(split, base, "peft", tmp_path / "back")
+    expected = changes(base, tmp_path / "adapter", tmp_path / "1")
+    same(expected, changes(base, split, tmp_path / "2"))
+    same(expected, changes(base, back, tmp_path / "3"))
 
 
 def test_chosen_experts_become_an_ordinary_adapter(bases, adapters, tmp_path):
