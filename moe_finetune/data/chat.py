@@ -235,7 +235,8 @@ class Conversation:
                 "functions.NAME:INDEX, and its result the same tool_call_id"
             )
         elif mark.field in REASONING:
-            remedy = f"rename the field to {' or '.join(REASONING)}, or remove it"
+            others = " or ".join(name for name in REASONING if name != mark.field)
+            remedy = f"rename the field to {others}, or remove it"
         raise RenderingError(
             f"{where}: the chat template omits all or part of it; {_REMEDY}, {remedy}"
         )

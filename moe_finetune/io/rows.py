@@ -113,7 +113,7 @@ def _read_json(path: Path, file: IO[str], finite: bool) -> Iterator[Placed]:
     """A JSON array of objects, or JSON lines under the name ``.json``."""
     text = file.read()
     if not text.lstrip().startswith("["):
-        yield from _read_lines(path, text.splitlines(), finite)
+        yield from _read_lines(path, text.split("\n"), finite)  # U+2028 is no end of line
         return
     try:
         rows = parse_json(text, finite)

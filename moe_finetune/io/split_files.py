@@ -35,21 +35,21 @@ def files_of(folder: Path, split: str) -> list[Path]:
         if len(splits) > 1:
             raise DataError(
                 f"{file}: its name has words of two splits ({' and '.join(splits)}); list the "
-                "files in data.train"
+                "files in place of the folder"
             )
         named[splits[0] if splits else ""].append(file)
     chosen, others = named.get(split, []), named[""]
     if chosen and others:
         raise DataError(
             f"the folder {folder} has files for '{split}' ({_names(chosen)}) and files whose names "
-            f"have no split ({_names(others)}); list the files in data.{split}"
+            f"have no split ({_names(others)}); list the files in its place"
         )
     if others and (split == "train" or len(others) == len(files)):
         return others
     if not chosen:
         raise DataError(
             f"the folder {folder} has no files for '{split}', only {_names(files)}; list the files "
-            f"in data.{split}"
+            "in its place"
         )
     return chosen
 

@@ -387,7 +387,7 @@ def test_trls_variant_of_a_template_is_a_name():
         ("qwen3_instruct_2507", {"messages": [ASK, THOUGHT]},
          r"turn 1: 'reasoning_content': the chat template omits all or part of it; choose another"),
         ("qwen3", {"messages": [ASK, {**YES, "thinking": "It rains."}]},
-         r"turn 1: 'thinking'.*rename the field to reasoning_content"),
+         r"turn 1: 'thinking'.*rename the field to reasoning_content or reasoning,"),
         ("deepseek_r1_distill",
          {"messages": [ASK, {**YES, "content": "<think>It rains.</think>Yes."}]},
          r"turn 1: 'content': the chat template omits all or part of it"),

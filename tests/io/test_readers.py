@@ -92,6 +92,14 @@ def test_aliases_and_merge_keys_still_work():
     }
 
 
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
+def test_a_separator_inside_a_text_ends_no_line(tmp_path, name):
+    rows = [{"text": "one\u2028two\x85three"}, {"text": "five"}]
+    lines = (json.dumps(row, ensure_ascii=False) for row in rows)
+    (tmp_path / name).write_text("\n".join(lines), encoding="utf-8")
+    assert [row for _, row in read_rows(str(tmp_path / name))] == rows
+
+
 @pytest.mark.parametrize("read", [lambda file: list(read_rows(str(file))), read_task_rows])
 def test_a_column_twice(tmp_path, read):
     file = tmp_path / "rows.csv"
