@@ -175,6 +175,7 @@ def test_a_result_without_a_name_has_its_calls():
     """Gemma 4's template adds the tool's name to a text."""
     called, result = OPENAI["messages"][1], {"role": "tool", "tool_call_id": "c12345678"}
     row = {**OPENAI, "messages": [ASK, called, {**result, "content": "7 mm"}, YES]}
+    assert Former()("rows.jsonl:1", row)["messages"][2]["name"] == "rain"
     tokenizer = tokenizer_of("gemma4")
     assert learned(row, tokenizer) == learned(OPENAI, tokenizer)
     silent = [{"type": "function", "function": {**TOOLS[0]["function"], "description": None}}]

@@ -274,6 +274,8 @@ def test_a_limit_draws_from_all_rows_by_the_seed(write, tokenizer):
     own = drawn(1, [{"path": a, "limit": 6}, {"path": b, "limit": 5}])
     assert [text.startswith("B") for text in own] == [False] * 6 + [True] * 5
     assert own[:6] != [f"{i:02d}" for i in range(6)] and len(set(own)) == len(own)
+    twice = drawn(1, [{"path": a, "limit": 6}, {"path": a, "limit": 6}])
+    assert twice[:6] != twice[6:], "each source has a draw of its own"
 
 
 def test_every_row_is_as_likely_as_any_other():
