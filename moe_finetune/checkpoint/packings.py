@@ -228,14 +228,14 @@ def _packed(
 
 
 def _turned(a_nO: Tensor, b_In: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Factors for a class with stacks (E, I, O), where PEFT's A has the inputs all the same."""
+    """Factors for a class with stacks (E, I, O), whose A has the inputs in PEFT too."""
     a_nI = b_In.unflatten(1, (-1, experts)).permute(2, 1, 0).flatten(0, 1)
     b_On = a_nO.unflatten(0, (experts, -1)).permute(2, 1, 0).flatten(1)
     return a_nI, b_On
 
 
 def _below_factors(name: str, tensors: Mapping[str, Tensor]) -> str:
-    """PEFT's key for a tensor that trained in full, maybe beside factors for the same module."""
+    """PEFT's key for a tensor that trained in full, perhaps of a module with factors."""
     path, _, last = name.rpartition(".")
     adapted = {key.partition(".lora_")[0] for key in tensors if ".lora_" in key}
     while path in adapted:
