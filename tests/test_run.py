@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 
+from moe_finetune.errors import RecipeError
 from moe_finetune.io.rows import write_jsonl
 from moe_finetune.io.run_folder import RunFolder, read_log
 from moe_finetune.recipe.schema import recipe_from_tree
@@ -70,6 +71,9 @@ def test_before_is_measured_before_training_and_evaluations_change_nothing(
         for folder in (first, without, often)
     }
     assert len(weights) == 1
+    with pytest.raises(RecipeError, match=r"metric_for_best_model: 'f1' is not .* eval_loss"):
+        run("unknown", metric_for_best_model="f1")
+    assert {row["step"] for row in read_log(tmp_path / "unknown" / "metrics.jsonl")} == {0}
 
 
 def test_the_base_is_opened_once(tiny_checkpoint, tmp_path, monkeypatch):

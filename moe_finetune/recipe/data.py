@@ -77,7 +77,9 @@ class DataSection(Section):
     )
     split: str = Field(default="train", description="split of a hub dataset")
     limit: int | None = Field(default=None, ge=1, description="rows to draw from all sources")
-    seed: int | None = Field(default=None, description="of the rows' order; default: trainer.seed")
+    seed: int | None = Field(
+        default=None, ge=0, lt=2**32, description="of the rows' order; default: trainer.seed"
+    )
     num_proc: int | None = Field(default=None, ge=1, description="processes that prepare the data")
 
     @model_validator(mode="after")

@@ -139,6 +139,7 @@ class HostRun:
                     self.output,
                     specialization.balancer,
                     self.metadata,
+                    overwrite=True,  # a resumed training may have ended before, at fewer steps
                 )
             if ranks.rank() == 0:
                 seconds = round(time.perf_counter() - self._started, 1)

@@ -75,6 +75,7 @@ class ResumableTrainer(_Trainer):
     """Exact, verified, pickle-free checkpoints for any Trainer. Make it the first base class."""
 
     _problem: Exception | None = None
+    _resumed: str | None = None
     _entries: dict[str, Entry]
 
     # -- writing ------------------------------------------------------------------------------
@@ -223,7 +224,7 @@ class ResumableTrainer(_Trainer):
             _verify(Path(resume_from_checkpoint))
         if self.args.should_save:
             clear_leftovers(root)
-        path = str(resume_from_checkpoint) if resume_from_checkpoint else None
+        self._resumed = path = str(resume_from_checkpoint) if resume_from_checkpoint else None
         if path:
             steps = accumulation(Path(path), self.args)
             if steps != self.args.gradient_accumulation_steps:
@@ -290,6 +291,8 @@ class ResumableTrainer(_Trainer):
         # The Trainer divides the sum over all steps by the number of those since the resume.
         if self._initial_global_step:
             trained = max(self.state.global_step - self._initial_global_step, 0.001)
+            if trained < 1 and self._resumed:  # no first batch, before which the sum is restored
+                self._total_loss_scalar = self._rank_state(self._resumed)["total_loss"]
             unlogged = self._tr_loss.item()
             mean = (self._total_loss_scalar + unlogged) / self.state.global_step
             self._total_loss_scalar = mean * trained - unlogged

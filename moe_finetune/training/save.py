@@ -33,13 +33,15 @@ def save_trained(
     output: Path,
     balancer: BiasBalancer | None = None,
     metadata: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
 ) -> Path:
     """Write ``adapter/``, or ``merged/`` when the model trained without an adapter.
 
     Both contain the tokenizer used in training and a model card. A loss-free bias is stored next to
     the adapter in ``router_bias.safetensors``; a merge moves it into the checkpoint. The folder is
     written whole or not at all. Every rank must call this, because sharded tensors are gathered;
-    rank 0 writes. ``metadata``: the result of an earlier :func:`run_metadata`.
+    rank 0 writes. ``metadata``: the result of an earlier :func:`run_metadata`. ``overwrite``:
+    replace the folder of a training that ended earlier.
     """
     from peft import PeftModel
 
@@ -53,7 +55,7 @@ def save_trained(
     if adapted:
         weights = for_all_experts(model, weights, [layer.index for layer in moe_layers(model)])
     size = sum(weight.numel() * weight.element_size() for weight in weights.values())
-    with output_folder(target, size) as partial:
+    with output_folder(target, size, overwrite) as partial:
         if adapted:
             name_base(model, recipe)
             write_adapter(_peft_config(model), weights, partial)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PrinterCallback, ProgressCallback
 
+from moe_finetune.errors import RecipeError
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES, Stage
@@ -75,12 +76,23 @@ class RunTrainer(FiniteTrainer, ResumableTrainer):
     """
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate without advancing the random state, so evaluations do not change training."""
+        """Evaluate without advancing the random state, so evaluations do not change training.
+
+        Raises:
+            RecipeError: the best checkpoint is chosen by a metric that is not among the results.
+        """
         state = random_state()
         try:
-            return super().evaluate(*args, **kwargs)
+            metrics = super().evaluate(*args, **kwargs)
         finally:
             set_random_state(state)
+        best, name = self.args.metric_for_best_model, str(self.args.metric_for_best_model)
+        if best is not None and f"eval_{name.removeprefix('eval_')}" not in metrics:
+            raise RecipeError(
+                f"trainer.metric_for_best_model: '{best}' is not a result of the evaluation; "
+                f"known: {', '.join(sorted(metrics))}"
+            )
+        return metrics
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         if next(model.parameters()).device.type != "meta":

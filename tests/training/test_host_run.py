@@ -6,8 +6,9 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, Trainer
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from moe_finetune import SpecializationCallback, cli
@@ -168,6 +169,21 @@ def test_rows_that_only_the_collator_makes_tokens_of(base, tmp_path):
     ).train()
     wanted = sum(len(ids) for ids in tiny.tokenizer()(list(texts["text"]))["input_ids"])
     assert json.loads((run / "routing" / "before.json").read_text())["tokens"] == wanted
+
+
+def test_a_training_that_ended_and_goes_on_replaces_its_adapter(base, tmp_path):
+    for steps in (1, 2):
+        callback = SpecializationCallback("none", output=tmp_path / "run")
+        options = {"max_steps": steps, "save_steps": 1, "logging_steps": 1, "report_to": []}
+        theirs = TrainingArguments(str(tmp_path / "theirs"), use_cpu=True, **options)
+        model = loaded(base)
+        trainer = Trainer(
+            model, theirs, data_collator=collate, train_dataset=rows(8), callbacks=[callback]
+        )
+        trainer.train(resume_from_checkpoint=steps > 1)
+        written = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
+        for name, tensor in get_peft_model_state_dict(model).items():
+            assert torch.equal(written[name], tensor), (steps, name)
 
 
 def test_a_training_that_cannot_begin_leaves_no_folder(base, tmp_path):

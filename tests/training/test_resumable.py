@@ -118,13 +118,14 @@ def test_a_stopped_run_ends_like_the_straight_one(tmp_path, case):
     assert straight.state.best_metric == resumed.state.best_metric
 
 
-def test_a_run_stopped_after_its_last_save_trains_no_further(tmp_path):
-    straight = trainer(tmp_path)
-    straight.train()
+@pytest.mark.parametrize("steps", [7, 9])  # inside an epoch, and at the end of one
+def test_a_run_stopped_after_its_last_save_trains_no_further(tmp_path, steps):
+    straight = trainer(tmp_path, max_steps=steps)
+    mean = straight.train().training_loss
     wanted = weights(straight)
-    again = trainer(tmp_path)
-    again.train(resume_from_checkpoint=True)
-    assert again.state.global_step == 7
+    again = trainer(tmp_path, max_steps=steps)
+    assert again.train(resume_from_checkpoint=True).training_loss == pytest.approx(mean)
+    assert again.state.global_step == steps
     for name, value in weights(again).items():
         assert torch.equal(value, wanted[name]), name
 
