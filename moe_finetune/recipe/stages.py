@@ -98,6 +98,8 @@ LIMITS = {
     "dataloader_num_workers": Field(ge=0),
     "seed": Field(ge=0, lt=2**32),
     "data_seed": Field(ge=0, lt=2**32),
+    "max_completion_length": Field(ge=1),
+    "temperature": Field(gt=0),
 }
 """Limits of numbers that the libraries check late or not at all."""
 
