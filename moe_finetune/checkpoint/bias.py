@@ -18,6 +18,7 @@ from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.models.base import CORRECTION_BIASES, Family
 
 _NOAUX = {"topk_method": "noaux_tc", "scoring_func": "softmax", "n_group": 1, "topk_group": 1}
+OTHER = "; the adapter was trained on another base"
 
 
 def bias_name(family: Family, layer: int, loaded: Iterable[str]) -> str:
@@ -50,15 +51,15 @@ def bias_config(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     """
     if family.bias_export == "none":
         raise UnsupportedModelError(
-            f"{family.title} cannot store a routing bias; export with bias 'drop' to leave it "
-            "out (routing then differs from training), or train without loss-free balancing"
+            f"{family.title} cannot store a routing bias; leave it out with merge --drop-bias "
+            "(routing then differs from training), or train without loss-free balancing"
         )
     if family.bias_export == "tensor":
         return {}
     if config.get("n_group", 1) not in (None, 1):
         raise UnsupportedModelError(
             f"{family.title} with n_group {config['n_group']}: a routing bias selects groups "
-            "differently; export with bias 'drop' or use a base with n_group 1"
+            "differently; leave it out with merge --drop-bias, or use a base with n_group 1"
         )
     return {key: value for key, value in _NOAUX.items() if config.get(key) != value}
 
@@ -72,10 +73,13 @@ def check_bias(base: Checkpoint, bias: Mapping[int, Sequence[float]]) -> None:
     for layer, values in bias.items():
         experts = base.experts.get(layer)
         if experts is None:
-            raise CheckpointError(f"routing bias: layer {layer} of {base.folder} has no experts")
+            raise CheckpointError(
+                f"routing bias: layer {layer} of {base.folder} has no experts{OTHER}"
+            )
         if len(values) != experts:
             raise CheckpointError(
-                f"routing bias: layer {layer} has {len(values)} values for {experts} experts"
+                f"routing bias: layer {layer} has {len(values)} values, but {base.folder} has "
+                f"{experts} experts{OTHER}"
             )
         if not all(math.isfinite(value) for value in values):
             raise CheckpointError(f"routing bias: layer {layer} is not finite")
@@ -109,7 +113,7 @@ def plan_bias(
         if family.bias_export == "tensor" and name not in base.tensors:
             raise UnsupportedModelError(
                 f"{family.title}: this checkpoint's routers have no bias ('{name}'), so it "
-                "cannot store a routing bias; export with bias 'drop'"
+                "cannot store a routing bias; leave it out with merge --drop-bias"
             )
         file = base.tensors[name if name in base.tensors else router_name(base, layer)].file.name
         tensors[name] = file, torch.tensor([*map(float, bias[layer])], dtype=torch.float32)

@@ -33,7 +33,7 @@ _THREADS = min(8, os.cpu_count() or 1)
 _WHOLE_BYTES = 256 << 20
 _PARTS, _PART_BYTES = 4, 16 << 10
 # Files (path, size, time of change) whose values this process has found finite.
-_known_finite: set[tuple[str, int, int]] = set()
+_known_finite: set[tuple[tuple[str, int, int], str]] = set()
 _known_prints: dict[frozenset[tuple[str, int, int]], str] = {}
 
 Content = Callable[[TensorInfo], Iterator[Tensor]]
@@ -104,14 +104,14 @@ def check_values(
 ) -> None:
     """Read every float tensor once, at the speed of the disk.
 
-    Files that this process has already checked, and that have not changed, are skipped.
+    What this process has already checked, in files that have not changed, is skipped.
 
     Raises:
         error: names the file and the first tensor that contains NaN or infinity.
     """
     chosen = [info for info in tensors if info.dtype in FLOATS]
     stamps = {file: _stamp(file) for file in {info.file for info in chosen}}
-    chosen = [info for info in chosen if stamps[info.file] not in _known_finite]
+    chosen = [info for info in chosen if (stamps[info.file], info.name) not in _known_finite]
     size, read = sum(info.size for info in chosen), 0
     with ThreadPoolExecutor(_THREADS) as pool:
         for info, good in zip(chosen, pool.map(all_finite, chosen), strict=True):
@@ -120,7 +120,7 @@ def check_values(
             if not good:
                 pool.shutdown(cancel_futures=True)
                 raise error(not_finite(info.file, info.name, remedy))
-    _known_finite.update(stamps.values())
+    _known_finite.update((stamps[info.file], info.name) for info in chosen)
 
 
 def fingerprint(tensors: Iterable[TensorInfo]) -> str:

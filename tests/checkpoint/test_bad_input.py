@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_finetune.checkpoint.adapter import write_metadata
+from moe_finetune.checkpoint.files import check_values
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.errors import (
     AdapterError,
@@ -18,6 +19,7 @@ from moe_finetune.errors import (
     UnsupportedModelError,
 )
 from moe_finetune.io import folder as output_module
+from moe_finetune.io.safetensors_header import read_header
 from tests import tiny
 
 INDEX = "model.safetensors.index.json"
@@ -370,3 +372,12 @@ def test_space_runs_out_while_writing(base, adapter, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, old)
     assert {p.name for p in tmp_path.iterdir()} == {"base", "adapter"}
+
+
+def test_a_check_of_some_tensors_does_not_vouch_for_the_others(tmp_path):
+    file = tmp_path / "model.safetensors"
+    save_file({"good": torch.ones(3), "bad": torch.tensor([1.0, float("nan")])}, file)
+    tensors = read_header(file, CheckpointError).tensors
+    check_values([tensors["good"]], CheckpointError)
+    with pytest.raises(CheckpointError, match="bad"):
+        check_values(tensors.values(), CheckpointError)
