@@ -105,7 +105,6 @@ def run_experts(
     """
     gate_up, lora_up, lora_down = experts.gate_up_E2DH, experts.lora_up, experts.lora_down
     call = Call(
-        index_TK=index_TK,
         num_experts=gate_up.shape[0],
         activation=experts.activation,
         scaling_up=lora_up.scaling if lora_up else 0.0,
@@ -119,6 +118,7 @@ def run_experts(
     )
     out, z_gram, y_gram, z, y = _Experts.apply(
         call,
+        index_TK,
         hidden_TH.to(gate_up.dtype),
         weights_TK,
         gate_up,
@@ -138,16 +138,14 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, hidden_TH, weights_TK, gate_up, down, a_up, b_up, a_down, b_down,
-        bias_up, bias_down,
+        ctx: Any, call: Call, index_TK, hidden_TH, weights_TK, gate_up, down, a_up, b_up, a_down,
+        b_down, bias_up, bias_down,
     ):  # fmt: skip
-        tokens, selected = call.index_TK.shape
-        (_, hidden, width), pairs = down.shape, call.index_TK.numel()
-        flat_S = call.index_TK.reshape(-1)
+        tokens, selected = index_TK.shape
+        (_, hidden, width), pairs = down.shape, index_TK.numel()
+        flat_S = index_TK.reshape(-1)
         with without_autocast(hidden_TH.device):
-            groups = Groups.of(
-                call.index_TK, call.num_experts, call.grouped, in_chunks=call.quantized
-            )
+            groups = Groups.of(index_TK, call.num_experts, call.grouped, in_chunks=call.quantized)
             mask_TH = keep_mask(hidden_TH.shape, call.dropout_up, hidden_TH)
             expert_mask_SD = keep_mask((pairs, width), call.dropout_expert, hidden_TH)
             mask_SD = keep_mask((pairs, width), call.dropout_down, hidden_TH)
@@ -196,14 +194,14 @@ class _Experts(torch.autograd.Function):
             z_gram = None
             if z_TKD is not None and "activations_gram" in call.needs:
                 z_gram = gram(z_TKD)
-        ctx.call, ctx.groups = call, groups
+        ctx.call = call
         ctx.set_materialize_grads(False)
-        keep_y = ctx.needs_input_grad[2] or call.needs & {"outputs", "outputs_gram"}
+        keep_y = ctx.needs_input_grad[3] or call.needs & {"outputs", "outputs_gram"}
         assert rows_S2D is not None  # a part's, or the buffer of all
         saved = Saved(
             hidden_TH, weights_TK, gate_up, down, a_up, b_up, a_down, b_down, bias_up, bias_down,
             rows_S2D, p_up_Sr, p_down_Sr, y_TKH if keep_y else None, mask_TH, mask_SD,
-            expert_mask_SD,
+            expert_mask_SD, *groups.saved(),
         )  # fmt: skip
         ctx.save_for_backward(*saved)
         return (
@@ -218,10 +216,10 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *incoming: Tensor | None):
-        saved, needs_grad = Saved(*ctx.saved_tensors), ctx.needs_input_grad[1:]
+        saved, needs_grad = Saved(*ctx.saved_tensors), ctx.needs_input_grad[2:]
         with without_autocast(saved.hidden_TH.device):
-            gradient = ExpertsGradient(saved, ctx.call, ctx.groups, Incoming(*incoming), needs_grad)
-            return (None, *gradient.run(_parts(ctx.groups, saved.gate_up_E2DH)))
+            gradient = ExpertsGradient(saved, ctx.call, Incoming(*incoming), needs_grad)
+            return (None, None, *gradient.run(_parts(gradient.groups, saved.gate_up_E2DH)))
 
 
 def _parts(groups: Groups, gate_up: Tensor) -> list[Part]:

@@ -28,9 +28,8 @@ from moe_finetune.moe.grouped import Groups, OuterSums, Part, RowSums, add_rows_
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments of an experts call without gradients."""
+    """Arguments of an experts call that are the same when a checkpointed layer runs again."""
 
-    index_TK: Tensor
     num_experts: int
     activation: Callable[[Tensor], Tensor]
     scaling_up: float
@@ -47,7 +46,7 @@ class Saved(NamedTuple):
     """Tensors saved by the forward: its arguments in the order of their gradients, and results.
 
     ``p_up_Sr`` and ``p_down_Sr`` are products with LoRA's first factors; ``y_TKH`` is None if
-    nothing reads it; masks show what dropout kept.
+    nothing reads it; masks show what dropout kept; the last three are :meth:`Groups.saved`.
     """
 
     hidden_TH: Tensor
@@ -67,6 +66,9 @@ class Saved(NamedTuple):
     mask_TH: Tensor | None
     mask_SD: Tensor | None
     expert_mask_SD: Tensor | None
+    slots_S: Tensor
+    offsets_E: Tensor
+    bounds: Tensor | None
 
 
 class Incoming(NamedTuple):
@@ -91,11 +93,13 @@ class ExpertsGradient:
         self,
         saved: Saved,
         call: Call,
-        groups: Groups,
         incoming: Incoming,
         needs_grad: tuple[bool, ...],
     ):
-        self.saved, self.call, self.groups = saved, call, groups
+        self.saved, self.call = saved, call
+        self.groups = groups = Groups.restored(
+            saved.slots_S, saved.offsets_E, saved.bounds, saved.weights_TK.shape[1], call.grouped
+        )
         self.needs_h, self.needs_weights, needs_gate_up, needs_down, *_ = needs_grad
         needs_bias_up, needs_bias_down = needs_grad[8:10]
         like, out_TH = saved.hidden_TH, incoming.out_TH
@@ -260,7 +264,7 @@ class ExpertsGradient:
         """``dh`` (T, H)."""
         if not self.needs_h:
             return None
-        shape = self.call.index_TK.shape
+        shape = self.saved.weights_TK.shape
         assert self.dx_SH is not None
         dh_TH = sum_over_choices(self.dx_SH, self.rows_S, shape)
         if self.separate:

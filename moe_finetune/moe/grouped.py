@@ -66,6 +66,11 @@ class Groups:
         bounds: the same as Python integers with a leading 0, or None if only the device knows the
             groups (reading them would make the GPU wait).
         grouped: whether each part is one call of the grouped kernel.
+
+    A backward rebuilds its groups by :meth:`saved` and :meth:`restored`: everything that depends on
+    the selection must pass ``save_for_backward``, which gives a checkpointed layer's backward the
+    tensors of its recomputation. Kept in another way, they would be the first visit's beside rows
+    of the second, and one other selected expert would shift all rows after it.
     """
 
     slots_S: Tensor
@@ -89,6 +94,18 @@ class Groups:
             bounds=None if grouped and not in_chunks else [0, *offsets_E.tolist()],
             grouped=grouped,
         )
+
+    def saved(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What :meth:`restored` reads: ``slots_S``, ``offsets_E`` and the bounds, on the host."""
+        bounds = None if self.bounds is None else torch.tensor(self.bounds)
+        return self.slots_S, self.offsets_E, bounds
+
+    @classmethod
+    def restored(
+        cls, slots_S: Tensor, offsets_E: Tensor, bounds: Tensor | None, top_k: int, grouped: bool
+    ) -> Groups:
+        numbers = None if bounds is None else bounds.tolist()
+        return cls(slots_S, slots_S // top_k, offsets_E, numbers, grouped)
 
     def parts(self, row_bytes: int, matrix_bytes: int) -> list[Part]:
         """The experts to process at a time.

@@ -247,13 +247,16 @@ class _Exchange(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any
     ) -> Tensor:
-        ctx.sizes, ctx.group = (list(sent), list(received)), group
+        # Not as attributes: a layer that runs again may send its rows to other ranks.
+        ctx.save_for_backward(torch.tensor([list(sent), list(received)]))
+        ctx.group = group
         return _exchanged(rows, list(sent), list(received), group)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor):
-        sent, received = ctx.sizes
+        (sizes,) = ctx.saved_tensors
+        sent, received = sizes.tolist()
         return _exchanged(grad, received, sent, ctx.group), None, None, None
 
 

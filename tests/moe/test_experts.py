@@ -1,10 +1,14 @@
 """The experts' forward and its written-out backward against a loop over tokens and choices."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from moe_finetune.moe import by_token, grouped
+from moe_finetune.moe import experts as experts_module
 from moe_finetune.moe.experts import Experts, LoraFactors, run_experts
 
 TOKENS, EXPERTS, SELECTED, HIDDEN, WIDTH, RANK = 23, 7, 3, 10, 6, 2
@@ -134,6 +138,77 @@ def test_an_expert_without_tokens_has_no_gradient(pieces):
     found = by_groups(given, nn.SiLU(), NEEDS[1])
     for gradient in torch.autograd.grad(sum(v.sum() for v in found.values()), leaves(given)[2:]):
         assert gradient[IDLE].abs().max() == 0 and gradient[IDLE - 1].abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    ("grouped_kernel", "in_chunks"), [(False, False), (True, False), (True, True)]
+)
+def test_a_layer_that_runs_again_with_other_experts_has_their_gradients(
+    monkeypatch, grouped_kernel, in_chunks
+):
+    """One token's last choice becomes another expert in the recomputation only."""
+    given = inputs(("up_factors", "down_factors"), train_experts=True)
+    given["index"] = given["index"].clone()
+    if grouped_kernel:  # whose rows must be aligned
+        monkeypatch.setattr(grouped, "DEQUANTIZED_BYTES", 1)
+        monkeypatch.setattr(experts_module, "dequantized_when_read", lambda weight: in_chunks)
+        given = aligned(given)
+    other = given["index"].clone()
+    other[TOKENS // 2, -1] = IDLE
+    run = partial(gradients_of, given, grouped_kernel)
+    assert far(run([other]), run([given["index"]])) > 1e-2
+    first, again = run([given["index"], other]), run([other])
+    assert far(first, again) < 1e-6
+
+
+def aligned(given: dict) -> dict:
+    """The same sizes in float32 with widths that are multiples of 16 bytes."""
+
+    def wider(value, widths):
+        if type(value) is tuple:
+            return tuple(wider(part, size) for part, size in zip(value, widths, strict=True))
+        old = value.detach().float()
+        new = torch.randn(*old.shape[: -len(widths)], *widths) if widths else old
+        return new.requires_grad_(value.requires_grad)
+
+    hidden, width, rank = 12, 8, 4
+    widths = {
+        "hidden": (hidden,),
+        "weights": (),
+        "gate_up": (2 * width, hidden),
+        "down": (hidden, width),
+        "up_factors": ((rank, hidden), (2 * width, rank)),
+        "down_factors": ((rank, width), (hidden, rank)),
+    }
+    return {k: v if k == "index" else wider(v, widths[k]) for k, v in given.items()}
+
+
+def gradients_of(given: dict, grouped_kernel: bool, visits: list) -> list[torch.Tensor]:
+    """Gradients of a checkpointed call whose visits select the experts in ``visits`` in turn."""
+    up, down, indices = given["up_factors"], given["down_factors"], iter(visits)
+
+    def visit(hidden, weights):
+        layer = Experts(
+            given["gate_up"], given["down"], nn.SiLU(),
+            LoraFactors(*up, scaling=1.5), LoraFactors(*down, scaling=0.7), grouped=grouped_kernel,
+        )  # fmt: skip
+        result = run_experts(hidden, next(indices), weights, layer, NEEDS[-1])
+        return result.out_TH, result.activations_gram_TKK, result.outputs_gram_TKK
+
+    arguments = given["hidden"], given["weights"]
+    if len(visits) == 2:
+        results = checkpoint(visit, *arguments, use_reentrant=False)
+    else:
+        results = visit(*arguments)
+    torch.manual_seed(4)
+    total = sum((torch.randn_like(value) * value).sum() for value in results)
+    return torch.autograd.grad(total, leaves(given))
+
+
+def far(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    """The largest relative difference of two lists of gradients."""
+    pairs = zip(ours, theirs, strict=True)
+    return max(float((mine - other).norm() / other.norm()) for mine, other in pairs)
 
 
 def test_parts_cover_all_rows_once():
