@@ -93,6 +93,12 @@ def use_installed(name: str) -> None:
     _installed.add(name)
 
 
+def module_of(name: str) -> str:
+    """The module that an installed plugin's name stands for."""
+    points = {point.name: point for point in entry_points(group=GROUP)}
+    return points[name].module if name in points else name.partition(":")[0]
+
+
 def loaded_files() -> dict[str, str]:
     """Name and SHA-256 of each plugin file that this process runs, for a run's notes."""
     return {file.name: digest for file, digest in _files.items()}

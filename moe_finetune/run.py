@@ -57,6 +57,7 @@ def run_recipe(
     check_versions("a recipe")
     ranks.join_group()
     run, output, first_rank, inputs = RunFolder(output), Path(output), ranks.rank() == 0, None
+    content: dict[str, str] | None = None
     with ranks.others_needed(), ranks.first_alone(partial(output_lock, output)):
         check_run_folder(recipe, run, resume)
         if not first_rank:
@@ -66,12 +67,14 @@ def run_recipe(
         if not run.trained:
             with terminal().phase("prepare"):
                 inputs = prepare_run(recipe, ignore_memory)
+                if first_rank:
+                    content = check_content(run, inputs, resume)
                 if first_rank and not resume:
                     inputs.check_disk(run)
         ranks.barrier()  # rank 0 writes into the folder that the others look at above
         new_folder = not output.exists()
         if first_rank:
-            begin_run(recipe, run)
+            begin_run(recipe, run, content)
         try:
             with terminal().log_to(run.log) if first_rank else nullcontext():
                 stages(recipe, run, inputs, resume)
@@ -82,6 +85,16 @@ def run_recipe(
                 terminal().say(f"library output: {run.log}", "warning")
             raise
     return output
+
+
+def check_content(run: RunFolder, inputs: Inputs, resume: bool) -> dict[str, str]:
+    """Fingerprints of what training reads; of a resumed run they must be those of its start."""
+    from moe_finetune.training.inputs import check_inputs, fingerprints
+
+    content = fingerprints(inputs.start)
+    if resume and run.recipe.exists():
+        check_inputs(run, inputs.start, content)
+    return content
 
 
 def stages(recipe: Recipe, run: RunFolder, inputs: Inputs | None, resume: bool) -> None:
@@ -152,7 +165,9 @@ def plan_run(
     check_versions("a recipe")
     check_run_folder(recipe, RunFolder(output), resume)
     inputs = prepare_run(recipe, ignore_memory, activations=True)
-    if not resume:
+    if resume:
+        check_content(RunFolder(output), inputs, resume)
+    else:
         inputs.check_disk(RunFolder(output))
     return inputs
 

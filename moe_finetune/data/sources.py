@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,8 +13,8 @@ import numpy as np
 from moe_finetune.data.chat import TemplateLimitError
 from moe_finetune.data.rows import Former
 from moe_finetune.errors import DataError, did_you_mean, reason_of
-from moe_finetune.io.hashes import sha256_file
-from moe_finetune.io.hub import check_hub
+from moe_finetune.io.hashes import sha256_file, sha256_json
+from moe_finetune.io.hub import check_hub, commit_of, opened_commit
 from moe_finetune.io.rows import TABLES, Placed, Row, kind_of, placed_rows, without_nulls
 from moe_finetune.io.split_files import SAVED, data_files, files_of
 from moe_finetune.recipe.data import DataSection, DataSource, Paths
@@ -21,6 +22,7 @@ from moe_finetune.recipe.data import DataSection, DataSource, Paths
 T = TypeVar("T")
 Rows = Iterator[tuple[int, str, Any]]
 """The number of a row's source, the row's location, and the row."""
+_HASHED_ROWS = 1024
 DROP_REMEDY = "; data.malformed: drop drops and counts such rows"
 
 
@@ -72,6 +74,19 @@ def source_identity(source: str, split: str = "train") -> list[Any]:
     return [source, split, _dataset(source, split)._fingerprint]
 
 
+def content_hash(source: str, split: str = "train") -> str:
+    """A hash of a source's content; unlike :func:`source_identity`, equal for another download."""
+    files, folder = _files(source, split), Path(source).expanduser()
+    if files is not None or folder.is_dir():
+        return sha256_json(source_identity(source, split))
+    rows, over = _dataset(source, split), hashlib.sha256()
+    table = rows.data.table
+    for first in range(0, len(table), _HASHED_ROWS):
+        for batch in table.slice(first, _HASHED_ROWS).combine_chunks().to_batches():
+            over.update(batch.serialize())
+    return over.hexdigest()
+
+
 def files_line(source: str, split: str) -> str | None:
     """Which files of a folder are read, and which are not; None for any other source."""
     folder, chosen = Path(source).expanduser(), _files(source, split)
@@ -111,7 +126,11 @@ def _dataset(source: str, split: str) -> Any:
     check_hub()
     name, _, configuration = source.partition(":")
     try:
-        return load_dataset(name, configuration or None, split=split)
+        commit = commit_of(f"datasets/{name}")
+        rows: Any = load_dataset(name, configuration or None, split=split, revision=commit)
+        for file in rows.cache_files[:1]:  # NAME/CONFIGURATION/VERSION/COMMIT/*.arrow
+            opened_commit(f"datasets/{name}", None, Path(file["filename"]).parent.name)
+        return rows
     except Exception as error:  # the libraries raise a dozen unrelated types here
         raise DataError(
             f"'{source}' is not a file or folder (relative to {Path.cwd()}), and it cannot be "

@@ -9,6 +9,29 @@ from moe_finetune.io.terminal import terminal
 SECONDS = 10.0
 """Seconds to wait for the hub's first answer."""
 
+_commits: dict[str, str] = {}
+
+
+def commit_of(repository: str, revision: str | None = None) -> str | None:
+    """The commit to read: the one that this process or its run has opened, else ``revision``."""
+    return _commits.get(f"{repository}@{revision or ''}", revision)
+
+
+def opened_commit(repository: str, revision: str | None, commit: str) -> None:
+    """Note that ``commit`` was opened, so that every later read is of the same content."""
+    if len(commit) == 40 and set(commit) <= set("0123456789abcdef"):
+        _commits[f"{repository}@{revision or ''}"] = commit
+
+
+def opened_commits() -> dict[str, str]:
+    """All of them, for a run's notes."""
+    return dict(_commits)
+
+
+def continue_with(commits: dict[str, str]) -> None:
+    """Read the commits that a run has noted."""
+    _commits.update(commits)
+
 
 @cache
 def check_hub() -> None:

@@ -24,6 +24,7 @@ class RunFolder:
 
     Attributes:
         recipe: the resolved recipe, written first; it marks the folder as a run.
+        inputs: fingerprints of what training reads, an id of the run, and commits of hub ids.
         metrics: what training logged, one row per line.
         routing_before, routing_after, routing_steps: routing on the same sample before, after and
             during training.
@@ -41,6 +42,7 @@ class RunFolder:
         self.path = path = Path(path)
         self.recipe = path / RECIPE_FILE
         self.environment = path / "environment.json"
+        self.inputs = path / "inputs.json"
         self.summary = path / "summary.json"
         self.log = path / "run.log"
         self.metrics = path / "metrics.jsonl"

@@ -12,7 +12,7 @@ from moe_finetune.errors import (
 )
 from moe_finetune.io.checkpoint_files import COPY_AGAIN, read_config
 from moe_finetune.io.config_file import QUANTIZATION, SAME_CLASS
-from moe_finetune.io.hub import check_hub
+from moe_finetune.io.hub import check_hub, commit_of, opened_commit
 from moe_finetune.io.json_file import read_object
 from moe_finetune.models import Family, check_supported, family_of
 from moe_finetune.models.chat_template import check_template
@@ -60,7 +60,10 @@ def local_folder(path: str | Path, weights: bool = True, revision: str | None = 
     named = str(path) if revision is None else f"{path} at revision '{revision}'"
     patterns = [*_SMALL_FILES, *(["*.safetensors"] if weights else [])]
     try:
-        return Path(snapshot_download(str(path), revision=revision, allow_patterns=patterns))
+        commit = commit_of(str(path), revision)
+        folder = Path(snapshot_download(str(path), revision=commit, allow_patterns=patterns))
+        opened_commit(str(path), revision, folder.name)
+        return folder
     except Exception as error:  # the hub's client raises exceptions of four libraries here
         reason = reason_of(error)
         raise CheckpointError(

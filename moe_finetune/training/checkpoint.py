@@ -26,10 +26,14 @@ Entry = dict[str, int | str]
 """Size and hash of a file in the manifest."""
 
 
-def write_manifest(folder: Path, hashed: Mapping[str, Entry] | None = None) -> None:
+def write_manifest(
+    folder: Path, hashed: Mapping[str, Entry] | None = None, run: str | None = None
+) -> None:
     """Make ``folder``, whose files are all written, a checkpoint.
 
-    ``hashed``: manifest entries of files that other ranks have written and hashed.
+    Args:
+        hashed: manifest entries of files that other ranks have written and hashed.
+        run: the id of the run that wrote it.
 
     Raises:
         OSError: the disk is full or fails, or another node's files are missing.
@@ -46,7 +50,8 @@ def write_manifest(folder: Path, hashed: Mapping[str, Entry] | None = None) -> N
         name = path.relative_to(folder).as_posix()
         if path.is_file() and name not in (MANIFEST, *entries):
             entries[name] = entry_of(path)
-    manifest = {"format": FORMAT, "step": step_of(folder), "files": entries}
+    noted = {} if run is None else {"run": run}
+    manifest = {"format": FORMAT, "step": step_of(folder), **noted, "files": entries}
     write_small(folder, MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
     sync(folder)
     sync(folder.parent)
@@ -88,6 +93,14 @@ def verify_checkpoint(folder: Path, hashes: bool = True, share: tuple[int, int] 
             raise CheckpointError(f"{file}: has {file.stat().st_size} bytes instead of {size}")
         if hashes and position % share[1] == share[0] and sha256_file(file) != digest:
             raise CheckpointError(f"{file}: is damaged (its SHA-256 differs from the manifest's)")
+
+
+def written_by(folder: Path) -> str | None:
+    """The id of the run in a checkpoint's manifest; None without one."""
+    try:
+        return json.loads((folder / MANIFEST).read_bytes()).get("run")
+    except (OSError, ValueError, AttributeError):  # reported when it is verified
+        return None
 
 
 def checkpoints(root: Path) -> list[Path]:

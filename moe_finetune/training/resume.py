@@ -76,6 +76,8 @@ class ResumableTrainer(_Trainer):
 
     _problem: Exception | None = None
     _resumed: str | None = None
+    run_id: str | None = None
+    """Noted in checkpoints, so that none of another run is continued."""
     _entries: dict[str, Entry]
 
     # -- writing ------------------------------------------------------------------------------
@@ -103,7 +105,7 @@ class ResumableTrainer(_Trainer):
             self.args.save_total_limit = limit
         if not ranks.any_rank(self._problem is not None) and self.args.should_save:
             with self._writing():
-                write_manifest(target, self._entries)
+                write_manifest(target, self._entries, self.run_id)
                 best = self.state.best_model_checkpoint
                 # Only now, so that older ones stay until the new one is whole.
                 rotate(root, limit, Path(best) if best else None)

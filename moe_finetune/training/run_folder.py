@@ -10,20 +10,23 @@ from pathlib import Path
 import torch
 from transformers import TrainerCallback
 
-from moe_finetune.errors import RecipeError
+from moe_finetune.errors import CheckpointError, RecipeError
 from moe_finetune.evaluation.results import step_results
 from moe_finetune.io import write_atomic
-from moe_finetune.io.environment import describe_environment
+from moe_finetune.io.environment import describe_environment, package_versions
 from moe_finetune.io.folder import enter_folder
+from moe_finetune.io.hub import continue_with
+from moe_finetune.io.json_file import read_object
 from moe_finetune.io.run_folder import RunFolder, missing_plugins, read_log
 from moe_finetune.io.terminal import curve, duration, terminal
 from moe_finetune.metrics.shown import name, number, ordered
 from moe_finetune.recipe.conflicts import check_resumable
 from moe_finetune.recipe.schema import Recipe, load_recipe
-from moe_finetune.training.checkpoint import checkpoints
+from moe_finetune.training.checkpoint import checkpoints, written_by
+from moe_finetune.training.inputs import CHECKED_LIBRARIES, note_inputs, read_inputs
+from moe_finetune.training.start import logged_every
 
 log = logging.getLogger(__name__)
-LOGS_OF_A_SHORT_RUN = 10
 
 
 def check_run_folder(recipe: Recipe, run: RunFolder, resume: bool) -> None:
@@ -35,6 +38,10 @@ def check_run_folder(recipe: Recipe, run: RunFolder, resume: bool) -> None:
                 f"--resume: {output} was trained with --plugin {', '.join(missing)}; give the same "
                 "file again, unchanged"
             )
+        check_checkpoints(run)
+        continue_with(read_inputs(run).get("commits", {}))
+        if versions := changed_versions(run):
+            log.warning("--resume: other versions than at the start of the run: %s", versions)
         changed = check_resumable(load_recipe(saved), recipe, str(saved))
         if changed:
             log.warning("--resume: changed since the start of the run: %s", ", ".join(changed))
@@ -51,11 +58,44 @@ def check_run_folder(recipe: Recipe, run: RunFolder, resume: bool) -> None:
         raise RecipeError(f"--resume: {output} contains no run; start it without --resume")
 
 
-def begin_run(recipe: Recipe, run: RunFolder) -> None:
-    """Create the run folder with the resolved recipe and the environment."""
+def check_checkpoints(run: RunFolder) -> None:
+    """Refuse checkpoints of another run: their steps are not this run's.
+
+    Raises:
+        CheckpointError: names the folder.
+    """
+    run_id = read_inputs(run).get("run")
+    for folder in checkpoints(run.checkpoints):
+        if run_id and written_by(folder) not in (None, run_id):
+            raise CheckpointError(
+                f"{folder}: was written by another run; move it out of {run.checkpoints}, and "
+                "--resume continues from this run's own checkpoints"
+            )
+
+
+def changed_versions(run: RunFolder) -> str:
+    """Libraries that the run began with in another version, such as "torch 2.4, now 2.13"."""
+    if not run.environment.is_file():
+        return ""
+    remedy = "delete it; it only describes the run"
+    noted = read_object(run.environment, CheckpointError, remedy).get("packages")
+    now = package_versions(*CHECKED_LIBRARIES)
+    if not isinstance(noted, dict):
+        return ""
+    return ", ".join(
+        f"{name} {noted[name]}, now {version}"
+        for name, version in now.items()
+        if noted.get(name) and noted[name] != version
+    )
+
+
+def begin_run(recipe: Recipe, run: RunFolder, inputs: dict[str, str] | None = None) -> None:
+    """Create the run folder with the resolved recipe, the environment and the inputs' content."""
     # The recipe makes the folder a resumable run, so it is written first, in one step.
     if not run.recipe.exists() or load_recipe(run.recipe).hash != recipe.hash:
         write_atomic(run.recipe, recipe.to_yaml())
+    if inputs is not None and not run.inputs.exists():
+        note_inputs(run, inputs)
     write_environment(run)
 
 
@@ -75,15 +115,10 @@ def discard(run: RunFolder, new_folder: bool) -> None:
         return
     for folder in (run.routing, run.checkpoints):
         shutil.rmtree(folder, ignore_errors=True)
-    for file in (run.recipe, run.environment, run.log):
+    for file in (run.recipe, run.inputs, run.environment, run.log):
         file.unlink(missing_ok=True)
     if new_folder and not any(run.path.iterdir()):
         run.path.rmdir()
-
-
-def logged_every(max_steps: int) -> int:
-    """Steps between logs of a run shorter than its ``logging_steps``."""
-    return max(1, max_steps // LOGS_OF_A_SHORT_RUN)
 
 
 class RunLog(TrainerCallback):

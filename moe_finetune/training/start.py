@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from moe_finetune.models import Family
 
 log = logging.getLogger(__name__)
+LOGS_OF_A_SHORT_RUN = 10
 
 
 def base_folder(recipe: Recipe) -> Path:
@@ -197,8 +198,6 @@ class Inputs:
 
 def announce(inputs: Inputs) -> None:
     """Log the run's steps and memory, and settings that have no effect in a run of its length."""
-    from moe_finetune.training.run_folder import logged_every
-
     recipe, arguments, steps = inputs.start.recipe, inputs.arguments, inputs.steps
     log.info("%s", describe_steps(recipe, arguments, len(inputs.train), inputs.tokens))
     needs = f"{inputs.fixed / GIB:.2f} GiB for weights, adapter and optimizer"
@@ -235,6 +234,11 @@ def announce(inputs: Inputs) -> None:
             scored_every,
             steps,
         )
+
+
+def logged_every(max_steps: int) -> int:
+    """Steps between logs of a run shorter than its ``logging_steps``."""
+    return max(1, max_steps // LOGS_OF_A_SHORT_RUN)
 
 
 def count_steps(recipe: Recipe, arguments: Any, rows: int, tokens: int) -> tuple[int, int]:

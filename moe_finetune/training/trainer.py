@@ -17,6 +17,7 @@ from moe_finetune.recipe.stages import STAGES, Stage
 from moe_finetune.training.callback import SpecializationCallback, add_callbacks
 from moe_finetune.training.grpo import FollowsRollouts, SavesBetweenGenerations
 from moe_finetune.training.guards import FiniteTrainer
+from moe_finetune.training.inputs import read_inputs
 from moe_finetune.training.resume import ResumableTrainer
 from moe_finetune.training.run_folder import LiveTable, RunLog
 from moe_finetune.training.shards import leave_experts
@@ -143,6 +144,7 @@ def build_trainer(
         processing_class=tokenizer,
         **_stage_arguments(recipe, train.column_names, reference),
     )
+    trainer.run_id = read_inputs(RunFolder(output)).get("run")
     for printer in (ProgressCallback, PrinterCallback):  # LiveTable shows what they would print
         trainer.remove_callback(printer)
     leave_experts(trainer)

@@ -1,0 +1,202 @@
+"""What a resumed run reads must be what it began with; content counts, not paths or times."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moe_finetune.errors import CheckpointError, RecipeError
+from moe_finetune.io.hub import continue_with
+from moe_finetune.io.rows import write_jsonl
+from moe_finetune.io.run_folder import RunFolder
+from moe_finetune.models import loading
+from moe_finetune.recipe.schema import recipe_from_tree
+from moe_finetune.recipe.tree import Tree
+from moe_finetune.run import plan_run, run_recipe
+from moe_finetune.training.checkpoint import checkpoints
+from moe_finetune.training.inputs import fingerprints
+from moe_finetune.training.start import open_start
+from tests.checkpoint.helpers import adapter
+
+ROWS = [{"text": f"word {number} " * 5} for number in range(7)]
+
+
+def recipe(folder, **sections):
+    tree = {
+        "model": {"path": str(folder / "qwen3_moe"), "dtype": "float32"},
+        "method": {"preset": "none"},
+        "lora": {"rank": 3, "alpha": 6},
+        "data": {
+            "train": str(folder / "train.jsonl"),
+            "validation": str(folder / "held_out.jsonl"),
+            "max_length": 24,
+        },
+        "trainer": {"max_steps": 4, "save_steps": 2, "report_to": [], "eval_steps": 2},
+        "export": {"merge": False},
+    }
+    for name, values in sections.items():
+        tree[name] = {**tree[name], **values}
+    return recipe_from_tree(Tree(tree))
+
+
+@pytest.fixture
+def folder(tmp_path, tiny_checkpoint):
+    shutil.copytree(tiny_checkpoint("qwen3_moe"), tmp_path / "qwen3_moe")
+    write_jsonl(tmp_path / "train.jsonl", ROWS)
+    write_jsonl(tmp_path / "held_out.jsonl", ROWS[:3])
+    return tmp_path
+
+
+def change_weight(base, name_part, row):
+    file = next(base.glob("*.safetensors"))
+    tensors = load_file(file)
+    name = next(name for name in tensors if name_part in name)
+    tensors[name][row] += 1
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def change_json(file, **values):
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+CHANGES = {
+    "data.train": lambda f: write_jsonl(f / "train.jsonl", ROWS[::-1]),
+    "data.validation": lambda f: write_jsonl(f / "held_out.jsonl", ROWS[1:4]),
+    "data.chat_template": lambda f: (f / "chat.jinja").write_text("{{ messages }}."),
+    "model.path": lambda f: change_weight(f / "qwen3_moe", "experts.2.down", 1),
+    "model.path, config": lambda f: change_json(f / "qwen3_moe/config.json", rope_theta=7.0),
+    "model.tokenizer": lambda f: change_json(f / "qwen3_moe/tokenizer_config.json", extra=1),
+    "lora.start": lambda f: change_weight(f / "start", "lora_A", 0),
+    "lora.experts": lambda f: (f / "chosen.json").write_text('{"1": [2]}'),
+    "method.terms.supervised_routing.table": lambda f: save_file(
+        {"token_frequencies": torch.ones(3, 2) / 2}, f / "table.safetensors"
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_each_input_has_a_fingerprint_of_its_content(folder, change):
+    (folder / "chat.jinja").write_text("{{ messages }}")
+    (folder / "chosen.json").write_text('{"1": [3]}')
+    save_file({"token_frequencies": torch.eye(2)}, folder / "table.safetensors")
+    adapter(folder / "qwen3_moe", folder / "start")
+    key = change.partition(",")[0]
+    lora = {
+        "lora.start": {"start": str(folder / "start")},
+        "lora.experts": {"experts": str(folder / "chosen.json")},
+    }
+    table = {"supervised_routing": {"weight": 0.1, "table": str(folder / "table.safetensors")}}
+
+    def prints():
+        return fingerprints(
+            open_start(
+                recipe(
+                    folder,
+                    lora=lora.get(key, {}),
+                    data={"chat_template": str(folder / "chat.jinja")},
+                    method={"terms": table} if key.startswith("method") else {},
+                )
+            )
+        )
+
+    before = prints()
+    assert key in before and prints() == before
+    CHANGES[change](folder)
+    after = prints()
+    assert {name for name in before if before[name] != after[name]} == {key}
+
+
+def test_every_expert_of_a_stacked_tensor_counts(tmp_path):
+    """Also of a checkpoint so large that only parts of each tensor are read."""
+    from moe_finetune.checkpoint import files
+    from moe_finetune.training.inputs import _of_slices
+
+    save_file({"w": torch.zeros(9, 5, 4), "flat": torch.zeros(7)}, tmp_path / "a.safetensors")
+    infos = list(files_of(tmp_path / "a.safetensors"))
+    seen = {_of_slices(infos)}
+    for expert in range(9):
+        weights = torch.zeros(9, 5, 4)
+        weights[expert] = 1
+        save_file({"w": weights, "flat": torch.zeros(7)}, tmp_path / "a.safetensors")
+        seen.add(_of_slices(infos))
+    assert len(seen) == 10 and files._SLICE_BYTES == 4096
+
+
+def files_of(file):
+    from moe_finetune.io.safetensors_header import read_header
+
+    return read_header(file, CheckpointError).tensors.values()
+
+
+@pytest.fixture
+def stopped(folder):
+    """A run that was killed after its first checkpoint."""
+    run = RunFolder(run_recipe(recipe(folder), folder / "run"))
+    shutil.rmtree(run.adapter)
+    shutil.rmtree(checkpoints(run.checkpoints)[0])
+    return run
+
+
+def test_a_changed_input_is_refused_and_a_copy_resumes(folder, stopped, caplog):
+    train = folder / "train.jsonl"
+    write_jsonl(train, [*ROWS, {"text": "one more"}])
+    for resume in (run_recipe, plan_run):
+        with pytest.raises(RecipeError, match=r"data\.train: .*train\.jsonl\n.*--output"):
+            resume(recipe(folder), stopped.path, resume=True)
+    write_jsonl(train, ROWS)
+    write_jsonl(folder / "held_out.jsonl", ROWS[2:5])
+    with pytest.raises(RecipeError, match=r"data\.validation: "):
+        chooses = recipe(folder, trainer={"load_best_model_at_end": True, "eval_strategy": "steps"})
+        stopped.recipe.write_text(chooses.to_yaml())
+        run_recipe(chooses, stopped.path, resume=True)
+    stopped.recipe.write_text(recipe(folder).to_yaml())
+    change_json(stopped.environment, packages={"torch": "2.4", "numpy": "1"})
+    shutil.copytree(folder / "qwen3_moe", folder / "copy")
+    shutil.rmtree(folder / "qwen3_moe")
+    shutil.move(folder / "copy", folder / "qwen3_moe")
+    run_recipe(recipe(folder), stopped.path, resume=True)
+    assert stopped.trained
+    assert "data.validation has other rows" in caplog.text
+    assert "torch 2.4, now" in caplog.text and "numpy" not in caplog.text
+
+
+def test_a_checkpoint_of_another_run_is_refused(folder, stopped):
+    other = RunFolder(run_recipe(recipe(folder, trainer={"seed": 5}), folder / "other"))
+    newest = checkpoints(other.checkpoints)[0]
+    strange = shutil.copytree(newest, stopped.checkpoints / newest.name)
+    with pytest.raises(CheckpointError, match=r"checkpoint-4: was written by another run; move"):
+        run_recipe(recipe(folder), stopped.path, resume=True)
+    shutil.rmtree(strange)
+    run_recipe(recipe(folder), stopped.path, resume=True)
+    assert stopped.trained
+
+
+def test_a_run_without_fingerprints_resumes_with_a_line(folder, stopped, caplog):
+    stopped.inputs.unlink()
+    run_recipe(recipe(folder), stopped.path, resume=True)
+    lines = [r.message for r in caplog.records if "did not note the content" in r.message]
+    assert len(lines) == 1 and stopped.trained and stopped.inputs.is_file()
+
+
+def test_a_hub_id_is_read_at_the_commit_of_the_start(tmp_path, monkeypatch, tiny_checkpoint):
+    """Also after the branch has moved on, as the cache of the hub's client stores it."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    cached = tmp_path / "models--some--model"
+    old, new = "a1" * 20, "b2" * 20
+    for commit in (old, new):
+        shutil.copytree(tiny_checkpoint("olmoe"), cached / "snapshots" / commit)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(old)
+    monkeypatch.setattr("moe_finetune.io.hub._commits", {})
+    assert loading.local_folder("some/model").name == old
+    (cached / "refs" / "main").write_text(new)
+    assert loading.local_folder("some/model").name == old
+    monkeypatch.setattr("moe_finetune.io.hub._commits", {})
+    assert loading.local_folder("some/model").name == new
+    continue_with({"some/model@": old})
+    assert loading.local_folder("some/model").name == old
