@@ -27,7 +27,7 @@ GPU_PYTHON := $(BIN)/python
 GPU_READY := $(STAMP)
 endif
 
-.PHONY: help demo test test-eval test-lowest test-integrations docs tables families plans lint format format-check types bench wheels gpu-check gpu-step clean
+.PHONY: help demo test test-eval test-lowest test-newest test-integrations docs tables families plans lint format format-check types bench wheels gpu-check gpu-step clean
 .DELETE_ON_ERROR:
 
 help:  ## Show the targets
@@ -79,6 +79,27 @@ $(LOWEST)/.set-up: $(STAMP) tests/lowest.txt
 test-lowest: $(LOWEST)/.set-up  ## The losses, and a recipe, on the lowest versions that are declared
 	PYTHONPATH=$(LOWEST)/core:. $(BIN)/python -m pytest -p no:cacheprovider tests/metrics tests/losses/test_all_losses.py tests/losses/test_released.py tests/training/test_trainers.py -k "not deepseek_v3"
 	PYTHONPATH=$(LOWEST)/recipes:. $(BIN)/python -m pytest -p no:cacheprovider tests/test_run.py tests/checkpoint/test_verify.py
+
+NEWEST := build/newest
+# An environment with the newest versions and links to the rest of this one, without vLLM and what
+# came with it, which need an older transformers.
+$(NEWEST)/.set-up: $(STAMP) tests/newest.txt
+	@rm -rf $(NEWEST)
+	@$(BIN)/python -m venv --without-pip $(NEWEST)
+	@for name in $$(sed -n 's/^hide //p' tests/newest.txt); do echo "$$name*"; done > $(NEWEST)/hidden
+	@site=$$(cd $(NEWEST)/lib/python3*/site-packages && pwd) && \
+	  sed -n 's/^install //p' tests/newest.txt > $(NEWEST)/versions && \
+	  $(BIN)/python -m pip install --no-compile --disable-pip-version-check --quiet --no-deps \
+	    --target $$site -r $(NEWEST)/versions && \
+	  sed 's/==.*/-*/' $(NEWEST)/versions >> $(NEWEST)/hidden && \
+	  for path in $(CURDIR)/$(VENV)/lib/python3*/site-packages/*; do \
+	    name=$$(basename "$$path"); test -e "$$site/$$name" && continue; \
+	    while read -r hidden; do case "$$name" in $$hidden) continue 2;; esac; done < $(NEWEST)/hidden; \
+	    ln -s "$$path" "$$site/$$name"; done
+	@touch $@
+
+test-newest: $(NEWEST)/.set-up  ## What reads transformers' classes, on the newest versions, without vLLM
+	$(NEWEST)/bin/python -m pytest -p no:cacheprovider tests/newest
 
 test-integrations: $(STAMP)  ## The losses in other trainers and engines, each as pinned
 	@# Each host's own versions lie over the environment; --no-deps, since hosts pin CUDA packages.

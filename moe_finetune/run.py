@@ -19,7 +19,7 @@ from moe_finetune.errors import MoeFinetuneError
 from moe_finetune.io import clear_leftovers, output_lock
 from moe_finetune.io.run_folder import RunFolder, read_log
 from moe_finetune.io.terminal import duration, terminal
-from moe_finetune.io.versions import check_versions
+from moe_finetune.io.versions import check_versions, untested
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training.prepare import prepare as prepare_run
 from moe_finetune.training.start import Inputs, base_folder
@@ -120,7 +120,8 @@ def stages(recipe: Recipe, run: RunFolder, inputs: Inputs | None, resume: bool) 
     if recipe.export.merge:
         with phase("merge"):
             merge(recipe, run, base)
-    if recipe.export.verify and run.adapter.exists():
+    wanted = recipe.export.verify or (recipe.export.merge and untested())
+    if wanted and run.adapter.exists():
         with phase("verify"):
             verify(recipe, run, base)
     if recipe.evaluation is not None:

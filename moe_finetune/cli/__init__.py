@@ -17,6 +17,7 @@ from moe_finetune.cli.pipes import outlive_readers
 from moe_finetune.errors import MoeFinetuneError, is_machine_failure, reason_of
 from moe_finetune.io.signals import sigterm_interrupts
 from moe_finetune.io.terminal import OWN, Records, Terminal, use_terminal
+from moe_finetune.io.versions import warn_of_untested
 from moe_finetune.plugins import use_file, use_inherited
 
 # A path from the user cannot be used as requested.
@@ -58,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # PEFT imports this if installed, and it logs which hub kernel it cannot use.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     logging.getLogger(OWN).setLevel(logging.DEBUG if debug else logging.INFO)
+    if not {"-h", "--help"} & set(arguments) and os.environ.get("RANK", "0") == "0":
+        warn_of_untested()
     try:
         with sigterm_interrupts():
             use_inherited()

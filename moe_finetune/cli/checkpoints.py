@@ -13,6 +13,7 @@ import typer
 from moe_finetune.cli.app import Output, app
 from moe_finetune.io.run_folder import RunFolder, checkpoint_in
 from moe_finetune.io.terminal import terminal
+from moe_finetune.io.versions import untested
 
 if TYPE_CHECKING:
     from moe_finetune.training.check import FamilyCheck
@@ -192,6 +193,7 @@ def merge(
     from moe_finetune.models.loading import local_folder
 
     warn_of_plugins(source)  # the base is elsewhere
+    verify = verify or bool(untested())
     run = RunFolder(source)
     adapter = run.adapter if run.adapter.is_dir() else source
     folder = local_folder(base) if base is not None else base_of(adapter)

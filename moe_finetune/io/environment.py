@@ -6,6 +6,7 @@ import os
 import platform
 from typing import Any
 
+from moe_finetune.io.versions import untested
 from moe_finetune.plugins import loaded_files
 
 PACKAGES = (
@@ -43,6 +44,7 @@ def describe_environment() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "python": platform.python_version(),
         "packages": package_versions(*PACKAGES),
+        "newer_than_tested": untested(),
         "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0))

