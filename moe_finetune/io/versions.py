@@ -1,6 +1,6 @@
 """The versions that recipes need, and the newest that this release was tested with.
 
-``pyproject.toml`` declares lower bounds only, so that the package installs beside other trainers
+``pyproject.toml`` declares lower bounds only, so that the package installs next to other trainers
 and changes none of their versions.
 """
 
