@@ -261,8 +261,13 @@ def _read(
             overlong += 1
     rows = [row for part in parts for row in part]
     if not rows:
+        added, remedy = "", "raise it"
+        if room:
+            added = f" with {room} tokens of trainer.max_completion_length"
+            remedy = "raise it, or lower trainer.max_completion_length"
         raise DataError(
-            f"data.{name}: all rows are longer than data.max_length {data.max_length}; raise it"
+            f"data.{name}: all rows{added} are longer than data.max_length {data.max_length}; "
+            f"{remedy}"
         )
     log.info("%s data: %d rows of %s", name, len(rows), ", ".join(FIELDS[stage.form]))
     for former, source in zip(formers, chosen, strict=True):

@@ -103,6 +103,8 @@ def _refused_here(trainer: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each key that would not train the losses inside the layers."""
     if True in (trainer.get("fp16"), trainer.get("fp16_full_eval")):
         yield "trainer.fp16: does not scale the losses inside the layers; use model.dtype: bfloat16"
+    if trainer.get("ignore_data_skip"):
+        yield "trainer.ignore_data_skip: --resume would train on other rows; leave it out"
     checkpointing = trainer.get("gradient_checkpointing_kwargs")
     if isinstance(checkpointing, dict) and checkpointing.get("use_reentrant"):
         yield (

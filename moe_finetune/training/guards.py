@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from moe_finetune.errors import NumericsError
+from moe_finetune.errors import DataError, NumericsError
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.io.terminal import terminal
 from moe_finetune.metrics.load import collapse_limit
@@ -103,6 +103,39 @@ class CollapseWatch(TrainerCallback):
                 100 * dead,
                 100 * DEAD_SHARE,
             )
+
+
+class EndsAsPlanned(TrainerCallback):
+    """Notes whether a callback asked the trainer to stop; a run that just ends early has failed."""
+
+    asked_at: int | None = None
+    _epoch_from = 0
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        self._epoch_from = state.global_step
+
+    def _note(self, args, state, control, **kwargs):
+        # Of an epoch without a batch the Trainer itself sets the flag.
+        if control.should_training_stop and self._epoch_from < state.global_step < state.max_steps:
+            self.asked_at = state.global_step
+
+    on_step_end = on_log = on_evaluate = on_save = on_epoch_end = _note
+
+    def check(self, state: Any) -> None:
+        """Report that a callback ended the run, or raise if nothing did.
+
+        Raises:
+            DataError: training ended before its steps.
+        """
+        if state.global_step >= state.max_steps:
+            return
+        if self.asked_at is None:
+            raise DataError(
+                f"training ended after step {state.global_step} of {state.max_steps}: the data "
+                "loader has no more batches. Nothing was exported; lower trainer.max_steps or the "
+                "batch size, or give more rows"
+            )
+        log.warning("a callback stopped training at step %d of %d", self.asked_at, state.max_steps)
 
 
 class Interrupted(KeyboardInterrupt):

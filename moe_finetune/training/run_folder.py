@@ -22,9 +22,10 @@ from moe_finetune.io.terminal import curve, duration, terminal
 from moe_finetune.metrics.shown import name, number, ordered
 from moe_finetune.recipe.conflicts import check_resumable
 from moe_finetune.recipe.schema import Recipe, load_recipe
-from moe_finetune.training.checkpoint import checkpoints, written_by
+from moe_finetune.training.checkpoint import MANIFEST, checkpoints, written_by
 from moe_finetune.training.inputs import CHECKED_LIBRARIES, note_inputs, read_inputs
 from moe_finetune.training.start import logged_every
+from moe_finetune.training.state import check_continues
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,9 @@ def check_checkpoints(run: RunFolder) -> None:
                 f"{folder}: was written by another run; move it out of {run.checkpoints}, and "
                 "--resume continues from this run's own checkpoints"
             )
+    whole = [folder for folder in checkpoints(run.checkpoints) if (folder / MANIFEST).is_file()]
+    for folder in () if run.trained else whole[:1]:
+        check_continues(folder)
 
 
 def changed_versions(run: RunFolder) -> str:

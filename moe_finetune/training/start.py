@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moe_finetune.errors import RecipeError
 from moe_finetune.io.folder import check_space
 from moe_finetune.recipe.schema import Recipe
+from moe_finetune.recipe.stages import STAGES
 from moe_finetune.training import ranks
 from moe_finetune.training.memory import GIB, MemoryPlan, machine_bytes, state_bytes
 from moe_finetune.training.preconditions import expert_ranks
@@ -199,6 +201,12 @@ class Inputs:
 def announce(inputs: Inputs) -> None:
     """Log the run's steps and memory, and settings that have no effect in a run of its length."""
     recipe, arguments, steps = inputs.start.recipe, inputs.arguments, inputs.steps
+    check_batches(recipe, arguments, len(inputs.train), inputs.tokens or 0)
+    if recipe.trainer.get("save_only_model"):
+        log.warning(
+            "trainer.save_only_model: checkpoints have no optimizer, so --resume cannot continue "
+            "this run"
+        )
     log.info("%s", describe_steps(recipe, arguments, len(inputs.train), inputs.tokens))
     needs = f"{inputs.fixed / GIB:.2f} GiB for weights, adapter and optimizer"
     if inputs.memory is not None:
@@ -243,15 +251,47 @@ def logged_every(max_steps: int) -> int:
 
 def count_steps(recipe: Recipe, arguments: Any, rows: int, tokens: int) -> tuple[int, int]:
     """Sequences per step, and number of steps; packed rows are counted as full."""
-    sequences = math.ceil(tokens / recipe.data.max_length) if recipe.data.packing else rows
-    sequences *= getattr(arguments, "num_generations", 1)
     device_batch = arguments.per_device_train_batch_size * ranks.world_size()
     accumulation = arguments.gradient_accumulation_steps
     steps = arguments.max_steps
     if steps <= 0:
-        an_epoch = math.ceil(math.ceil(sequences / device_batch) / accumulation)
+        an_epoch = math.ceil(count_batches(recipe, arguments, rows, tokens) / accumulation)
         steps = math.ceil(arguments.num_train_epochs * an_epoch)
     return device_batch * accumulation, steps
+
+
+def count_batches(recipe: Recipe, arguments: Any, rows: int, tokens: int) -> int:
+    """Batches of each device in an epoch: what the trainer's loader yields."""
+    if STAGES[recipe.stage].form == "prompts":
+        prompts = arguments.generation_batch_size // arguments.num_generations
+        # TRL's sampler drops the prompts that do not fill a generation batch.
+        return rows // prompts * arguments.steps_per_generation * arguments.num_iterations
+    sequences = math.ceil(tokens / recipe.data.max_length) if recipe.data.packing else rows
+    batches = sequences / (arguments.per_device_train_batch_size * ranks.world_size())
+    return math.floor(batches) if arguments.dataloader_drop_last else math.ceil(batches)
+
+
+def check_batches(recipe: Recipe, arguments: Any, rows: int, tokens: int) -> None:
+    """Refuse a run whose loader would be empty: it would train nothing.
+
+    Raises:
+        RecipeError: names the key to change.
+    """
+    if count_batches(recipe, arguments, rows, tokens):
+        return
+    key, sequences = "trainer.dataloader_drop_last", f"{rows} training rows"
+    if STAGES[recipe.stage].form == "prompts":
+        prompts = arguments.generation_batch_size // arguments.num_generations
+        raise RecipeError(
+            f"trainer.generation_batch_size: one generation takes {prompts} prompts, but there are "
+            f"{sequences}, so nothing would train; lower trainer.per_device_train_batch_size or "
+            "trainer.gradient_accumulation_steps, or give more rows"
+        )
+    batch = arguments.per_device_train_batch_size * ranks.world_size()
+    raise RecipeError(
+        f"{key}: {sequences} do not fill one batch of {batch}, so nothing would train; leave it "
+        "out, or lower trainer.per_device_train_batch_size"
+    )
 
 
 def describe_steps(recipe: Recipe, arguments: Any, rows: int, tokens: int | None) -> str:

@@ -161,12 +161,27 @@ def pack_rank(args: Any, **state: Any) -> bytes:
     return save(_storable(tensors), metadata={"state": json.dumps(packed)})
 
 
+def check_continues(checkpoint: Path) -> None:
+    """Refuse a whole checkpoint that training cannot continue from.
+
+    Raises:
+        CheckpointError: it was saved with ``save_only_model``.
+    """
+    if (checkpoint / TRAINER_FILE).is_file() and not any((checkpoint / FOLDER).glob("*")):
+        raise CheckpointError(
+            f"{checkpoint}: was saved with trainer.save_only_model, without the optimizer, so "
+            "--resume cannot continue from it; start a new run, with lora.start: "
+            f"{checkpoint} to begin with its adapter"
+        )
+
+
 def read_rank(checkpoint: Path, rank: int) -> dict[str, Any]:
     """The state that ``rank`` resumes from: its own, or with more ranks that of another.
 
     Raises:
         CheckpointError: a file is missing or damaged.
     """
+    check_continues(checkpoint)
     first = unpack(*read_packed(checkpoint / rank_file(0)))
     old = rank % first["world_size"]
     return unpack(*read_packed(checkpoint / rank_file(old))) if old else first

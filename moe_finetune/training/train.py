@@ -15,7 +15,7 @@ from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training import ranks
 from moe_finetune.training.callback import add_callbacks
-from moe_finetune.training.guards import StopOnSignal
+from moe_finetune.training.guards import EndsAsPlanned, StopOnSignal
 from moe_finetune.training.resume import find_checkpoint
 from moe_finetune.training.sample import sample_examples, take_snapshot
 from moe_finetune.training.save import name_base, run_metadata, save_trained
@@ -70,7 +70,8 @@ def train(recipe: Recipe, run: RunFolder, inputs: Inputs, resume: bool = False) 
         metadata = callback.run_metadata
         save_trained(model, start.tokenizer, recipe, folder.path, method.balancer, metadata)
 
-    add_callbacks(trainer, KeepSteps(recipe, run, save))
+    ending = EndsAsPlanned()
+    add_callbacks(trainer, KeepSteps(recipe, run, save), ending)
     if checkpoint:
         trainer.args.eval_on_start = False
     with StopOnSignal(run.path, can_save=getattr(trainer, "can_save", None)) as stop:
@@ -79,6 +80,7 @@ def train(recipe: Recipe, run: RunFolder, inputs: Inputs, resume: bool = False) 
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         finally:
             callback.close()
+    ending.check(trainer.state)
     assert callback.specialization is not None
     take(run.routing_after, perturbation=callback.specialization.perturbation)
     save(run)

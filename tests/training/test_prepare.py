@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from transformers import TrainerCallback
 
 from moe_finetune import cli
 from moe_finetune.errors import RecipeError
@@ -224,3 +225,63 @@ def test_a_resume_takes_other_keys_where_they_leave_the_training_what_it_was(
     assert train(capsys, recipe, *merged, "--output", run, "--resume")[0] == 0
     assert (run / "merged" / "config.json").exists()
     assert (run / name).stat().st_mtime_ns == trained
+
+
+def test_a_loader_without_a_batch_is_refused_and_the_plan_counts_whole_batches(
+    capsys, recipe, tmp_path
+):
+    """Seven rows: with ``dataloader_drop_last`` three batches of two, and none of eight."""
+    overrides = ["trainer.max_steps=-1", "trainer.dataloader_drop_last=true"]
+    whole = [*overrides, "trainer.num_train_epochs=2"]
+    _, out, _ = train(capsys, recipe, *whole, "--dry-run", "--output", tmp_path / "run")
+    assert "steps          6, of 2 sequences" in out
+    run = tmp_path / "run"
+    big = "trainer.per_device_train_batch_size=8"
+    code, _, err = train(capsys, recipe, *overrides, big, "--output", run)
+    assert code == 2 and "trainer.dataloader_drop_last: 7 training rows" in err
+    assert not run.exists()
+
+
+def test_a_run_that_ends_before_its_steps_fails_unless_a_callback_ended_it(
+    capsys, caplog, recipe, tmp_path, monkeypatch
+):
+    """The trainer of transformers ends quietly when a loader runs dry, whatever its length says."""
+    made = stage_trainer.trainer_of(STAGES["sft"])
+
+    class Dry(made):
+        def get_batch_samples(self, iterator, count, device):
+            empty = self.state.global_step >= 1
+            return ([], None) if empty else super().get_batch_samples(iterator, count, device)
+
+    class Enough(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == 2
+
+    class Stopped(made):
+        def train(self, *args, **kwargs):
+            self.add_callback(Enough())
+            return super().train(*args, **kwargs)
+
+    for number, (kind, ends) in enumerate({Dry: 2, Stopped: 0}.items()):
+        monkeypatch.setattr(stage_trainer, "trainer_of", lambda stage, kind=kind: kind)
+        run = tmp_path / f"run{number}"
+        code, _, err = train(capsys, recipe, "--output", run)
+        assert code == ends, err
+        assert ("training ended after step 1 of 3" in err) == (kind is Dry)
+        assert ("a callback stopped training at step 2 of 3" in caplog.text) == (kind is Stopped)
+        assert (run / "adapter").exists() == (kind is Stopped)
+
+
+def test_a_checkpoint_without_an_optimizer_is_announced_and_refused(
+    capsys, caplog, recipe, tmp_path
+):
+    run = tmp_path / "run"
+    only = ["trainer.save_only_model=true", "trainer.save_steps=2", "--output", run]
+    assert train(capsys, recipe, *only)[0] == 0
+    assert "trainer.save_only_model: checkpoints have no optimizer" in caplog.text
+    shutil.rmtree(run / "adapter")
+    code, _, err = train(capsys, recipe, *only, "--resume")
+    assert code == 2 and "checkpoint-3: was saved with trainer.save_only_model" in err
+    start = f"lora.start={run / 'checkpoints' / 'checkpoint-3'}"
+    code, _, err = train(capsys, recipe, start, "--output", tmp_path / "next")
+    assert code == 0, err
