@@ -215,7 +215,7 @@ def verify(recipe: Recipe, run: RunFolder, base: Path | Checkpoint | None = None
     from moe_finetune.checkpoint.verify import verify_merge
 
     base, bias = base or base_folder(recipe), exported_bias(recipe, run)
-    parts = base, open_adapter(run.adapter), open_checkpoint(run.merged, stored=True)
+    parts = base, open_adapter(run.adapter), open_checkpoint(run.merged)
     result = verify_merge(*parts, bias=bias)
     log.info("verified: %s", result.text())
     run.note(verify=asdict(result))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -70,35 +70,48 @@ class Factors:
 
 @dataclass(frozen=True)
 class Merged:
-    """Content of a changed or converted tensor: ``source + sum of updates``, rounded once."""
+    """Content of a changed or converted tensor: ``source + sum of updates``, rounded once.
+
+    With ``stored``, the source is decoded, one matrix at a time.
+    """
 
     source: TensorInfo
     parts: tuple[Part, ...]
     factors: Factors
+    stored: QuantizedTensors | None = None
 
     @property
     def matrices(self) -> int:
         """Number of stacked expert matrices in the tensor; 1 for a single matrix."""
         in_stack = any(part.place.expert is not None for part in self.parts)
-        return self.source.shape[0] if in_stack else 1
+        decoded_stack = self.stored is not None and len(self.source.shape) == 3
+        return self.source.shape[0] if in_stack or decoded_stack else 1
 
     def __call__(self, target: TensorInfo) -> Iterator[Tensor]:
         source, columns = self.source, target.shape[-1] if len(target.shape) > 1 else 1
         rows = math.prod(target.shape) // columns // self.matrices
         step = max(1, _CHUNK // columns)
         for expert in range(self.matrices):
-            pair = self.low_rank(expert)
+            pair, decoded_OI = self.low_rank(expert), self._decoded(expert)
             for first in range(0, rows, step):
                 last = min(first + step, rows)
                 begin = (expert * rows + first) * columns
-                values_OI = read_elements(source, begin, (last - first) * columns).view(-1, columns)
-                exact_OI = values_OI.to(torch.float32, copy=True)
+                if decoded_OI is None:
+                    values_OI = read_elements(source, begin, (last - first) * columns)
+                    exact_OI = values_OI.view(-1, columns).to(torch.float32, copy=True)
+                else:
+                    exact_OI = decoded_OI[first:last].clone()
                 self.change(exact_OI, slice(first, last), expert, pair)
                 _check_range(exact_OI, target)
                 rounded_OI = exact_OI.to(DTYPES[target.dtype])
                 if not finite(rounded_OI):
                     raise self.not_finite()
                 yield rounded_OI
+
+    def _decoded(self, expert: int) -> Tensor | None:
+        if self.stored is None:
+            return None
+        return self.stored.read(self.source.name, expert if self.matrices > 1 else None)
 
     def change(
         self, work_OI: Tensor, rows: slice, expert: int, pair: tuple[Tensor, Tensor] | None
@@ -138,7 +151,7 @@ class Merged:
     def not_finite(self) -> MoeFinetuneError:
         """The error for a result that is not finite; it names the base's tensor or the adapter."""
         source = self.source
-        if source.dtype in FLOATS and not all_finite(source):
+        if self.stored is None and source.dtype in FLOATS and not all_finite(source):
             return CheckpointError(not_finite(source.file, source.name))
         return NumericsError(
             f"'{source.name}' is not finite with {self.factors.adapter.folder}: its values times "
@@ -153,84 +166,3 @@ def _check_range(work_OI: Tensor, target: TensorInfo) -> None:
             f"'{target.name}' does not fit into float16 (largest value "
             f"{work_OI.abs().max().item():.3g}); choose dtype bfloat16 or float32"
         )
-
-
-@dataclass(frozen=True)
-class Requantization:
-    """The error of storing the merged weights in the base's quantized format.
-
-    Attributes:
-        format: name of the format.
-        tensors: number of float tensors that were packed again.
-        error: norm of (written - (base + adapter)) over the norm of (base + adapter).
-        error_of_change: the same distance over the norm of the adapter's change; at 1 the written
-            weights are as far off as the unchanged base.
-        retained: share of the adapter's change in the written weights, as a projection.
-    """
-
-    format: str
-    tensors: int
-    error: float
-    error_of_change: float
-    retained: float
-
-    @classmethod
-    def of(cls, format: str, sums: dict[str, Tensor]) -> Requantization:
-        """From each tensor's four sums; see :class:`Requantized`."""
-        zero = torch.zeros(4, dtype=torch.float64)
-        error, change, weight, along = sum(sums.values(), zero).tolist()
-        return cls(
-            format,
-            len(sums),
-            math.sqrt(error / weight) if weight else 0.0,
-            math.sqrt(error / change) if change else 0.0,
-            along / change if change else 1.0,
-        )
-
-    def text(self) -> str:
-        return (
-            f"requantized to {self.format}: {self.tensors} tensors, {self.error:.2e} of their norm "
-            f"from base + adapter, which is {self.error_of_change:.0%} of the adapter's change; "
-            f"the written weights have {self.retained:.0%} of that change"
-        )
-
-
-@dataclass(frozen=True)
-class Requantized:
-    """The bytes of one part (packed values, or scales) of ``base + sum of updates``.
-
-    Each part is computed separately, one matrix at a time, so that no part waits in memory for
-    another.
-
-    Attributes:
-        merged: the float tensor's updates.
-        sums: gets, with the first part, the float tensor's sums over its elements: squares of the
-            error, of the adapter's change, of base + adapter, and the written change times the
-            adapter's.
-    """
-
-    merged: Merged
-    stored: QuantizedTensors
-    sums: dict[str, Tensor] = field(default_factory=dict)
-
-    def __call__(self, target: TensorInfo) -> Iterator[Tensor]:
-        merged, name = self.merged, self.merged.source.name
-        index = [info.name for info in self.stored.stored(name)].index(target.name)
-        sums = torch.zeros(4, dtype=torch.float64)
-        for expert in range(merged.matrices):
-            parts = self.stored.read_parts(name, expert if merged.matrices > 1 else None)
-            before_OI = self.stored.values(name, parts)
-            exact_OI = before_OI.clone()
-            merged.change(exact_OI, slice(0, len(exact_OI)), expert, merged.low_rank(expert))
-            if not finite(exact_OI):
-                raise merged.not_finite()
-            packed = self.stored.pack(exact_OI, parts)
-            yield packed[index].contiguous()
-            if index == 0:
-                after_OI = self.stored.values(name, packed)
-                change_OI = exact_OI - before_OI
-                pairs = [(after_OI - exact_OI,) * 2, (change_OI,) * 2, (exact_OI,) * 2]
-                pairs.append((change_OI, after_OI - before_OI))
-                sums += torch.stack([(a * b).sum(dtype=torch.float64) for a, b in pairs])
-        if index == 0:
-            self.sums[name] = sums

@@ -8,13 +8,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
-
-from torch import Tensor
 
 from moe_finetune.checkpoint.adapter import Adapter, check_belongs, open_adapter
 from moe_finetune.checkpoint.bias import plan_bias
-from moe_finetune.checkpoint.compute import Factors, Merged, Requantization, Requantized
+from moe_finetune.checkpoint.compute import Factors, Merged
 from moe_finetune.checkpoint.export import (
     CARD_FILE,
     carried_files,
@@ -35,6 +32,7 @@ from moe_finetune.checkpoint.updates import Replace, parts_in_files, read_update
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io import check_output, one_writer
 from moe_finetune.io.checkpoint_files import COPY_AGAIN, INDEX, SINGLE, index_text
+from moe_finetune.io.config_file import QUANTIZATION
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.safetensors_header import FLOATS, Header, TensorInfo, build_header
 from moe_finetune.models.base import CORRECTION_BIASES
@@ -56,7 +54,6 @@ class Merge:
         copied: names of the tensors that keep their bytes.
         small_files: the other files of the output, name -> content.
         notes: notes for the user (changed config fields, dropped bias).
-        sums: gets the error sums of requantized tensors.
         seconds: wall time of planning and writing.
     """
 
@@ -68,14 +65,7 @@ class Merge:
     copied: set[str]
     small_files: dict[str, bytes] = field(repr=False)
     notes: list[str]
-    sums: dict[str, Tensor] = field(repr=False)
     seconds: float = 0.0
-
-    @property
-    def requantized(self) -> Requantization | None:
-        """The error of storing the result in the base's quantized format; None for floats."""
-        quantized = self.base.quantized
-        return None if quantized is None else Requantization.of(quantized.format, self.sums)
 
     @property
     def size(self) -> int:
@@ -115,13 +105,12 @@ def merge_adapter(
     overwrite: bool = False,
     bias: Mapping[int, Sequence[float]] | None = None,
     progress: Progress | None = None,
-    format: Literal["float", "base"] = "float",
 ) -> Merge:
     """Write ``base + adapter`` as an ordinary checkpoint with the base's names, files and config.
 
-    Memory does not grow with the checkpoint: a few tens of megabytes per thread plus one layer's
-    factors, or in a quantized format a few copies of one matrix per thread. The output appears
-    complete or not at all.
+    A quantized base is decoded, to bfloat16 unless ``dtype`` says otherwise. Memory does not grow
+    with the checkpoint: a few tens of megabytes per thread plus one layer's factors; for a
+    quantized base a few copies of one matrix per thread. The output appears complete or not at all.
 
     Args:
         adapter: adapter folder.
@@ -130,8 +119,6 @@ def merge_adapter(
         bias: loss-free routing bias by decoder layer, a number per expert, written where the family
             stores it. Without it the output keeps the base's.
         progress: called with (bytes done, total bytes).
-        format: "float", or "base" to also accept a quantized base and keep its format: changed
-            tensors are requantized, all others keep their bytes.
 
     Raises:
         CheckpointError, AdapterError, UnsupportedModelError: see :func:`plan_merge`.
@@ -141,7 +128,7 @@ def merge_adapter(
     started = time.perf_counter()
     output = Path(output)
     check_output(output, overwrite)
-    opened = open_checkpoint(base, stored=format == "base")
+    opened = open_checkpoint(base, stored=True)
     trained = open_adapter(adapter)
     merge = plan_merge(opened, trained, output, dtype, bias)
     check_belongs(trained, opened)
@@ -183,18 +170,11 @@ def plan_merge(
 
     Raises:
         AdapterError: see :func:`moe_finetune.checkpoint.updates.read_updates`.
-        CheckpointError: a tensor to change has a dtype that cannot be added to, or ``dtype`` is set
-            and the base is stored quantized.
+        CheckpointError: a tensor to change has a dtype that cannot be added to.
         UnsupportedModelError: the family cannot store a bias.
     """
     if dtype is not None and dtype not in STORED:
         raise CheckpointError(f"dtype '{dtype}' must be one of {', '.join(STORED)}")
-    if dtype is not None and base.quantized is not None:
-        raise CheckpointError(
-            f"dtype '{dtype}': {base.folder} is stored as {base.quantized.format}, and the merged "
-            "checkpoint keeps that format; leave dtype out, or merge into an unquantized base"
-        )
-    packed = base.quantized.packed() if base.quantized is not None else {}
     values, config_changes, notes = plan_bias(base, bias)
     check_values([base.tensors[name] for name in values if name in base.tensors], CheckpointError)
     updates = read_updates(adapter, base)
@@ -207,15 +187,16 @@ def plan_merge(
     files: dict[str, Header] = {}
     contents: dict[str, Content] = {}
     changed: dict[str, str] = {}
-    sums: dict[str, Tensor] = {}
     copied: set[str] = set()
-    for name, header in base.files.items():
+    headers = base.files if base.quantized is None else base.quantized.decoded(base.files)
+    for name, header in headers.items():
+        if not header.tensors:
+            continue  # only scales of another file's tensors
         file = name if len(base.files) > 1 or (base.folder / INDEX).is_file() else SINGLE
         in_file = {k: tuple(value.shape) for k, (at, value) in values.items() if at == name}
         files[file] = _target_header(header, Path(file), dtype, in_file)
         for target in files[file].tensors.values():
-            source, float_name = header.tensors.get(target.name), packed.get(target.name)
-            updating = tuple(parts.get(float_name or target.name, ()))
+            source, updating = base.tensors.get(target.name), tuple(parts.get(target.name, ()))
             if target.name in values:
                 contents[target.name] = constant(values[target.name][1])
                 changed[target.name] = "routing bias"
@@ -224,10 +205,9 @@ def plan_merge(
             if updating:
                 replaced = any(isinstance(part.update, Replace) for part in updating)
                 how = "replaced by the adapter's tensor" if replaced else "low-rank update"
-                changed[target.name] = how + (", requantized" if float_name else "")
-            if updating and float_name is not None and base.quantized is not None:
-                merged = Merged(base.tensors[float_name], updating, factors)
-                contents[target.name] = Requantized(merged, base.quantized, sums)
+                changed[target.name] = how
+            if base.quantized is not None and base.quantized.is_packed(target.name):
+                contents[target.name] = Merged(source, updating, factors, base.quantized)
             elif updating and source.dtype not in FLOATS:
                 raise CheckpointError(
                     f"{source.file}: '{target.name}' is stored as {source.dtype}; an adapter "
@@ -241,11 +221,18 @@ def plan_merge(
     if dtype is not None:
         keys = [key for key in ("dtype", "torch_dtype") if key in base.config] or ["dtype"]
         config_changes |= {key: dtype for key in keys if base.config.get(key) != dtype}
-    notes += [f"config.json: {k} becomes {json.dumps(v)}" for k, v in config_changes.items()]
+    if base.quantized is not None:
+        config_changes[QUANTIZATION] = None
+        stored_as = STORED[dtype or "bfloat16"]
+        notes.append(f"the base is stored as {base.quantized.format}; merged as {stored_as} floats")
+    notes += [
+        f"config.json: {key} " + ("is removed" if value is None else f"becomes {json.dumps(value)}")
+        for key, value in config_changes.items()
+    ]
     if changed:
         notes += stale_head(base)
     small = carried_files(base.folder, config_changes) | _index_file(base, files)
-    return Merge(base, output, files, contents, changed, copied, small, notes, sums)
+    return Merge(base, output, files, contents, changed, copied, small, notes)
 
 
 def _index_file(base: Checkpoint, files: Mapping[str, Header]) -> dict[str, bytes]:

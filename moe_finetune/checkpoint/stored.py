@@ -4,6 +4,7 @@ A tensor, or one expert of a stack, is dequantized when it is read; the formats 
 :mod:`moe_finetune.quantization.formats`.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 from moe_finetune.checkpoint.files import DAMAGED, finite, not_finite, read_tensor
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io.config_file import QUANTIZATION
-from moe_finetune.io.safetensors_header import TensorInfo
+from moe_finetune.io.safetensors_header import Header, TensorInfo, build_header
 from moe_finetune.quantization.formats import Format
 
 
@@ -47,8 +48,9 @@ class QuantizedTensors:
             infos = form.parts(float_name, stored)
             parts.update(part.name for part in infos)
             self._parts[float_name] = infos
+            shape = form.shape(infos, read_tensor)
             self.tensors[float_name] = replace(
-                infos[0], name=float_name, dtype="BF16", shape=form.shape(infos, read_tensor)
+                infos[0], name=float_name, dtype="BF16", shape=shape, size=2 * math.prod(shape)
             )
         if not parts:
             raise CheckpointError(
@@ -68,12 +70,19 @@ class QuantizedTensors:
         """The tensors in the files that make up ``name``."""
         return self._parts[name]
 
-    def packed(self) -> dict[str, str]:
-        """Name of each packed part in the files -> the float tensor that it is a part of."""
-        return {
-            part.name: name for name, parts in self._parts.items() if len(parts) > 1
-            for part in parts
-        }  # fmt: skip
+    def is_packed(self, name: str) -> bool:
+        """Whether the tensor ``name`` is stored quantized."""
+        return len(self._parts[name]) > 1
+
+    def decoded(self, files: Mapping[str, Header]) -> dict[str, Header]:
+        """Headers with a float tensor for each packed one, in the file of its packed values."""
+        whole = {parts[0].name: name for name, parts in self._parts.items()}
+        headers = {}
+        for file, header in files.items():
+            infos = [self.tensors[whole[name]] for name in header.tensors if name in whole]
+            layout = [(info.name, info.dtype, info.shape) for info in infos]
+            headers[file] = build_header(header.file, layout, header.metadata or None)
+        return headers
 
     def read(self, name: str, expert: int | None = None) -> Tensor:
         """A tensor, or one matrix of a stack, in float32 if it is stored quantized."""
@@ -86,10 +95,6 @@ class QuantizedTensors:
     def slices(self, dtype: torch.dtype) -> dict[str, Any]:
         """All tensors by name, each decoded when ``from_pretrained`` reads it for ``dtype``."""
         return {name: _Slice(self, name, dtype) for name in self.tensors}
-
-    def pack(self, values: Tensor, parts: list[Tensor]) -> list[Tensor]:
-        """Quantize new float32 values of a tensor whose stored parts are ``parts``."""
-        return self._form.pack(values, parts)
 
     def values(self, name: str, parts: list[Tensor]) -> Tensor:
         if len(parts) == 1:

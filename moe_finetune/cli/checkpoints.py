@@ -19,11 +19,14 @@ if TYPE_CHECKING:
     from moe_finetune.training.check import FamilyCheck
 
 
-class StoredAs(StrEnum):
-    """How a merge stores its weights."""
-
-    float = "float"
-    base = "base"
+def _refuse_format(value: str | None) -> str | None:
+    if value is not None:
+        raise typer.BadParameter(
+            "a merge of a quantized base is written in bfloat16 (or --dtype): rounding it onto the "
+            "base's grid loses most of what was trained; quantize the merged checkpoint with "
+            "llm-compressor, or serve the adapter over the quantized base"
+        )
+    return value
 
 
 @app.command()
@@ -162,15 +165,12 @@ def merge(
         str | None, typer.Option("--base", help="Base checkpoint; default: the adapter's own.")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option("--dtype", help="float32, float16 or bfloat16; default: stored.")
+        str | None,
+        typer.Option("--dtype", help="float32, float16, bfloat16; default: the base's."),
     ] = None,
     format: Annotated[
-        StoredAs,
-        typer.Option(
-            "--format",
-            help="base: keep the format of a quantized base.",
-        ),
-    ] = StoredAs.float,
+        str | None, typer.Option("--format", hidden=True, callback=_refuse_format)
+    ] = None,
     verify: Annotated[
         bool,
         typer.Option("--verify", help="Compare with base + adapter; an output that exists too."),
@@ -198,7 +198,7 @@ def merge(
     adapter = run.adapter if run.adapter.is_dir() else source
     folder = local_folder(base) if base is not None else base_of(adapter)
     bias = None if drop_bias else read_bias(adapter)
-    opened = open_checkpoint(folder, stored=format is StoredAs.base)
+    opened = open_checkpoint(folder, stored=True)
     if verify and not dry_run and (output / "config.json").is_file():
         print(f"{output} exists: it is verified, and not written again")
     else:
@@ -209,7 +209,6 @@ def merge(
             dtype=dtype,
             dry_run=dry_run,
             bias=bias,
-            format=format.value,
         )
         if dry_run:
             print(report.text())
@@ -218,12 +217,10 @@ def merge(
             f"merged: {output} ({len(report.changed)} tensors changed, {len(report.copied)} copied)"
         )
         print("\n".join([*report.kinds(), *report.notes]))
-        if report.requantized is not None:
-            print(report.requantized.text())
     if verify:
         from moe_finetune.checkpoint.verify import verify_merge
 
-        parts = opened, open_adapter(adapter), open_checkpoint(output, stored=True)
+        parts = opened, open_adapter(adapter), open_checkpoint(output)
         try:
             print(f"verified: {verify_merge(*parts, bias=bias).text()}")
         except KeyboardInterrupt:

@@ -121,7 +121,7 @@ def open_backend(
     from moe_finetune.models.loading import local_folder
 
     folder = local_folder(checkpoint)
-    base = open_checkpoint(folder, values=True)
+    base = open_checkpoint(folder, values=True, stored=True)
     if adapter is not None:
         check_adapter(adapter, base)
     identity = checkpoint_hash(folder)

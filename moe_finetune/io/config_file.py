@@ -91,9 +91,8 @@ def _check_quantization(config: Mapping[str, Any], file: object, quantized: bool
         )
     if not quantized:
         raise UnsupportedModelError(
-            f"{file}: {key}: the checkpoint is stored as {method}, which only train, chat, "
-            "inspect and merge --format base read; use the unquantized checkpoint of this model "
-            "(for merge: --base FOLDER)"
+            f"{file}: {key}: the checkpoint is stored as {method}, which only train, inspect and "
+            "merge read; use the unquantized checkpoint of this model"
         )
 
 

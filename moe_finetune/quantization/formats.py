@@ -1,4 +1,4 @@
-"""Formats of quantized checkpoints: how their tensors are decoded, and packed again.
+"""Formats of quantized checkpoints: how their tensors are decoded.
 
 - ``fp8``: 8-bit floats with a scale for each block of a matrix (DeepSeek-V3):
   ``X.weight`` and ``X.weight_scale_inv``.
@@ -7,12 +7,9 @@
 - ``mxfp4``: 4-bit floats in blocks of 32 with a power of two as their scale (OCP Microscaling
   formats v1.0; gpt-oss): ``X_blocks`` and ``X_scales``, whose rows are the float stack's columns.
 
-Other formats are refused by name. Packing rounds to nearest. Each block gets the scale with the
-least squared error among the stored scale and those derived from its largest magnitude. An
-unchanged value is on the stored scale's grid, so an unchanged block keeps its bytes, and no block
-has a larger error than with its stored bytes.
+Other formats are refused by name.
 
-Shape legend: R rows and C columns of a matrix, n values that share a scale.
+Shape legend: R rows and C columns of a matrix.
 """
 
 import math
@@ -21,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.io.config_file import QUANTIZATION, UNQUANTIZED, quantization_name
@@ -29,8 +25,6 @@ from moe_finetune.io.safetensors_header import FLOATS, INTEGERS, TensorInfo
 
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The values of the 16 codes of a 4-bit float (E2M1)."""
-_FP4_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-_FP8_LARGEST = 448.0
 _EXPONENT_BIAS = 127
 _MXFP4_BYTES = 16
 """Bytes per block: 32 values, two per byte."""
@@ -98,10 +92,6 @@ class Format:
         """
         raise NotImplementedError
 
-    def pack(self, values: Tensor, stored: list[Tensor]) -> list[Tensor]:
-        """Encode new float32 values, given the stored parts."""
-        raise NotImplementedError
-
 
 def format_of(config: Mapping[str, Any], path: object) -> Format | None:
     """The format declared in a ``config.json``; None for a checkpoint of floats.
@@ -153,17 +143,6 @@ class Fp8(Format):
     def values(self, parts: list[Tensor]) -> Tensor:
         return _scaled(parts[0].float(), parts[1].float(), self.block)
 
-    def pack(self, values: Tensor, stored: list[Tensor]) -> list[Tensor]:
-        scale = stored[1]
-        rows, columns = self.block
-        height, width = values.shape
-        padded = pad(values, (0, -width % columns, 0, -height % rows))
-        blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).transpose(1, 2)
-        largest = _as_stored(blocks.abs().amax((2, 3)) / _FP8_LARGEST, scale)
-        chosen, digits = _nearest(blocks.flatten(2), [scale.float(), largest], _round_fp8)
-        tiled = digits.view(blocks.shape).transpose(1, 2).reshape(padded.shape)
-        return [tiled[:height, :width].to(torch.float8_e4m3fn), chosen.to(scale.dtype)]
-
 
 class Int4(Format):
     """4-bit integers, eight per int32, a scale for each group of a row, and the shape."""
@@ -205,19 +184,6 @@ class Int4(Format):
         weight = digits.reshape(rows, -1)[:, :columns].float()
         return _scaled(weight, scale, (1, columns // scale.shape[1]))
 
-    def pack(self, values: Tensor, stored: list[Tensor]) -> list[Tensor]:
-        _, scale, shape = stored
-        blocks = values.unflatten(1, (scale.shape[1], -1))
-        largest = blocks.abs().amax(2)
-        # The library's own scale spreads the 16 steps over both signs; 7 keeps the largest value.
-        scales = [scale.float(), *(_as_stored(largest / most, scale) for most in (7.5, 7.0))]
-        chosen, digits = _nearest(blocks, scales, lambda values: values.round().clamp_(-8, 7))
-        codes = (digits.flatten(1) + 8).to(torch.int64)
-        codes = pad(codes, (0, -codes.shape[1] % 8)).unflatten(1, (-1, 8))
-        packed = (codes << torch.arange(0, 32, 4)).sum(2)
-        signed = torch.where(packed >= 1 << 31, packed - (1 << 32), packed)
-        return [signed.to(torch.int32), chosen.to(scale.dtype), shape]
-
 
 class Mxfp4(Format):
     """Bytes of two 4-bit floats (..., C, R / 32, 16) and exponents; packed rows are columns."""
@@ -243,21 +209,6 @@ class Mxfp4(Format):
         scales = torch.exp2(exponents.float() - _EXPONENT_BIAS).unsqueeze(-1)
         values = torch.tensor(FP4)[both].flatten(-2) * scales
         return values.flatten(-2).transpose(-1, -2).contiguous()
-
-    def pack(self, values: Tensor, stored: list[Tensor]) -> list[Tensor]:
-        exponents = stored[1]
-        blocks = values.transpose(-1, -2).unflatten(-1, (exponents.shape[-1], -1))
-        # The largest magnitude is below 2 ** order, and the largest code is 1.5 * 2 ** 2.
-        order = torch.frexp(blocks.abs().amax(-1)).exponent
-        biased = [exponents.int(), *(order - less + _EXPONENT_BIAS for less in (3, 2))]
-        scales = [torch.exp2(b.clamp(0, 254).float() - _EXPONENT_BIAS) for b in biased]
-        chosen, digits = _nearest(
-            blocks, scales, lambda digits: torch.tensor(FP4)[_fp4_codes(digits)]
-        )
-        codes = _fp4_codes(digits).flatten(-1).unflatten(-1, (-1, 2)).view(*exponents.shape, -1, 2)
-        packed = codes[..., 0] | codes[..., 1] << 4
-        exponent = torch.frexp(chosen).exponent - 1 + _EXPONENT_BIAS
-        return [packed.to(torch.uint8), exponent.to(torch.uint8)]
 
 
 _REQUIRED = {"num_bits": 4, "type": "int", "symmetric": True, "actorder": None}
@@ -336,38 +287,3 @@ def _scaled(values_RC: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
     if zero and bool(((scale == 0) & (values_RC != 0)).any()):
         raise ValueError("has a scale of 0 for values that are not 0")
     return values_RC * scale
-
-
-def _nearest(
-    blocks: Tensor, scales: list[Tensor], rounded: Callable[[Tensor], Tensor]
-) -> tuple[Tensor, Tensor]:
-    """The best scale (...) and its digits (..., n) for each block (..., n); first among ties."""
-    best = torch.full(blocks.shape[:-1], torch.inf)
-    chosen, digits = scales[0], torch.zeros_like(blocks)
-    for scale in scales:
-        divisor = torch.where(scale == 0, torch.inf, scale).unsqueeze(-1)
-        candidate = rounded(blocks / divisor)
-        error = (candidate * scale.unsqueeze(-1) - blocks).square_().sum(-1)
-        better = error < best
-        best = torch.where(better, error, best)
-        chosen = torch.where(better, scale, chosen)
-        digits = torch.where(better.unsqueeze(-1), candidate, digits)
-    return chosen, digits
-
-
-def _as_stored(scale: Tensor, stored: Tensor) -> Tensor:
-    """A scale rounded as it will be stored; one that overflows is never selected."""
-    return scale.to(stored.dtype).float()
-
-
-def _round_fp8(digits: Tensor) -> Tensor:
-    return digits.clamp(-_FP8_LARGEST, _FP8_LARGEST).to(torch.float8_e4m3fn).float()
-
-
-def _round_fp4(digits: Tensor) -> Tensor:
-    return torch.tensor(FP4)[_fp4_codes(digits)]
-
-
-def _fp4_codes(digits: Tensor) -> Tensor:
-    codes = torch.bucketize(digits.abs().contiguous(), torch.tensor(_FP4_MIDDLES))
-    return codes + 8 * torch.signbit(digits)

@@ -156,13 +156,6 @@ def check_start(start: Start) -> None:
 
     recipe, checkpoint, config, family = start.recipe, start.checkpoint, start.config, start.family
     method, lora = recipe.method, recipe.lora
-    stored = None if checkpoint is None else checkpoint.quantized
-    if stored is not None and recipe.export.merge and lora is not None:
-        raise RecipeError(
-            f"export.merge: {start.folder} is stored as {stored.format}, but a run merges into an "
-            "unquantized base; set export.merge: false, then merge the adapter with moe-finetune "
-            "merge --format base (the same format), or --base and the unquantized checkpoint"
-        )
     for line in () if checkpoint is None else stale_head(checkpoint, start.adapted):
         log.warning("%s", line)
     if lora is not None and lora.start is not None:

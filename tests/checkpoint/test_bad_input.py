@@ -208,11 +208,11 @@ def test_a_format_that_cannot_be_read_is_named(base, adapter, tmp_path, key, sec
     refuse(base, adapter, tmp_path, UnsupportedModelError, *parts)
 
 
-def test_a_format_that_can_be_read_is_named(base, adapter, tmp_path):
+def test_a_quantized_base_without_quantized_tensors_is_named(base, adapter, tmp_path):
     section = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     configure(base / "config.json", quantization_config=section)
-    parts = ("stored as fp8", "merge --format base")
-    refuse(base, adapter, tmp_path, UnsupportedModelError, *parts)
+    parts = ("quantization_config is fp8, but no tensor is stored that way",)
+    refuse(base, adapter, tmp_path, CheckpointError, *parts)
 
 
 @pytest.mark.parametrize(
