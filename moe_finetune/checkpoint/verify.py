@@ -218,7 +218,8 @@ def _judge(merged: Checkpoint, error: float, moved: float) -> str:
         return "the adapter does not move the logits"
     return (
         f"rounding to {coarsest} moves the logits nearly as far as the adapter: they are only "
-        f"{moved / error:.1f} x nearer to base + adapter than to the base"
+        f"{moved / error:.1f} x nearer to base + adapter than to the base; `merge --dtype float32` "
+        "writes the sums without this rounding"
     )
 
 

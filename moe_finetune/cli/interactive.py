@@ -23,11 +23,11 @@ def init(
     ] = None,
     method: Annotated[
         str | None,
-        typer.Option("--method", help="A preset; default: orthogonal_variance (dpo: aux_loss)."),
+        typer.Option("--method", help="A preset; default: orthogonal_variance (sft) or none."),
     ] = None,
     suite: Annotated[str | None, typer.Option("--suite", help="Tasks to evaluate.")] = None,
     stage: Annotated[
-        str, typer.Option("--stage", help="sft, or dpo for rows of prompt, chosen and rejected.")
+        str, typer.Option("--stage", help="sft, dpo (prompt, chosen, rejected) or grpo (prompt).")
     ] = "sft",
     gpu: Annotated[
         float | None,

@@ -7,8 +7,9 @@ from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationErr
 from pydantic.functional_serializers import field_serializer
 
 from moe_finetune.errors import RecipeError, did_you_mean
+from moe_finetune.io.terminal import terminal
 from moe_finetune.recipe.section import Section
-from moe_finetune.recipe.tree import merge_mappings
+from moe_finetune.recipe.tree import Tree, merge_mappings
 from moe_finetune.recipe.validation import describe
 
 Share = Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["recommended"]
@@ -104,8 +105,9 @@ def resolve_method(method: str | dict[str, Any] | Method | None, **overrides: An
     checked_terms = {} if isinstance(terms, dict) else terms
     checked = _validated(Method, {**options, "terms": checked_terms}, "method")
     if checked.preset:
+        preset = _preset(checked.preset)
         terms = _with_share(checked.preset, checked.share, terms)
-        options = merge_mappings(_preset(checked.preset), {**options, "terms": terms})
+        options = merge_mappings(preset, {**options, "terms": terms})
     elif checked.share is not None:
         raise RecipeError("method.share: needs method.preset; else give each term its own share")
     options["terms"] = _terms(options.get("terms") or {})
@@ -167,6 +169,24 @@ def _shares(preset: str, share: float | str | None) -> Mapping[str, Any]:
             "set method.share=null where another file has one"
         )
     return {name: {"share": share} for name in terms if name in aims}
+
+
+def without_unusable_share(tree: Tree) -> Tree:
+    """Drop ``method.share`` of an earlier file if a later one names a preset that cannot take it.
+
+    So ``train my.yaml method=none`` runs whatever share the file has for its own preset.
+    """
+    from moe_finetune.losses.presets import PRESETS
+
+    method = tree.values.get("method")
+    if not tree.inherited_share or not isinstance(method, dict):
+        return tree
+    preset, share = PRESETS.get(str(method.get("preset"))), method.get("share")
+    if preset is None or (preset.recommended if share == "recommended" else preset.terms):
+        return tree
+    terminal().say(f"method.share: {share} is dropped: it is not for preset '{preset.name}'")
+    values = {**tree.values, "method": {k: v for k, v in method.items() if k != "share"}}
+    return Tree(values, tree.origins)
 
 
 def _terms(terms: dict[str, Any]) -> dict[str, BaseModel]:

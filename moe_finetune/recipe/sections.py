@@ -34,7 +34,8 @@ class ModelSection(Section):
 
     path: str = Field(min_length=1, description="checkpoint folder or hub id")
     dtype: Literal["bfloat16", "float32"] = Field(
-        default="bfloat16", description="of the weights and of the merged checkpoint"
+        default="bfloat16",
+        description="of the model in training; a merge keeps the base's, or takes `merge --dtype`",
     )
     quantization: Literal["none", "nf4"] = Field(
         default="none", description="number format of frozen weights while an adapter trains"

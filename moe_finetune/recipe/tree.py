@@ -27,6 +27,8 @@ class Tree:
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[Key, str] = field(default_factory=dict)
+    inherited_share: bool = False
+    """Whether a later file or override than the one with ``method.share`` has named the preset."""
 
     def origin(self, key: Key) -> str:
         """Where ``key``, or the nearest key above it, was set; "" when it was set nowhere."""
@@ -38,7 +40,11 @@ class Tree:
     def merge(self, other: Tree) -> None:
         changes, method = dict(other.values), other.values.get("method")
         if isinstance(method, str):
-            changes["method"] = {"preset": method}
+            changes["method"] = method = {"preset": method}
+        if isinstance(method, dict) and {"preset", "share"} & method.keys():
+            before = self.values.get("method")
+            has_share = isinstance(before, dict) and before.get("share") is not None
+            self.inherited_share = other.inherited_share or (has_share and "share" not in method)
         self.values = merge_mappings(self.values, changes)
         self.origins.update(other.origins)
 

@@ -1,5 +1,7 @@
 """``moe-finetune init``: a starter recipe for the user's checkpoint and data."""
 
+import itertools
+import math
 import textwrap
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -12,7 +14,7 @@ from typing import Any
 import torch
 import yaml
 
-from moe_finetune.data.sources import SourceReader
+from moe_finetune.data.sources import SourceReader, read_rows
 from moe_finetune.data.stages import FIELDS, StageFormer
 from moe_finetune.errors import RecipeError, UnsupportedModelError, did_you_mean
 from moe_finetune.evaluation.suites import load_suite
@@ -41,11 +43,18 @@ SMALL = 1 << 20
 """Hidden size x experts x MoE layers below which float32 is cheap enough to be the default."""
 
 
+Change = tuple[dict[str, Any], str]
 Line = tuple[str, Any, str]
 """A key of the recipe, its value, and the reason."""
 
-METHODS = {"sft": "orthogonal_variance", "dpo": "aux_loss"}
+METHODS = {"sft": "orthogonal_variance", "dpo": "none", "grpo": "none"}
 """Stages that a starter is written for, and the default method of each."""
+
+
+GROUP = 8
+"""Completions of a prompt in a starter for rewards."""
+FEW_STEPS = 100
+"""Below which a starter says that a run hardly changes a model."""
 
 
 @dataclass(frozen=True)
@@ -64,16 +73,24 @@ class Answers:
         return self.method or METHODS[self.stage]
 
 
-_SMALLER: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"trainer.gradient_checkpointing": True}, "activations are computed twice instead of kept"),
-    (
-        {"trainer.per_device_train_batch_size": 1, "trainer.gradient_accumulation_steps": 32},
-        "one row at a time, as many rows a step",
-    ),
-    ({"lora.parts.experts.rank": "auto"}, "rank / experts a token, at least 4: smaller factors"),
-    ({"data.max_length": 512}, "longer rows are left out; data.overlong: truncate cuts them"),
+# Changes of a starter's values that make a step smaller, with their reasons.
+_CHECKPOINTING = (
+    {"trainer.gradient_checkpointing": True},
+    "activations are computed twice instead of kept",
 )
-"""Changes of a starter's values that make a step smaller, the least costly first, with reasons."""
+_ONE_ROW = "trainer.per_device_train_batch_size", "trainer.gradient_accumulation_steps"
+_AUTO_RANK = (
+    {"lora.parts.experts.rank": "auto"},
+    "rank / experts a token, at least 4: smaller factors",
+)
+_SHORTER = (
+    {"data.max_length": 512, "data.overlong": "drop"},
+    "longer rows are left out; 'moe-finetune preview' counts them",
+)
+_SHORTER_COMPLETIONS = (
+    {"data.max_length": 768, "trainer.max_completion_length": 256},
+    "longer prompts are left out, longer completions are cut",
+)
 _OFFLOADED = ({"model.offload": "experts"}, "frozen experts wait in the host's memory")
 _QUANTIZED = ({"model.quantization": "nf4"}, "frozen weights in 4 bits")
 
@@ -115,7 +132,9 @@ def starter(answers: Answers, changes: Sequence[Line] = (), gpu: float | None = 
     text = config.get_text_config()
     small = text.hidden_size * family.num_experts(text) * text.num_hidden_layers < SMALL
     preset, stage = PRESETS[answers.preset], STAGES[answers.stage]
-    rows = 2 if answers.stage == "dpo" else 4  # of preferences, both answers are in a batch
+    # Of preferences, both answers are in a batch; of prompts, a group of completions.
+    rows = {"dpo": 2, "grpo": GROUP}.get(answers.stage, 4)
+    step = 8 * GROUP if answers.stage == "grpo" else 32
     dtype = ("float32", "small enough") if small else ("bfloat16", "losses are in float32")
     lines: list[Line] = []
     if answers.stage != "sft":
@@ -142,11 +161,19 @@ def starter(answers: Answers, changes: Sequence[Line] = (), gpu: float | None = 
     ]
     if answers.validation is not None:
         lines.append(("data.validation", answers.validation, "measured before, during and after"))
+    lines.append(("data.max_length", 2048, "tokens; 'moe-finetune preview' shows what rows become"))
+    if answers.stage == "grpo":
+        lines.append(("rewards", [_reward(answers.data)], "1 for a right completion, else 0"))
     lines += [
-        ("data.max_length", 2048, "tokens; 'moe-finetune preview' shows what rows become"),
-        ("trainer.num_train_epochs", 1, f"trainer takes any field of TRL's {stage.config}"),
+        ("trainer.num_train_epochs", 1, _steps(answers, step, stage.config)),
     ]
-    if answers.stage == "dpo":
+    if answers.stage == "grpo":
+        lines += [
+            ("trainer.num_generations", GROUP, "completions of a prompt, compared with each other"),
+            ("trainer.max_completion_length", 512, "tokens; data.max_length has prompt and answer"),
+            ("trainer.learning_rate", 1e-5, "a tenth of what LoRA takes for sft"),
+        ]
+    elif answers.stage == "dpo":
         lines += [
             ("trainer.learning_rate", 1e-5, "a tenth of what LoRA takes for sft"),
             ("trainer.beta", 0.1, "how much the model may leave its reference; smaller: more"),
@@ -155,7 +182,7 @@ def starter(answers: Answers, changes: Sequence[Line] = (), gpu: float | None = 
         lines.append(("trainer.learning_rate", 1e-4, "usual for LoRA; 2e-4 for few rows"))
     lines += [
         ("trainer.per_device_train_batch_size", rows, "more if the memory has room"),
-        ("trainer.gradient_accumulation_steps", 32 // rows, "32 rows a step on one device"),
+        ("trainer.gradient_accumulation_steps", step // rows, f"{step} rows a step on one device"),
         ("trainer.seed", 42, "of the adapter, the order of rows and dropout"),
     ]
     if answers.suite is not None:
@@ -173,6 +200,24 @@ def starter(answers: Answers, changes: Sequence[Line] = (), gpu: float | None = 
     return _written(lines)
 
 
+def _steps(answers: Answers, step: int, config: str) -> str:
+    """How many steps an epoch is if they are few, else what else the section takes."""
+    size = 8 if answers.stage == "grpo" else step
+    rows = sum(1 for _ in itertools.islice(read_rows(answers.data), FEW_STEPS * size))
+    steps = math.ceil(rows / size)
+    if steps >= FEW_STEPS:
+        return f"trainer takes any field of TRL's {config}"
+    return (
+        f"{steps} step{'s' * (steps > 1)} of these {rows} rows, which change little; more epochs do"
+    )
+
+
+def _reward(data: str) -> str:
+    """The reward that reads a field of the first row."""
+    _, row = next(iter(read_rows(data)))
+    return "code" if "tests" in row else "exact_match"
+
+
 def _written(lines: Sequence[Line]) -> str:
     """Lines of YAML by section, each with its reason after it, or above it where it is long."""
     text: list[str] = []
@@ -188,7 +233,10 @@ def _written(lines: Sequence[Line]) -> str:
             text.append(f"{'  ' * depth}{sections[depth]}:")
         above = sections
         indent = "  " * len(sections)
-        line = indent + yaml.safe_dump({name: value}, width=1000, allow_unicode=True).strip()
+        flow = isinstance(value, list)
+        text_of = yaml.safe_dump(value if flow else {name: value}, width=1000, allow_unicode=True,
+                                 default_flow_style=flow).strip()  # fmt: skip
+        line = indent + (f"{name}: {text_of}" if flow else text_of)
         if len(line) <= 36 and len(why) <= 64:
             text.append(f"{line:<36}  # {why}")
         else:
@@ -212,11 +260,22 @@ def memory_changes(values: dict[str, Any], gpu: float | None = None) -> tuple[li
     if plainly_fits(config, recipe, fixed, room):
         return [], True
     # TRL recomputes activations on a GPU by default; only a GPU has a host to offload to.
-    smaller = _SMALLER if device == "cpu" else (*_SMALLER[1:], _OFFLOADED)
+    trainer = recipe.trainer
+    rows = trainer["per_device_train_batch_size"] * trainer["gradient_accumulation_steps"]
+    smaller: list[Change] = [
+        (dict(zip(_ONE_ROW, (1, rows), strict=True)), "one row at a time, as many rows a step"),
+        _AUTO_RANK,
+        _SHORTER_COMPLETIONS if recipe.stage == "grpo" else _SHORTER,
+    ]
+    smaller = [_CHECKPOINTING, *smaller] if device == "cpu" else [*smaller, _OFFLOADED]
     steps = [*smaller, _QUANTIZED] if fixed < room else [_QUANTIZED, *smaller]
+
+    tries = itertools.count(1)
 
     @cache
     def fits(count: int) -> bool:
+        most = len(steps).bit_length()
+        terminal().say(f"init: planning the memory of a step, try {next(tries)} of at most {most}")
         changed = reduce(_with, (change for change, _ in steps[:count]), values)
         return plan_recipe(config, recipe_from_tree(Tree(changed)), device).fits(size)
 

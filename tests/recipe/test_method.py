@@ -1,10 +1,12 @@
 """A method: a preset, its changes, and one share for all of its losses."""
 
 import pytest
+import yaml
 
 from moe_finetune.errors import RecipeError
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.recipe.method import WEIGHTED, resolve_method
+from moe_finetune.recipe.schema import load_recipe
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -66,3 +68,34 @@ def test_other_presets_have_no_recommended_shares(name):
     message = f"method.share: no shares are recommended for preset '{name}', only for aux_loss, "
     with pytest.raises(RecipeError, match=message):
         resolve_method(name, share="recommended")
+
+
+@pytest.mark.parametrize("share", ["recommended", 0.2])
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_later_preset_drops_a_share_that_it_cannot_take(tmp_path, capsys, name, share):
+    """``train my.yaml method=none`` over a recipe of ``init``."""
+    table = "terms: {supervised_routing: {table: t.st}}" if name == "supervised_routing" else ""
+    (tmp_path / "my.yaml").write_text(
+        f"model: {{path: m}}\nmethod: {{preset: erc, share: {share}}}\ndata: {{train: t.jsonl}}\n"
+    )
+    (tmp_path / "other.yaml").write_text(f"extends: my.yaml\nmethod: {{preset: {name}, {table}}}\n")
+    override = f"method={{preset: {name}, {table}}}" if table else f"method={name}"
+    recipes = [
+        load_recipe(tmp_path / "other.yaml"),
+        load_recipe(tmp_path / "my.yaml", [override]),
+    ]
+    usable = PRESETS[name].recommended if share == "recommended" else PRESETS[name].terms
+    kept = share if usable else None
+    expected = resolve_method(name, share=kept, **yaml.safe_load(f"{{{table}}}"))
+    assert [recipe.method for recipe in recipes] == [expected, expected]
+    said = "" if kept else f"method.share: {share} is dropped: it is not for preset '{name}'\n"
+    assert capsys.readouterr().err == 2 * said
+    if not kept:  # of the same file it is a mistake
+        with pytest.raises(RecipeError, match=r"method\.share"):
+            load_recipe(tmp_path / "my.yaml", [override, f"method.share={share}"])
+
+
+@pytest.mark.parametrize("share", [0.1, "recommended"])
+def test_a_misspelt_preset_is_refused_by_the_nearest_name(share):
+    with pytest.raises(RecipeError, match="did you mean 'orthogonal_variance'"):
+        resolve_method("orthogonal", share=share)

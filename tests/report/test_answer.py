@@ -12,12 +12,15 @@ from moe_finetune.errors import TraceError
 from moe_finetune.losses import TERMS
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.metrics.words import Word
+from moe_finetune.recipe.method import resolve_method
+from moe_finetune.recipe.tree import merge_mappings
 from moe_finetune.report.context import Report
 from moe_finetune.report.outcome import CHANGES, outcome_text
 from moe_finetune.report.runs import read_runs
 from moe_finetune.report.sections.answer import ANSWER
 from moe_finetune.report.sections.curves import CURVES
 from moe_finetune.report.sections.experts import Change
+from moe_finetune.report.sections.goal import _advice
 from moe_finetune.report.sections.strength import STRENGTH
 from moe_finetune.training.sample import MEASURED
 from tests.report.folders import write_run
@@ -258,20 +261,55 @@ def test_a_damaged_passage_is_one_line(tmp_path):
 @pytest.mark.parametrize(
     ("after", "method", "said"),
     [
-        (0.0202, {}, "hardly moved; train for more steps, or set method.share: 0.1 or more"),
-        (0.0202, {"terms": {"variance": {"share": 0.1}}}, "or set method.share: 0.3"),
+        (
+            0.0202,
+            {},
+            "hardly moved; train for more steps, or set method.terms.variance.share: 0.1<",
+        ),
+        (0.0202, {"terms": {"variance": {"share": 0.1}}}, "method.terms.variance.share: 0.3<"),
+        (0.0202, {"terms": {"variance": {"share": 0.7}}}, "method.terms.variance.share: 1<"),
+        (0.0202, {"terms": {"variance": {"share": 1.0}}}, "hardly moved; train for more steps<"),
         (0.03, {}, "(0.0200 → 0.0300), which orthogonal_variance should raise</dd>"),
         (0.01, {}, "which orthogonal_variance should raise: moved the other way"),
     ],
 )
 def test_a_run_says_whether_its_method_moved_what_it_is_for(tmp_path, after, method, said):
     """A first run with the defaults changed score variance by 0.1 %, without a word on that."""
-    run = run_of(tmp_path / "ours", 2, {"score_variance": after})
+    assert said in text(_moved(tmp_path, after, method, step=300))
+    if "hardly" in said:
+        few = text(_moved(tmp_path / "few", after, method, step=150))
+        assert "hardly moved; train for more steps<" in few
+
+
+def _moved(folder, after, method, step):
+    run = run_of(folder / "ours", 2, {"score_variance": after})
     change(run / "routing" / "before.json", metrics={"score_variance": {"mean": 0.02}})
+    (run / "metrics.jsonl").write_text(json.dumps({"kind": "train", "step": step, "loss": 1.0}))
     recipe = yaml.safe_load((run / "recipe.yaml").read_text())
     recipe["method"] = {"preset": "orthogonal_variance", **method}
     (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    assert said in text(run)
+    return run
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if PRESETS[name].goal is not None])
+def test_what_is_advised_changes_only_the_loss_of_the_goal(name):
+    """It multiplied the share of every loss, and orthogonality's by 105."""
+    share = "recommended" if PRESETS[name].recommended else None
+    table = {"supervised_routing": {"table": "t.safetensors"}}
+    terms = table if name == "supervised_routing" else {}
+    before = resolve_method(name, share=share, terms=terms)
+    advice = _advice(PRESETS[name], before.model_dump(mode="json")["terms"], 1000)
+    _, _, setting = advice.partition(", or set method.terms.")
+    if not setting:
+        assert name in ("loss_free", "orthogonal_variance_released"), advice
+        return
+    key, _, value = setting.partition(": ")
+    term, option = key.split(".")
+    changes = merge_mappings(terms, {term: {option: float(value)}})
+    changed = resolve_method(name, share=share, terms=changes)
+    others = [{k: v for k, v in m.options.items() if k != term} for m in (before, changed)]
+    assert others[0] == others[1]
+    assert (before.options[term]["share"] or 0) < changed.options[term]["share"] <= 1
 
 
 def test_every_preset_but_none_has_a_goal_that_is_measured():

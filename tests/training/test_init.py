@@ -91,10 +91,36 @@ def test_preferences_get_a_recipe_of_stage_dpo(tiny_checkpoint, rows, tmp_path, 
     assert "set stage: dpo (init writes such a recipe with --stage dpo)" in capsys.readouterr().err
     assert cli.main([*command, "--stage", "dpo"]) == 0
     recipe = load_recipe(output)
-    assert (recipe.stage, recipe.method.preset) == ("dpo", "aux_loss")
+    # No loss that its own run calls too little to show, and routers that unmerged serving takes.
+    assert (recipe.stage, recipe.method.preset, recipe.router.train) == ("dpo", "none", "frozen")
     assert recipe.trainer["beta"] == 0.1 and "prompt, chosen, rejected" in output.read_text()
+    assert "1 step of these 1 rows, which change little" in output.read_text()
     assert cli.main([*command[:-1], "x.yaml", "--stage", "kto"]) == 2
     assert "--stage kto: kto, orpo and distill were dropped (kept: sft" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("field", "reward"), [({"answer": 4}, "exact_match"), ({"tests": "assert f() == 4"}, "code")]
+)
+def test_prompts_get_a_recipe_of_stage_grpo(tiny_checkpoint, rows, tmp_path, field, reward):
+    """The docs sent real checkpoints into the demo's recipe: answers of 6 tokens at 1e-3."""
+    base, output = str(tiny_checkpoint("olmoe")), tmp_path / "r.yaml"
+    rows.write_text("".join(json.dumps({"prompt": f"{n}", **field}) + "\n" for n in range(900)))
+    command = ["init", base, "--data", str(rows), "--stage", "grpo", "--output", str(output)]
+    assert cli.main(command) == 0
+    recipe = load_recipe(output)
+    assert [section.name for section in recipe.rewards] == [reward]
+    assert recipe.trainer["max_completion_length"] == 512 and recipe.router.train == "frozen"
+    rows_a_step = (
+        recipe.trainer["per_device_train_batch_size"]
+        * recipe.trainer["gradient_accumulation_steps"]
+    )
+    assert rows_a_step == 64 and "which change little" not in output.read_text()
+    small = tmp_path / "small.yaml"
+    assert cli.main([*command[:-1], str(small), "--gpu", "0.0001"]) == 0
+    recipe = load_recipe(small)
+    assert recipe.trainer["gradient_accumulation_steps"] == 64
+    assert recipe.data.max_length > recipe.trainer["max_completion_length"] == 256
 
 
 def test_on_a_terminal_a_typo_is_asked_again(tiny_checkpoint, rows, tmp_path, monkeypatch, capsys):
@@ -180,5 +206,8 @@ def test_one_number_sets_everything_for_a_gpu(tiny_checkpoint, rows, tmp_path, c
     assert needed == sorted(needed, reverse=True) and len(set(needed)) > 2
     text = (tmp_path / "3.yaml").read_text()
     assert "quantization: nf4" in text and "rank: auto" in text and "offload: experts" in text
+    # Its comment said that longer rows are left out, while they were truncated in mid-answer.
+    assert recipe.data.max_length == 512 and recipe.data.overlong == "drop"
+    assert "longer rows are left out" in text
     for wrong in ("0", "-3", "nan"):
         assert cli.main([*command[:-1], wrong]) == 2
