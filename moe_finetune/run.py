@@ -109,6 +109,8 @@ def stages(recipe: Recipe, run: RunFolder, inputs: Inputs | None, resume: bool) 
     # If it is not open, stages that need no base must not open it: it may be gone.
     base = None if inputs is None else inputs.start.base
     earlier_seconds = run.read_summary().get("seconds", 0.0)
+    if run.finished and ranks.rank() == 0:
+        run.note(finished=False)
     if inputs is not None:
         with phase("train"):
             train(recipe, run, inputs, resume)
@@ -134,6 +136,7 @@ def stages(recipe: Recipe, run: RunFolder, inputs: Inputs | None, resume: bool) 
         from moe_finetune.report import write_report
 
         write_report([run.path], run.page)
+    run.finish()
 
 
 def free_model() -> int:

@@ -22,8 +22,8 @@ from transformers import Qwen3MoeForCausalLM
 from eval.placement import __main__ as placement
 from moe_finetune import cli
 from moe_finetune.cli.app import split_common, split_items
-from moe_finetune.experiments.recipe import find_study, load_study
 from moe_finetune.recipe.schema import load_recipe
+from moe_finetune.study.recipe import find_study, load_study
 from moe_finetune.upcycle.recipe import load_upcycle_recipe
 from tests import documents, registries, tiny
 from tests.conftest import ROOT

@@ -20,11 +20,11 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from moe_finetune.experiments.recipe import StudyRecipe
 from moe_finetune.losses import TERMS
 from moe_finetune.losses.base import TermOptions
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import LIMITS, OWNED, STAGES
+from moe_finetune.study.recipe import StudyRecipe
 from moe_finetune.upcycle.recipe import UpcycleRecipe
 
 REFERENCE = Path(__file__).resolve().parents[1] / "reference"

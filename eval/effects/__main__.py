@@ -18,10 +18,10 @@ import yaml
 
 from eval.effects.claims import Claims, Made, Result, judge, load_claims, write
 from moe_finetune.errors import MoeFinetuneError
-from moe_finetune.experiments import run_study
-from moe_finetune.experiments.recipe import load_study
-from moe_finetune.experiments.results import RunResult
 from moe_finetune.io import output_lock, write_atomic
+from moe_finetune.study import run_study
+from moe_finetune.study.recipe import load_study
+from moe_finetune.study.results import RunResult
 
 Results = dict[str, dict[int, Result]]
 

@@ -12,8 +12,8 @@ from eval.effects.claims import Effect, Made, Row, judge, load_claims, table
 from eval.effects.scratch import run as from_scratch
 from eval.effects.scratch import schedule
 from moe_finetune.errors import RecipeError
-from moe_finetune.experiments.recipe import load_study
 from moe_finetune.recipe.method import resolve_method
+from moe_finetune.study.recipe import load_study
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "eval/effects").glob("*.yaml"))

@@ -210,7 +210,7 @@ def study(
 
     Example: moe-finetune study recipes/studies/paper0_table1.yaml seeds=[1,2,3] --output table1
     """
-    from moe_finetune.experiments.commands import carry_out_study, show_plan
+    from moe_finetune.study.commands import carry_out_study, show_plan
 
     if plan:
         show_plan(recipe, overrides or [], output)

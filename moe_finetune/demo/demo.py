@@ -12,6 +12,7 @@ from moe_finetune.errors import MachineError, OutputExistsError, RecipeError
 from moe_finetune.io import one_writer, write_atomic
 from moe_finetune.io.children import run_children
 from moe_finetune.io.folder import is_taken
+from moe_finetune.io.progress import RunProgress, Watch
 from moe_finetune.io.run_folder import RESULTS_FILE, RunFolder
 from moe_finetune.io.terminal import terminal
 from moe_finetune.recipe.tree import recipes_folder
@@ -54,7 +55,7 @@ def run_demo(output: str | Path, backend: str | None = None, steps: int | None =
         if RunFolder(output / name).recipe.exists():
             command.append("--resume")
     with terminal().phase(f"fine-tune {' and '.join(METHODS)}, evaluate all three"):
-        _run(commands, output / "logs")
+        _run(commands, output)
     base = output / "base"
     for method in METHODS:  # with the answers, so that the page can compare item by item
         copy = RunFolder(output / method).base_evaluation
@@ -110,12 +111,15 @@ def _usable_backend() -> str:
     return "hf"
 
 
-def _run(commands: dict[str, list[str]], logs: Path) -> None:
+def _run(commands: dict[str, list[str]], output: Path) -> None:
     """Run this program's verbs, two at a time with half of the cores each."""
+    logs = output / "logs"
     threads = max(1, len(os.sched_getaffinity(0)) // AT_ONCE)
     os.environ |= {"OMP_NUM_THREADS": str(threads), **engines_environment()}
     program = [sys.executable, "-m", "moe_finetune.cli"]
-    failure = run_children({n: [*program, *c] for n, c in commands.items()}, logs, AT_ONCE)
+    programs = {name: [*program, *command] for name, command in commands.items()}
+    watch = Watch([RunProgress(RunFolder(output / n), logs / f"{n}.log") for n in commands])
+    failure = run_children(programs, logs, AT_ONCE, watch)
     if failure is not None:
         kind = MachineError if failure.machine else RecipeError
         raise kind(f"{failure}; correct it and repeat the command, which continues")

@@ -7,13 +7,14 @@ from typing import Any
 
 
 class Phase:
-    """A stage that is running: its progress, and the rows of its table."""
+    """A stage that is running: its progress, the rows of its table, lines of other processes."""
 
     def __init__(self, name: str):
         self.name, self.started = name, time.monotonic()
         self.done = self.total = 0.0
         self.note = ""
         self.rows: list[tuple[str, str, str, str]] = []
+        self.status: list[str] = []
 
 
 class Board:
@@ -44,6 +45,9 @@ class Board:
         if phase.note:
             cells.append(Text(phase.note, overflow="ellipsis", no_wrap=True))
         line.add_row(*cells)
+        if phase.status:
+            lines = [Text(text, overflow="ellipsis", no_wrap=True) for text in phase.status]
+            return Group(*lines, line)
         if not phase.rows:
             return line
         table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, pad_edge=False)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from moe_finetune.io.terminal import terminal
+
 INTERRUPTED = 130
+POLL = 0.1
+"""Seconds between looks at running processes."""
 MACHINE_FAILURE = 1
 """Exit code of this package's commands if memory or disk is the cause."""
 STOP_SECONDS = 20.0
@@ -54,19 +58,12 @@ class Children:
         self.asked: list[int] = []
         self.servers = servers
 
-    def start(self, name: str, command: Sequence[str], log: Path, lock: int | None = None) -> int:
-        """Start a process that appends its output to ``log``; return the log's size before.
-
-        Args:
-            log: the file; its folder is created.
-            lock: descriptor of a lock that the process inherits, so that it stays locked when we
-                are killed and the process continues without us.
-        """
+    def start(self, name: str, command: Sequence[str], log: Path) -> int:
+        """Start a process that appends its output to ``log``; return the log's size before."""
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as stream:
             log_start = stream.tell()
-            self.popen(name, command, stdout=stream, stderr=subprocess.STDOUT,
-                       pass_fds=() if lock is None else (lock,))  # fmt: skip
+            self.popen(name, command, stdout=stream, stderr=subprocess.STDOUT)
         return log_start
 
     def popen(self, name: str, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
@@ -146,25 +143,40 @@ def children(servers: bool = False) -> Iterator[Children]:
         raise KeyboardInterrupt
 
 
-def run_child(command: Sequence[str], log: Path, lock: int | None = None) -> Failure | None:
+def _nothing() -> None: ...
+
+
+def run_child(
+    command: Sequence[str], log: Path, watch: Callable[[], None] = _nothing
+) -> Failure | None:
     """Run one process to its end; return why it failed, or None.
+
+    ``watch`` is called again and again while it runs.
 
     Raises:
         KeyboardInterrupt: a signal came; the process also received it and has ended.
     """
     with children() as group:
-        log_start = group.start("child", command, log, lock)
-        code = group.running["child"].wait()
+        log_start = group.start("child", command, log)
+        while (code := group.running["child"].poll()) is None:
+            watch()
+            time.sleep(POLL)
     return None if code == 0 else failure(log, log_start, code)
 
 
-def run_children(commands: Mapping[str, Sequence[str]], logs: Path, at_once: int) -> Failure | None:
+def run_children(
+    commands: Mapping[str, Sequence[str]],
+    logs: Path,
+    at_once: int,
+    watch: Callable[[], None] = _nothing,
+) -> Failure | None:
     """Run processes, ``at_once`` at a time; return the first failure, or None.
 
     After a failure no more are started, and those that run are asked to save and stop.
 
     Args:
         commands: by name; the output of NAME is appended to ``logs/NAME.log``.
+        watch: called again and again while they run.
 
     Raises:
         KeyboardInterrupt: a signal came, to this process or to a child.
@@ -180,8 +192,10 @@ def run_children(commands: Mapping[str, Sequence[str]], logs: Path, at_once: int
                     group.note(signal.SIGTERM)
                 elif code:
                     reason = failure(logs / f"{name}.log", begun[name], code)
+                    terminal().say(f"{name} failed; stopping the others", "warning")
                     return Failure(f"{name}: {reason}", reason.machine)
-            time.sleep(0.1)
+            watch()
+            time.sleep(POLL)
     return None
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from moe_finetune.errors import CheckpointError, DataError
 from moe_finetune.io.atomic import write_atomic
 from moe_finetune.io.environment import PACKAGES
+from moe_finetune.io.hashes import sha256_file
 from moe_finetune.io.json_file import JsonError, parse_json, read_object
 from moe_finetune.plugins import missing_files
 
@@ -60,7 +61,6 @@ class RunFolder:
         self.base_results = self.base_evaluation / RESULTS_FILE
         self.steps = path / "steps"
         self.page = path / "report" / "index.html"
-        self.finished = path / "finished.json"
 
     def step(self, step: int) -> RunFolder:
         """The state that training kept after ``step``, and its results."""
@@ -70,6 +70,22 @@ class RunFolder:
         """The states that training kept, by step."""
         numbers = sorted(int(p.name) for p in self.steps.glob("[0-9]*") if p.name.isdecimal())
         return {step: self.step(step) for step in numbers}
+
+    @property
+    def finished(self) -> bool:
+        """Return whether every stage of the run's recipe has ended."""
+        return self.read_summary().get("finished") is True
+
+    def finish(self) -> None:
+        """Record that every stage has ended, with the hashes of the results."""
+        self.note(finished=True, evidence=self.evidence())
+
+    def evidence(self) -> dict[str, str]:
+        """SHA-256 of each file that a study's table reads, by its path in the folder."""
+        steps = [state.results for state in self.kept_steps().values()]
+        samples = sorted(self.evaluation.glob("tasks/*/samples.jsonl"))
+        files = (self.recipe, self.metrics, self.routing_after, self.results, *steps, *samples)
+        return {str(f.relative_to(self.path)): sha256_file(f) for f in files if f.is_file()}
 
     @property
     def trained(self) -> bool:

@@ -26,6 +26,8 @@ Style = Literal["live", "plain"]
 OWN = "moe_finetune"
 EVERY = 30.0
 """Seconds between progress lines in the plain style."""
+STATUS_EVERY = 60.0
+"""Seconds between lines about other processes in the plain style."""
 SILENT = 10.0
 """Seconds without a line after which a command says what it is doing, then every half minute."""
 
@@ -101,7 +103,7 @@ class Terminal:
 
     @contextmanager
     def announced(self, name: str) -> Iterator[None]:
-        """Write that ``name`` is at work after :data:`SILENT` seconds without a line."""
+        """Write what is at work after :data:`SILENT` seconds without a line."""
         if self.style == "live" or self.quiet:  # the live block shows the time
             yield
             return
@@ -111,9 +113,12 @@ class Terminal:
         def say() -> None:
             pause = SILENT
             while not ended.wait(max(0.1, self._last + pause - time.monotonic())):
-                if time.monotonic() - self._last >= pause:
-                    self.say(f"{name:<12} at work for {duration(time.monotonic() - started)}")
-                    pause = EVERY
+                if time.monotonic() - self._last < pause:
+                    continue
+                status = self._phase.status if self._phase is not None else []
+                passed = f"at work for {duration(time.monotonic() - started)}"
+                self.say("; ".join(status) if status else f"{name:<12} {passed}")
+                pause = STATUS_EVERY if status else EVERY
 
         talker = threading.Thread(target=say, daemon=True)
         talker.start()
@@ -158,6 +163,11 @@ class Terminal:
     def show(self, rows: list[tuple[str, str, str, str]]) -> None:
         if self._phase is not None:
             self._phase.rows = rows
+
+    def status(self, lines: list[str]) -> None:
+        """Set what other processes are doing, a line each."""
+        if self._phase is not None:
+            self._phase.status = lines
 
     # -- what libraries write -----------------------------------------------------------------
 

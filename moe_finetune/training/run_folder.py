@@ -119,7 +119,7 @@ def discard(run: RunFolder, new_folder: bool) -> None:
         return
     for folder in (run.routing, run.checkpoints):
         shutil.rmtree(folder, ignore_errors=True)
-    for file in (run.recipe, run.inputs, run.environment, run.log):
+    for file in (run.recipe, run.inputs, run.environment, run.summary, run.log):
         file.unlink(missing_ok=True)
     if new_folder and not any(run.path.iterdir()):
         run.path.rmdir()
@@ -143,6 +143,7 @@ class RunLog(TrainerCallback):
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         if state.is_world_process_zero:
+            self.run.note(max_steps=state.max_steps)
             # A run that begins again, before its first checkpoint, also repeats step 0.
             for path in (self.run.metrics, self.run.routing_steps):
                 drop_after(path, state.global_step or -1)

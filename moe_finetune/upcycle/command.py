@@ -140,10 +140,10 @@ def train_in_children(ledger: Ledger, names: Sequence[str], output: Path, proces
 
 def report(recipe: UpcycleRecipe, upcycle: Upcycle, ledger: Ledger) -> Path:
     """Write ``results.json``, ``tables.md`` and ``report/index.html``; return the page."""
-    from moe_finetune.experiments.render import to_markdown
-    from moe_finetune.experiments.table import make_table
     from moe_finetune.io.environment import describe_environment
     from moe_finetune.io.tables import markdown
+    from moe_finetune.study.render import to_markdown
+    from moe_finetune.study.table import make_table
     from moe_finetune.upcycle import page, results
 
     output = upcycle.output

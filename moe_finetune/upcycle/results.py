@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from moe_finetune.errors import RecipeError
-from moe_finetune.experiments.results import RunResult, StudyResults
-from moe_finetune.experiments.table import Table
 from moe_finetune.io.json_file import read_object
+from moe_finetune.study.results import RunResult, StudyResults
+from moe_finetune.study.table import Table
 from moe_finetune.upcycle.files import MEASURED_FILE, REMEDY
 from moe_finetune.upcycle.recipe import UpcycleRecipe
 from moe_finetune.upcycle.texts import SPLITS, Split

@@ -129,31 +129,6 @@ def test_a_step_that_another_is_at_is_waited_for_and_not_done_twice(tmp_path):
     assert work.made == ["texts"]
 
 
-def test_a_process_that_outlives_its_killed_command_is_waited_for(tmp_path):
-    begun, product = tmp_path / "begun", tmp_path / "a"
-    child = (
-        f"import pathlib, time; pathlib.Path({str(begun)!r}).touch(); time.sleep(2); "
-        f"pathlib.Path({str(product)!r}).mkdir()"
-    )
-    command = (
-        "import pathlib, sys\n"
-        "from moe_finetune.io.children import run_child\n"
-        "from moe_finetune.io.ledger import Ledger, Step\n"
-        f"work = [sys.executable, '-c', {child!r}]\n"
-        "step = Step('a', lambda at: run_child(work, at.log, at.lock))\n"
-        f"Ledger(pathlib.Path({str(tmp_path)!r}), [step]).run('a')\n"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", command])
-    while not begun.exists():
-        assert parent.poll() is None
-        time.sleep(0.05)
-    parent.kill()
-    parent.wait()
-    again = []
-    Ledger(tmp_path, [Step("a", again.append)]).run("a")
-    assert product.is_dir() and not again  # it appeared while we waited, and was adopted
-
-
 def test_digests_follow_content_and_not_time(tmp_path):
     file = tmp_path / "a.bin"
     file.write_bytes(b"one")

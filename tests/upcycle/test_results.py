@@ -5,8 +5,8 @@ import math
 import pytest
 from scipy import stats
 
-from moe_finetune.experiments.render import to_markdown
-from moe_finetune.experiments.table import make_table
+from moe_finetune.study.render import to_markdown
+from moe_finetune.study.table import make_table
 from moe_finetune.upcycle.results import (
     category_results,
     cluster_rows,

@@ -9,12 +9,12 @@ import pytest
 import yaml
 
 from moe_finetune.evaluation.results import load_results, step_results
-from moe_finetune.experiments import load_results as load_study_results
-from moe_finetune.experiments import load_study, run_study
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.recipe.schema import load_recipe
 from moe_finetune.report.numbers import report_numbers
 from moe_finetune.run import lost_steps, plan_run, run_recipe
+from moe_finetune.study import load_results as load_study_results
+from moe_finetune.study import load_study, run_study
 from moe_finetune.training.save import save_trained
 from moe_finetune.training.train import KeepSteps
 from tests import tiny

@@ -12,11 +12,12 @@ import pytest
 import yaml
 
 from moe_finetune.errors import EvaluationError, StudyError
-from moe_finetune.experiments import expand, load_results, load_study
-from moe_finetune.experiments.folder import prepare, record_finished, run_folder
-from moe_finetune.experiments.page import write_page
-from moe_finetune.experiments.render import to_csv, to_json_text, to_latex, to_text
-from moe_finetune.experiments.table import Table, make_table
+from moe_finetune.io.run_folder import RunFolder
+from moe_finetune.study import expand, load_results, load_study
+from moe_finetune.study.folder import prepare, run_folder
+from moe_finetune.study.page import write_page
+from moe_finetune.study.render import to_csv, to_json_text, to_latex, to_text
+from moe_finetune.study.table import Table, make_table
 
 BASE = {"model": {"path": "some/model"}, "data": {"train": "a.jsonl"}}
 
@@ -33,7 +34,7 @@ def write_run(
     logged: list[dict] | None = None,
 ) -> None:
     """A finished run whose items of each task have these values; ``logged`` are further lines."""
-    folder = run_folder(output, run.name)
+    folder = run_folder(output, run.name).path
     folder.mkdir(parents=True)
     (folder / "recipe.yaml").write_text(run.recipe.to_yaml())
     row = {"kind": "train", "step": 1} | ({} if loss is None else {"loss": loss})
@@ -57,7 +58,7 @@ def write_run(
     results = {"schema": 1, "complete": True, "unfinished": [], "tasks": found}
     if tasks:
         (folder / "eval" / "results.json").write_text(json.dumps(results))
-    record_finished(folder, run.recipe.hash, 1.0)
+    RunFolder(folder).finish()
 
 
 @pytest.fixture
@@ -221,9 +222,9 @@ def test_perplexity_and_distance_of_curves_by_hand(tmp_path):
             {"kind": "train", "step": step, "routing/max_violation": value}
             for step, value in enumerate(curves[run.arm])
         ] + [{"kind": "eval", "step": 3, "eval_loss": 1.0 + number}]
-        folder = run_folder(output, run.name)
+        folder = run_folder(output, run.name).path
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        record_finished(folder, run.recipe.hash, 1.0)
+        RunFolder(folder).finish()
     found = {row.label: row.cells for _, row in make_table(load_results(output)).rows}
     assert found["aux_loss"]["max_violation_rmse"].mean == pytest.approx(((1 + 4) / 2) ** 0.5)
     assert found["erc"]["max_violation_rmse"].mean == 0

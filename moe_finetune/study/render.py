@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from moe_finetune.experiments.columns import Column
-from moe_finetune.experiments.table import Cell, Group, Row, Table
 from moe_finetune.io.hashes import to_json
 from moe_finetune.io.tables import aligned, csv_text, markdown
+from moe_finetune.study.columns import Column
+from moe_finetune.study.table import Cell, Group, Row, Table
 
 MISSING = "–"
 _LATEX = {"&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", "$": r"\$", "{": r"\{", "}": r"\}"}

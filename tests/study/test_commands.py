@@ -4,8 +4,8 @@ import pytest
 
 from moe_finetune.cli import main
 from moe_finetune.errors import OutputExistsError
-from moe_finetune.experiments import expand, load_study
-from moe_finetune.experiments.folder import prepare
+from moe_finetune.study import expand, load_study
+from moe_finetune.study.folder import prepare
 
 BASE = {"model": {"path": "some/model"}, "data": {"train": "a.jsonl"}}
 STUDY = {"base": BASE, "axes": {"method": ["none", "erc"]}, "seeds": [1], "baseline": "none"}

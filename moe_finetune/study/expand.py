@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moe_finetune.errors import RecipeError, StudyError, did_you_mean
-from moe_finetune.experiments.recipe import NOT_VARIED, StudyRecipe
 from moe_finetune.recipe.schema import Recipe, recipe_from_tree
 from moe_finetune.recipe.tree import Key, Tree, load_tree
+from moe_finetune.study.recipe import NOT_VARIED, StudyRecipe
 
 REFERENCES: tuple[Literal["baseline", "curves"], ...] = ("baseline", "curves")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")

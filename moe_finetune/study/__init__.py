@@ -2,7 +2,7 @@
 
 .. code-block:: python
 
-    from moe_finetune.experiments import expand, load_results, load_study, run_study
+    from moe_finetune.study import expand, load_results, load_study, run_study
 
     study = load_study("recipes/studies/paper0_table1.yaml", ["trainer.max_steps=9", "seeds=[1,2]"])
     runs = expand(study)             # [Run(arm, seed, values, recipe), ...]; starts nothing
@@ -19,10 +19,10 @@ A study need not come from a file: ``study_from_tree(Tree(values), name)`` accep
 take.
 """
 
-from moe_finetune.experiments.expand import Run, expand
-from moe_finetune.experiments.recipe import StudyRecipe, load_study, study_from_tree
-from moe_finetune.experiments.results import RunResult, StudyResults, load_results
-from moe_finetune.experiments.runner import run_study
+from moe_finetune.study.expand import Run, expand
+from moe_finetune.study.recipe import StudyRecipe, load_study, study_from_tree
+from moe_finetune.study.results import RunResult, StudyResults, load_results
+from moe_finetune.study.runner import run_study
 
 __all__ = [
     "Run",

@@ -13,10 +13,10 @@ import numpy as np
 from moe_finetune.errors import StudyError
 from moe_finetune.evaluation.results import Results, TaskResult, step_results
 from moe_finetune.evaluation.results import load_results as load_evaluation
-from moe_finetune.experiments import folder as disk
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.run_folder import RunFolder, read_log
 from moe_finetune.metrics import rmse
+from moe_finetune.study import folder as disk
 
 RMSE = "_rmse"
 PERPLEXITY, AVERAGE = "perplexity", "average"
@@ -27,7 +27,7 @@ class RunResult:
     """One run of a study.
 
     Attributes:
-        arm, seed, values: as in :class:`~moe_finetune.experiments.expand.Run`.
+        arm, seed, values: as in :class:`~moe_finetune.study.expand.Run`.
         folder: the run's folder; it need not exist yet.
         state: ``finished``, ``started``, ``failed`` or ``missing``.
         reason: why the run failed, else "".
@@ -220,12 +220,11 @@ def load_results(output: str | Path) -> StudyResults:
 
 def _run(output: Path, row: dict[str, Any]) -> RunResult:
     name = f"{row['arm']}/seed_{row['seed']}"
-    folder, state = disk.run_folder(output, name), disk.state_of(output, name)
-    disk.check_finished(folder)
-    reason = ""
+    run, state, reason = disk.run_folder(output, name), disk.state_of(output, name), ""
+    if state == "finished":
+        disk.check_evidence(run)
     if state == "failed":
-        failed = read_object(disk.failed_file(output, name), StudyError, "delete it")
-        reason = str(failed.get("reason", ""))
+        reason = disk.failed_file(output, name).read_text(encoding="utf-8")
     return RunResult(
-        row["arm"], row["seed"], row["values"], folder, state, reason, row["recipe_sha256"]
+        row["arm"], row["seed"], row["values"], run.path, state, reason, row["recipe_sha256"]
     )

@@ -8,10 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_finetune.experiments import render
-from moe_finetune.experiments.columns import Column
-from moe_finetune.experiments.results import AVERAGE, StudyResults
-from moe_finetune.experiments.table import Cell, Group, Table, group_and_row
 from moe_finetune.io import write_atomic
 from moe_finetune.metrics.words import word
 from moe_finetune.report.charts.frame import nth_color
@@ -21,6 +17,10 @@ from moe_finetune.report.compare import verdict_mark
 from moe_finetune.report.context import Report, Section, figure, group, swatch, table
 from moe_finetune.report.markup import Markup, join, number, signed, tag
 from moe_finetune.report.page import render_page
+from moe_finetune.study import render
+from moe_finetune.study.columns import Column
+from moe_finetune.study.results import AVERAGE, StudyResults
+from moe_finetune.study.table import Cell, Group, Table, group_and_row
 
 POINTS = 3  # fewer points are not a curve
 BASELINE = "var(--run-0)"

@@ -3,8 +3,8 @@
 import pytest
 
 from moe_finetune.errors import RecipeError, StudyError
-from moe_finetune.experiments import expand, load_study
-from moe_finetune.experiments.expand import reference_of
+from moe_finetune.study import expand, load_study
+from moe_finetune.study.expand import reference_of
 
 BASE = {"model": {"path": "some/model"}, "data": {"train": "a.jsonl"}}
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from moe_finetune.evaluation.suites import load_suite, select
-from moe_finetune.experiments import expand, load_study
 from moe_finetune.lora.coverage import lora_coverage
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.models import opened_as
 from moe_finetune.models.fresh import fresh_config
 from moe_finetune.models.structure import meta_model
+from moe_finetune.study import expand, load_study
 from tests.published import fixture
 
 STUDIES = Path(__file__).resolve().parents[2] / "recipes" / "studies"

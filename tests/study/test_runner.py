@@ -4,13 +4,16 @@ import csv
 import json
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from moe_finetune.errors import OutputExistsError, StudyError
-from moe_finetune.experiments import load_results, load_study, run_study, runner
-from moe_finetune.experiments.folder import run_folder
+from moe_finetune.errors import CheckpointError, OutputExistsError, StudyError
+from moe_finetune.recipe.schema import load_recipe
+from moe_finetune.run import run_recipe
+from moe_finetune.study import load_results, load_study, run_study, runner
+from moe_finetune.study.folder import run_folder
 
 ARMS = ["none", "aux_loss"]
 
@@ -50,11 +53,10 @@ def copied_runs(finished, monkeypatch) -> list[str]:
     """A run is a copy of its arm's finished one: what is tested is which of them are started."""
     started = []
 
-    def start(run, output, attempt):
+    def start(run, output):
         started.append(run.name)
         made = finished / "runs" / run.arm / f"seed_{run.seed if run.seed in (1, 2) else 1}"
-        folder = shutil.copytree(made, run_folder(output, run.name), dirs_exist_ok=True)
-        (folder / "finished.json").unlink()
+        shutil.copytree(made, run_folder(output, run.name).path, dirs_exist_ok=True)
 
     monkeypatch.setattr(runner, "starter", lambda *_: start)
     return started
@@ -109,19 +111,19 @@ def test_table_holds_mean_and_spread_of_the_runs_own_results(finished):
 
 def test_finished_runs_are_skipped(study_file, finished, tmp_path):
     output = copy(finished, tmp_path)
-    stamps = {f: f.stat().st_mtime_ns for f in output.glob("runs/*/*/finished.json")}
+    stamps = {f: f.stat().st_mtime_ns for f in output.glob("runs/*/*/summary.json")}
     before = table_rows(output)
     assert len(stamps) == 4
     with pytest.raises(OutputExistsError, match="--resume"):
         run_study(load_study(study_file), output)
     run_study(load_study(study_file), output, resume=True)
-    assert {f: f.stat().st_mtime_ns for f in output.glob("runs/*/*/finished.json")} == stamps
+    assert {f: f.stat().st_mtime_ns for f in output.glob("runs/*/*/summary.json")} == stamps
     assert table_rows(output) == before
 
 
 def test_a_seed_that_is_added_is_all_that_runs(study_file, finished, copied_runs, tmp_path):
     output = copy(finished, tmp_path)
-    stamps = {f: f.stat().st_mtime_ns for f in output.glob("runs/*/*/finished.json")}
+    stamps = {f: f.stat().st_mtime_ns for f in output.glob("runs/*/*/summary.json")}
     results = run_study(load_study(study_file, ["seeds=[1,2,5]"]), output, resume=True)
     assert len(results.finished) == 6 and copied_runs == ["none/seed_5", "aux_loss/seed_5"]
     assert {f: f.stat().st_mtime_ns for f in stamps} == stamps
@@ -135,21 +137,37 @@ def test_a_run_of_another_recipe_is_refused_before_anything_starts(study_file, f
     assert not (output / "runs" / "none" / "seed_1").exists()
 
 
-@pytest.mark.parametrize("damage", ["changed", "missing", "record"])
+@pytest.mark.parametrize("damage", ["changed", "samples", "missing", "record"])
 def test_a_damaged_finished_run_is_refused_by_name(study_file, finished, tmp_path, damage):
     output = copy(finished, tmp_path)
     run = output / "runs" / "aux_loss" / "seed_2"
     if damage == "changed":
         file = run / "eval" / "results.json"
         file.write_text(file.read_text().replace("0.", "1.", 1))
+    elif damage == "samples":
+        file = next(run.glob("eval/tasks/*/samples.jsonl"))
+        file.write_text(file.read_text().replace("0", "1", 1))
     elif damage == "missing":
         (run / "metrics.jsonl").unlink()
     else:
-        (run / "finished.json").write_text("{")
-    with pytest.raises(StudyError, match=str(run)):
-        run_study(load_study(study_file), output, resume=True)
-    with pytest.raises(StudyError, match=str(run)):
+        (run / "summary.json").write_text("{")
+    error = CheckpointError if damage == "record" else StudyError
+    with pytest.raises(error, match=str(run)):
         load_results(output)
+    if damage != "record":
+        with pytest.raises(error, match=str(run)):
+            run_study(load_study(study_file), output, resume=True)
+
+
+def test_a_run_that_works_again_is_not_finished_until_its_end(finished, tmp_path, monkeypatch):
+    run = run_folder(copy(finished, tmp_path), "none/seed_1")
+    monkeypatch.setattr("moe_finetune.run.evaluate", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        run_recipe(load_recipe(run.recipe), run.path, resume=True)
+    assert not run.finished
+    monkeypatch.undo()
+    run_recipe(load_recipe(run.recipe), run.path, resume=True)
+    assert run.finished
 
 
 def test_a_folder_with_other_files_is_left_alone(study_file, tmp_path):

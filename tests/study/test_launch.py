@@ -1,6 +1,7 @@
-"""Runs in processes of their own: killed, interrupted, failed, and as Slurm jobs."""
+"""Runs in processes of their own: killed, interrupted, failed, shared, under accelerate."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,10 +13,10 @@ import yaml
 
 from moe_finetune.cli import main
 from moe_finetune.errors import StudyError
-from moe_finetune.experiments import load_results
-from moe_finetune.experiments.launch import starter
-from moe_finetune.experiments.recipe import LaunchSection
 from moe_finetune.io.children import Failure, failure
+from moe_finetune.study import load_results
+from moe_finetune.study.recipe import LaunchSection
+from moe_finetune.study.runner import starter
 
 STUDY = [sys.executable, "-m", "moe_finetune.cli", "study"]
 
@@ -122,13 +123,60 @@ def test_accelerate_needs_its_configuration(tmp_path):
         starter(LaunchSection(kind="accelerate", config="gone.yaml"), tmp_path)
 
 
+def read_steps(run) -> list[int]:
+    return [row["step"] for row in run.rows if row["kind"] == "train"]
+
+
 @pytest.mark.slow
-def test_a_run_under_accelerate(warm, ingredients, write_study, tmp_path):
+@pytest.mark.faults
+def test_two_processes_share_a_study(warm, ingredients, write_study, tmp_path):
+    plain = {**ingredients, "evaluation": None, "export": {"merge": False}}
+    axes = {"method": ["none", "aux_loss"]}
+    file = write_study({"base": plain, "axes": axes, "seeds": [1, 2], "metrics": {"loss": "lower"}})
+    command = [*STUDY, file, "--output", tmp_path / "out", "--resume"]
+    both = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    logs = [process.communicate()[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], logs
+    begun = [line for text in logs for line in text.splitlines() if line.endswith(": begins")]
+    assert len(begun) == len(set(begun)) == 4, logs
+    for run in load_results(tmp_path / "out").runs:
+        assert run.finished and read_steps(run) == [1, 2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+def test_a_run_that_outlives_its_killed_study_is_waited_for(
+    warm, ingredients, write_study, tmp_path
+):
+    plain = {**ingredients, "evaluation": None, "export": {"merge": False}}
+    plain["trainer"] = {**plain["trainer"], "max_steps": 150, "save_steps": 1000}
+    file = write_study({"base": plain, "seeds": [1], "metrics": {"loss": "lower"}})
+    output = tmp_path / "out"
+    command = [*STUDY, file, "--output", output, "--resume"]
+    killed = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    wait_for((output / "runs" / "base" / "seed_1" / "metrics.jsonl").exists)
+    killed.kill()
+    killed.wait()
+    again = subprocess.run(command, capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    assert "another process is running it" in again.stderr and "begins" not in again.stderr
+    (run,) = load_results(output).runs
+    assert read_steps(run) == list(range(1, 151))
+
+
+@pytest.mark.slow
+def test_a_run_under_accelerate_shows_its_steps(
+    warm, ingredients, write_study, tmp_path, monkeypatch, capsys
+):
     (tmp_path / "cpu.yaml").write_text(
         "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nmixed_precision: 'no'\n"
         "num_machines: 1\nnum_processes: 1\nuse_cpu: true\n"
     )
+    monkeypatch.setattr("moe_finetune.io.terminal.SILENT", 0.2)
+    monkeypatch.setattr("moe_finetune.io.terminal.STATUS_EVERY", 0.1)
+    monkeypatch.setattr("moe_finetune.io.progress.EVERY", 0.1)
     plain = {**ingredients, "evaluation": None, "export": {"merge": False}}
+    plain["trainer"] = {**plain["trainer"], "max_steps": 200, "save_steps": 1000}
     file = write_study(
         {
             "base": plain,
@@ -137,6 +185,8 @@ def test_a_run_under_accelerate(warm, ingredients, write_study, tmp_path):
             "launch": {"kind": "accelerate", "config": "cpu.yaml"},
         }
     )
-    subprocess.run([*STUDY, file, "--output", tmp_path / "out"], check=True)
+    assert main(["study", str(file), "--output", str(tmp_path / "out")]) == 0
     (run,) = load_results(tmp_path / "out").runs
-    assert run.finished and len(run.rows) == 4
+    assert run.finished and read_steps(run) == list(range(1, 201))
+    steps = r"^seed_1: step \d+/200  loss \d\.\d+  [\d.]+ s left$"
+    assert re.search(steps, capsys.readouterr().err, re.MULTILINE)

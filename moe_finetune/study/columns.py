@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from moe_finetune.errors import StudyError, did_you_mean
 from moe_finetune.evaluation.score import higher_is_better
-from moe_finetune.experiments.results import AVERAGE, RunResult, StudyResults
+from moe_finetune.study.results import AVERAGE, RunResult, StudyResults
 
 
 @dataclass(frozen=True)

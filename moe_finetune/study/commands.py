@@ -10,8 +10,8 @@ def carry_out_study(
     recipe: str, overrides: Sequence[str], output: Path, resume: bool, shard: str | None
 ) -> int:
     """Run the study, print its table and failures, and return the number of failed runs."""
-    from moe_finetune.experiments import run_study
-    from moe_finetune.experiments.recipe import find_study, load_study
+    from moe_finetune.study import run_study
+    from moe_finetune.study.recipe import find_study, load_study
 
     part = parse_shard(shard)
     file = find_study(recipe)
@@ -30,11 +30,11 @@ def carry_out_study(
 
 def show_plan(recipe: str, overrides: Sequence[str], output: Path | None) -> None:
     """Print the arms of a study with their runs; with ``output`` also how many are finished."""
-    from moe_finetune.experiments import expand
-    from moe_finetune.experiments.expand import different_routers
-    from moe_finetune.experiments.folder import state_of
-    from moe_finetune.experiments.recipe import find_study, load_study
     from moe_finetune.io.tables import aligned
+    from moe_finetune.study import expand
+    from moe_finetune.study.expand import different_routers
+    from moe_finetune.study.folder import state_of
+    from moe_finetune.study.recipe import find_study, load_study
 
     file = find_study(recipe)
     study = load_study(file, overrides)
