@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moe_finetune.cli.app import Output, app
-from moe_finetune.io.run_folder import RunFolder, checkpoint_in
+from moe_finetune.io.run_folder import RunFolder, checkpoint_in, checkpoint_name
 from moe_finetune.io.terminal import terminal
 from moe_finetune.io.versions import untested
 
@@ -129,6 +129,8 @@ def convert(
     if to is not None:
         folder = _convert_adapter(Path(checkpoint), to, base, output)
         print(f"adapter: {folder} (as {to.value})")
+        if to is AdapterForm.vllm:
+            _print_serve_line(checkpoint, base, folder)
         return
     from moe_finetune.checkpoint.adapter import CONFIG
     from moe_finetune.checkpoint.convert import convert_checkpoint
@@ -143,16 +145,38 @@ def convert(
     print(f"checkpoint: {convert_checkpoint(folder, output)}")
 
 
+def _print_serve_line(source: str, base: str | None, folder: Path) -> None:
+    from moe_finetune.checkpoint.adapter import open_adapter
+    from moe_finetune.checkpoint.open import open_checkpoint
+    from moe_finetune.vllm.adapters import serve_line
+
+    _, opened = _adapter_and_base(Path(source), base)
+    print(
+        "serve, on a GPU: "
+        + serve_line(open_checkpoint(opened), open_adapter(folder), checkpoint_name(source))
+    )
+    print(
+        "compare its answers once with those of the merged checkpoint: --enable-lora has changed "
+        "what vLLM computes for MoE models, without an error (vllm-project/vllm#49063)"
+    )
+
+
+def _adapter_and_base(source: Path, base: str | None) -> tuple[Path, Path]:
+    """The adapter's folder, of a run's too, and the base's: ``base``, or what the adapter names."""
+    from moe_finetune.models.loading import local_folder
+
+    run = RunFolder(source)
+    adapter = run.adapter if run.adapter.is_dir() else source
+    return adapter, local_folder(base) if base is not None else base_of(adapter)
+
+
 def _convert_adapter(source: Path, to: AdapterForm, base: str | None, output: Path) -> Path:
     from moe_finetune.checkpoint.packings import as_peft, as_per_expert, convert_adapter
     from moe_finetune.models.find import warn_of_plugins
-    from moe_finetune.models.loading import local_folder
     from moe_finetune.vllm.adapters import convert_for_vllm
 
     warn_of_plugins(source)
-    run = RunFolder(source)
-    adapter = run.adapter if run.adapter.is_dir() else source
-    folder = local_folder(base) if base is not None else base_of(adapter)
+    adapter, folder = _adapter_and_base(source, base)
     form = {"peft": as_peft, "per-expert": as_per_expert, "vllm": convert_for_vllm}[to.value]
     return convert_adapter(adapter, folder, output, form)
 
@@ -254,24 +278,16 @@ def serve(
     source: Annotated[
         str, typer.Argument(metavar="RUN|CHECKPOINT", help="Run, checkpoint folder or hub id.")
     ],
-    adapter: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--adapter",
-            metavar="[NAME=]FOLDER",
-            help="Adapter to serve over the base, unmerged; may be repeated.",
-        ),
-    ] = None,
 ) -> None:
     """Serve a merged checkpoint with vLLM. Ctrl-C stops it.
 
     All other options are those of `vllm serve`, such as --tensor-parallel-size 4.
 
-    Example: moe-finetune serve ./my-moe --adapter calm=runs/erc/adapter
+    Example: moe-finetune serve runs/erc
     """
     from moe_finetune.vllm.serve import serve as run_server
 
     if source.startswith("-"):
         raise typer.BadParameter(f"{source}: give the run or checkpoint before vLLM's options")
-    if code := run_server(source, adapter or (), context.args):
+    if code := run_server(source, context.args):
         raise typer.Exit(code)

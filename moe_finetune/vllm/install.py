@@ -24,11 +24,7 @@ SHARED = ("torch", "transformers")
 """Packages of which vLLM allows certain versions, and which training needs, too."""
 SYMBOLS = {
     "vllm": ("LLM", "SamplingParams", "envs"),
-    "vllm.config.lora": ("LoRAConfig",),
     "vllm.distributed": ("cleanup_dist_env_and_memory",),
-    "vllm.lora.peft_helper": ("PEFTHelper",),
-    "vllm.model_executor.models.interfaces": ("supports_lora",),
-    "vllm.model_executor.models.registry": ("ModelRegistry",),
     "vllm.platforms": ("current_platform",),
 }
 """What is imported from vLLM, without what the CPU build's plugin replaces."""

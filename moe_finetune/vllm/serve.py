@@ -1,4 +1,4 @@
-"""``serve``: run ``vllm serve`` on a merged checkpoint, or on a base with adapters."""
+"""``serve``: run ``vllm serve`` on a merged checkpoint."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import os
 import shlex
 import socket
 import sys
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,9 +18,7 @@ from moe_finetune.errors import MachineError, RecipeError
 from moe_finetune.io.children import children, how_it_ended
 from moe_finetune.io.run_folder import checkpoint_in, checkpoint_name
 from moe_finetune.io.yaml_file import read_yaml
-from moe_finetune.vllm.adapters import adapter_arguments, checked_adapters, named_adapters
 from moe_finetune.vllm.install import CPU_KV_CACHE, is_cpu_build, require_vllm
-from moe_finetune.vllm.lora_support import ask_vllm
 
 if TYPE_CHECKING:
     from moe_finetune.checkpoint.open import Checkpoint
@@ -47,7 +44,6 @@ def serve_command(
     name: str,
     cpu: bool,
     arguments: Sequence[str] = (),
-    adapters: Mapping[str, Sequence[str]] | None = None,
 ) -> list[str]:
     """The command that serves a checkpoint as ``name`` with the ``arguments`` of ``vllm serve``.
 
@@ -56,22 +52,21 @@ def serve_command(
 
     Args:
         cpu: whether vLLM is the CPU build.
-        adapters: the options of :func:`adapter_arguments`.
 
     Raises:
-        RecipeError: an option is not allowed, or is already set by ``adapters``; the file of
-            ``--config`` cannot be read.
+        RecipeError: an option is not allowed; the file of ``--config`` cannot be read.
     """
     words = [*config_arguments(arguments), *arguments]
     refuse_remote_code(words)
     user_options = {word.partition("=")[0].replace("_", "-") for word in words}
-    for option in adapters or ():
-        if option in user_options:
-            raise RecipeError(f"{option}: is set by --adapter; leave one of the two out")
+    if "--adapter" in user_options:
+        raise RecipeError(
+            "--adapter: serve serves merged checkpoints; `moe-finetune convert ADAPTER --to vllm` "
+            "prints the command that serves an adapter unmerged"
+        )
     defaults: dict[str, Sequence[str]] = {
         "--host": ["127.0.0.1"],
         "--served-model-name": [name],
-        **(adapters or {}),
     }
     if cpu:
         defaults |= {"--dtype": ["float32"], "--enforce-eager": []}
@@ -118,10 +113,9 @@ def refuse_remote_code(words: Sequence[str]) -> None:
             )
 
 
-def read_arguments(name: str, arguments: Sequence[str]) -> argparse.Namespace:
-    """The base's names and the address from vLLM's ``arguments``; ``name`` is the default."""
+def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """The address in vLLM's ``arguments``."""
     parser = argparse.ArgumentParser("moe-finetune serve", add_help=False, allow_abbrev=False)
-    parser.add_argument("--served-model-name", "--served_model_name", nargs="+", default=[name])
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--uds")
@@ -135,41 +129,27 @@ def refuse_used_port(host: str, port: int) -> None:
         raise RecipeError(f"{host}:{port}: another server uses this port; stop it or use another")
 
 
-def serve(source: str | Path, adapters: Sequence[str], arguments: Sequence[str]) -> int:
-    """Check checkpoint and adapters, run ``vllm serve`` until it ends, and return its exit code.
+def serve(source: str | Path, arguments: Sequence[str]) -> int:
+    """Check the checkpoint, run ``vllm serve`` until it ends, and return its exit code.
 
     Args:
-        adapters: ``NAME=FOLDER`` or folders, adapters to serve with the base ``source``.
         arguments: of ``vllm serve``.
 
     Raises:
         KeyboardInterrupt: SIGINT or SIGTERM, after vLLM's processes have ended.
         MachineError: a signal ended the server.
-        CheckpointError, AdapterError, RecipeError, DependencyError: before the server starts.
+        CheckpointError, RecipeError, DependencyError: before the server starts.
     """
-    merged, name, named = open_merged(source), checkpoint_name(source), named_adapters(adapters)
-    chosen = read_arguments(name, [*config_arguments(arguments), *arguments])
-    for base in chosen.served_model_name:
-        if base in dict(named):  # vLLM would answer with the base
-            raise RecipeError(
-                f"--adapter {base}: the base already has this name; write NAME=FOLDER"
-            )
+    merged, name = open_merged(source), checkpoint_name(source)
+    command = serve_command(merged.folder, name, is_cpu_build(), arguments)
+    chosen = read_arguments([*config_arguments(arguments), *arguments])
     if not (chosen.uds or chosen.headless):
         refuse_used_port(chosen.host, chosen.port)
     require_vllm(try_import=False, instead="serve the checkpoint with another program")
-    cpu = is_cpu_build()
-    with tempfile.TemporaryDirectory(prefix="moe-finetune-") as scratch:
-        options = None
-        if named:
-            readable = checked_adapters(merged, named, cpu, Path(scratch))
-            architecture = (merged.config.get("architectures") or [""])[0]
-            support = ask_vllm(architecture, [adapter.folder for _, adapter in readable])
-            options = adapter_arguments(merged, readable, support)
-        command = serve_command(merged.folder, name, cpu, arguments, options)
-        if cpu:
-            os.environ.update({**CPU_KV_CACHE, **os.environ})
-        print(shlex.join(command), file=sys.stderr, flush=True)
-        return run_server(command)
+    if is_cpu_build():
+        os.environ.update({**CPU_KV_CACHE, **os.environ})
+    print(shlex.join(command), file=sys.stderr, flush=True)
+    return run_server(command)
 
 
 def run_server(command: Sequence[str]) -> int:

@@ -84,9 +84,8 @@ VERBS = {
         "analyze", "base", "-d", "train.jsonl", "--adapter", "adapter", "-o", "out"
     ],
     "serve": ["serve", "base"],
-    "serve adapter": ["serve", "base", "--adapter", "adapter"],
 }  # fmt: skip
-WITH_ADAPTER = ("merge", "eval adapter", "analyze adapter", "serve adapter")
+WITH_ADAPTER = ("merge", "eval adapter", "analyze adapter")
 
 
 def damage(file: Path, defect, name: str) -> str:

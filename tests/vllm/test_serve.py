@@ -1,12 +1,12 @@
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,9 +19,8 @@ from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.errors import AdapterError, CheckpointError, EvaluationError, RecipeError
 from moe_finetune.evaluation.backends import open_backend
 from moe_finetune.evaluation.server import server_models
-from moe_finetune.vllm.adapters import adapter_arguments, checked_adapters, named_adapters
-from moe_finetune.vllm.lora_support import LoraSupport, ask_vllm, support_in_vllm
-from moe_finetune.vllm.serve import open_merged, serve, serve_command
+from moe_finetune.vllm.adapters import convert_for_vllm, serve_line
+from moe_finetune.vllm.serve import open_merged, serve_command
 from tests.checkpoint.helpers import EXPERTS, select
 from tests.checkpoint.helpers import adapter as random_adapter
 from tests.evaluation.local import write_suite
@@ -62,12 +61,12 @@ def test_the_command_has_our_defaults_and_every_argument():
         ("--trust_remote_code", "--trust-remote-code"),
         ("--trust-remote", "--trust-remote-code"),
         ('--mm-processor-kwargs={"trust_remote_code": true}', "--trust-remote-code"),
-        ("--max-loras=9", "--max-loras"),
+        ("--adapter=calm", "convert ADAPTER --to vllm"),
     ],
 )
 def test_refused_arguments(argument, option):
     with pytest.raises(RecipeError, match=option):
-        serve_command(Path("base"), "base", False, [argument], {"--max-loras": ["2"]})
+        serve_command(Path("base"), "base", False, [argument])
 
 
 @pytest.mark.parametrize(
@@ -87,14 +86,12 @@ def test_what_a_file_of_options_may_not_contain(tmp_path, content, message):
         serve_command(Path("base"), "base", False, ["--config", str(file)])
 
 
-def test_a_file_of_options_overrides_our_defaults(tmp_path, tiny_checkpoint):
+def test_a_file_of_options_overrides_our_defaults(tmp_path):
     file = tmp_path / "options.yaml"
     file.write_text("host: 0.0.0.0\nserved_model_name: [mine, calm]\nenforce-eager: false\n")
     arguments = ["--config", str(file), "--port", "8123"]
     options = ["--dtype", "float32", "--attention-backend", "CPU_MLA"]
     assert serve_command(Path("base"), "base", True, arguments)[6:] == [*options, *arguments]
-    with pytest.raises(RecipeError, match="--adapter calm: the base already has this name"):
-        serve(tiny_checkpoint("qwen3_moe"), ["calm=somewhere"], arguments)
     file.unlink()
     with pytest.raises(RecipeError, match=r"options.yaml: cannot be read"):
         serve_command(Path("base"), "base", False, arguments)
@@ -114,16 +111,6 @@ def test_what_is_served(tmp_path, tiny_checkpoint):
         open_merged(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize(
-    "names", [(), ("--served-model-name", "mine", "calm"), ("--served_model_name=calm",)]
-)
-def test_an_adapter_has_another_name_than_the_base(tiny_checkpoint, names):
-    base = tiny_checkpoint("qwen3_moe")
-    adapter = "calm" if names else base.name
-    with pytest.raises(RecipeError, match=f"--adapter {adapter}: the base already has this name"):
-        serve(base, [f"{adapter}=somewhere"], ["--port", "8123", *names, "--max-num-seqs=4"])
-
-
 @pytest.mark.parametrize("arguments", ["--port {}", "--host 0.0.0.0 --port={}"])
 def test_a_used_port_is_refused_before_anything_starts(capsys, tiny_checkpoint, arguments):
     with socket.socket() as other:
@@ -135,59 +122,47 @@ def test_a_used_port_is_refused_before_anything_starts(capsys, tiny_checkpoint, 
     assert f":{port}: another server uses this port" in capsys.readouterr().err
 
 
-def test_adapters_by_name_are_served_on_a_gpu(tmp_path, tiny_checkpoint):
+def converted(adapter, base, tmp_path):
+    """The adapter in vLLM's form; the same folder where it needs no change."""
+    output = tmp_path / "converted"
+    return open_adapter(convert_for_vllm(open_adapter(adapter), open_checkpoint(base), output))
+
+
+def test_the_printed_line_serves_a_converted_adapter(tmp_path, tiny_checkpoint, capsys):
     base = tiny_checkpoint("qwen3_moe")
-    checkpoint = open_checkpoint(base)
     law = random_adapter(base, tmp_path / "law", r=9, target_parameters=list(EXPERTS))
+    command = ["convert", str(law), "--to", "vllm", "--base", str(base), "--output"]
+    assert cli.main([*command, str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    (line,) = (line for line in printed.splitlines() if "vllm serve" in line)
+    words = shlex.split(line.partition(": ")[2])
+    assert words[:3] == ["vllm", "serve", str(base)] and "vllm#49063" in printed
+    options = pairs(words)
+    assert options["--max-lora-rank"] == "16" and "--enable-mixed-moe-lora-format" in words
+    module = {"name": "law", "path": str(tmp_path / "out"), "is_3d_lora_weight": True}
+    assert json.loads(options["--lora-modules"]) == module
     plain = random_adapter(base, tmp_path / "plain", **ATTENTION)
-    given = named_adapters([str(law), f"calm={plain}"])
-    assert given == (("law", law), ("calm", plain))
-    adapters = checked_adapters(checkpoint, given, False, tmp_path / "scratch")
-    found = adapter_arguments(checkpoint, adapters, LoraSupport(True, refused=(None, None)))
-    assert found["--max-lora-rank"] == ["16"] and found["--max-loras"] == ["2"]
-    assert "--enable-mixed-moe-lora-format" in found and "--enable-lora" in found
-    assert [json.loads(module) for module in found["--lora-modules"]] == [
-        {"name": "law", "path": str(law), "is_3d_lora_weight": True},
-        {"name": "calm", "path": str(plain)},
-    ]
-    command = serve_command(base, "base", False, (), found)
-    assert pairs(command)["--max-lora-rank"] == "16"
-    alone = adapter_arguments(checkpoint, adapters[1:], LoraSupport(True, refused=(None,)))
-    assert "--enable-mixed-moe-lora-format" not in alone
-    stacked = LoraSupport(True, stacked=True, refused=(None, None))
-    assert "--enable-mixed-moe-lora-format" not in adapter_arguments(checkpoint, adapters, stacked)
-    for wrong in ([str(law), str(law)], [f"={law}"], ["law="]):
-        with pytest.raises(RecipeError, match="--adapter"):
-            named_adapters(wrong)
+    words = shlex.split(serve_line(open_checkpoint(base), open_adapter(plain), "calm"))
+    assert "--enable-mixed-moe-lora-format" not in words
+    assert "is_3d_lora_weight" not in words[-1]
 
 
-@pytest.mark.parametrize(
-    ("options", "cpu", "reason"),
-    [
-        ({"target_parameters": list(EXPERTS)}, True, "on GPUs only"),
-        ({"target_parameters": [EXPERTS[1]]}, False, "only one of the experts' two parameters"),
-        ({"target_parameters": None, "target_modules": ["kv_b_proj"]}, False, "kv_b_proj"),
-    ],
-)
-def test_what_no_class_can_serve(tmp_path, tiny_checkpoint, options, cpu, reason):
-    base = tiny_checkpoint("deepseek_v2" if "kv_b_proj" in reason else "qwen3_moe")
-    checkpoint = open_checkpoint(base)
-    adapter = random_adapter(base, tmp_path / "adapter", **options)
-    with pytest.raises(AdapterError) as caught:
-        checked_adapters(checkpoint, [("a", adapter)], cpu, tmp_path / "scratch")
-    assert reason in str(caught.value) and "moe-finetune merge" in str(caught.value)
+def test_what_no_class_can_serve(tmp_path, tiny_checkpoint):
+    base = tiny_checkpoint("deepseek_v2")
+    options = {"target_parameters": None, "target_modules": ["kv_b_proj"]}
+    with pytest.raises(AdapterError, match=r"kv_b_proj.*moe-finetune merge"):
+        converted(random_adapter(base, tmp_path / "adapter", **options), base, tmp_path)
 
 
 def test_chosen_experts_are_filled_up_and_a_bias_is_refused(tmp_path, tiny_checkpoint):
     base = tiny_checkpoint("qwen3_moe")
-    checkpoint = open_checkpoint(base)
     adapter = random_adapter(base, tmp_path / "adapter", **ATTENTION)
     save_file({"bias.1": torch.zeros(12)}, adapter / "router_bias.safetensors")
     with pytest.raises(AdapterError, match="routing bias"):
-        checked_adapters(checkpoint, [("a", adapter)], False, tmp_path / "scratch")
+        converted(adapter, base, tmp_path)
     whole = random_adapter(base, tmp_path / "whole", target_parameters=list(EXPERTS))
     chosen = select(whole, base, {1: [3, 10]}, tmp_path / "chosen")
-    ((_, filled),) = checked_adapters(checkpoint, [("a", chosen)], False, tmp_path / "scratch")
+    filled = converted(chosen, base, tmp_path)
     stacks = [key for key in filled.tensors if ".experts." in key]
     assert {key.split(".")[2] for key in stacks} == {"1"}
     assert filled.folder != chosen and filled.metadata.experts is None
@@ -196,12 +171,11 @@ def test_chosen_experts_are_filled_up_and_a_bias_is_refused(tmp_path, tiny_check
 def test_patterns_of_parameters_name_modules_for_vllm(tmp_path, tiny_checkpoint):
     """vLLM would give a router's or shared expert's factors the rank of all others."""
     base = tiny_checkpoint("qwen3_moe")
-    checkpoint = open_checkpoint(base)
     options = {"rank_pattern": {r"mlp\.gate\.weight": 2}, "alpha_pattern": {"gate.weight": 9}}
     adapter = random_adapter(
         base, tmp_path / "adapter", **options, target_parameters=["gate.weight"]
     )
-    ((_, found),) = checked_adapters(checkpoint, [("a", adapter)], False, tmp_path / "scratch")
+    found = converted(adapter, base, tmp_path)
     assert found.config["rank_pattern"] == {r"mlp\.gate": 2}
     assert found.config["alpha_pattern"] == {"gate": 9}
     assert (found.folder / "adapter_model.safetensors").resolve().parent == adapter
@@ -323,50 +297,17 @@ def test_vllm_knows_every_option(tmp_path, tiny_checkpoint):
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     base = tiny_checkpoint("qwen3_moe")
-    checkpoint = open_checkpoint(base)
-    law = random_adapter(base, tmp_path / "law", r=9, target_parameters=list(EXPERTS))
-    plain = random_adapter(base, tmp_path / "plain", **ATTENTION)
-    given = (("law", law), ("calm", plain))
-    adapters = checked_adapters(checkpoint, given, False, tmp_path / "scratch")
-    support = ask_vllm("Qwen3MoeForCausalLM", [law, plain])  # in a process of its own
-    assert support == support_in_vllm("Qwen3MoeForCausalLM", [law, plain])
-    arguments = adapter_arguments(checkpoint, adapters, support)
     parser = make_arg_parser(FlexibleArgumentParser())
-    found = parser.parse_args(serve_command(base, "base", False, (), arguments)[5:])
+    found = parser.parse_args(serve_command(base, "base", False)[5:])
     assert found.model_tag == str(base) and found.host == "127.0.0.1"
     assert found.served_model_name == ["base"]
-    assert found.enable_lora and found.enable_mixed_moe_lora_format
-    assert found.max_lora_rank == 16 and found.max_loras == 2
-    assert [(m.name, m.is_3d_lora_weight) for m in found.lora_modules] == [
-        ("law", True),
-        ("calm", False),
-    ]
+    law = random_adapter(base, tmp_path / "law", r=9, target_parameters=list(EXPERTS))
+    line = serve_line(open_checkpoint(base), open_adapter(law), "law")
+    found = parser.parse_args(shlex.split(line)[2:])
+    assert found.enable_lora and found.enable_mixed_moe_lora_format and found.max_lora_rank == 16
+    assert [(m.name, m.is_3d_lora_weight) for m in found.lora_modules] == [("law", True)]
     on_cpu = parser.parse_args(serve_command(base, "base", cpu=True)[5:])
     assert on_cpu.enforce_eager and on_cpu.dtype == "float32"
-
-
-@pytest.mark.vllm
-@needs_vllm
-def test_vllm_is_asked_what_its_classes_support(tmp_path, tiny_checkpoint):
-    base = tiny_checkpoint("qwen3_moe")
-    checkpoint = open_checkpoint(base)
-    saved = random_adapter(base, tmp_path / "saved", **ATTENTION, modules_to_save=["gate"])
-    dora = random_adapter(base, tmp_path / "dora", **ATTENTION, use_dora=True)
-    support = support_in_vllm("Qwen3MoeForCausalLM", [saved, dora])
-    assert support.supported and support.gated and not support.stacked
-    opened = [("saved", open_adapter(saved)), ("dora", open_adapter(dora))]
-    with pytest.raises(AdapterError, match=r"modules_to_save.*moe-finetune merge"):
-        adapter_arguments(checkpoint, opened, support)
-    with pytest.raises(AdapterError, match=r"DoRA.*moe-finetune merge"):
-        adapter_arguments(checkpoint, opened[1:], replace(support, refused=support.refused[1:]))
-    gpt_oss = support_in_vllm("GptOssForCausalLM", [])
-    assert gpt_oss.supported and gpt_oss.stacked
-    assert support_in_vllm("Glm4MoeForCausalLM", []).supported
-    assert not support_in_vllm("NemotronHForCausalLM", []).gated
-    assert not support_in_vllm("NobodysForCausalLM", []).supported
-    unknown = LoraSupport(False, refused=(None,))
-    with pytest.raises(AdapterError, match="has no LoRA"):
-        adapter_arguments(checkpoint, opened[1:], unknown)
 
 
 @pytest.mark.vllm
@@ -377,7 +318,6 @@ def test_vllm_reads_our_ranks_and_scalings(tmp_path, tiny_checkpoint):
     from vllm.lora.peft_helper import PEFTHelper
 
     base = tiny_checkpoint("qwen3_moe")
-    checkpoint = open_checkpoint(base)
     adapter = random_adapter(
         base,
         tmp_path / "adapter",
@@ -386,7 +326,7 @@ def test_vllm_reads_our_ranks_and_scalings(tmp_path, tiny_checkpoint):
         rank_pattern={"mlp.gate.weight": 2, "mlp.experts.gate_up_proj": 6, "o_proj": 3},
         alpha_pattern={"mlp.gate.weight": 5, "mlp.experts.down_proj": 7},
     )
-    ((_, served),) = checked_adapters(checkpoint, [("a", adapter)], False, tmp_path / "scratch")
+    served = converted(adapter, base, tmp_path)
     helper = PEFTHelper.from_local_dir(str(served.folder), None)
     names = {"q_proj", "k_proj", "v_proj", "o_proj", "gate", "experts"}
     loras = LoRAModel.from_local_checkpoint(
@@ -412,7 +352,6 @@ def test_vllm_reads_a_converted_adapter(tmp_path, tiny_checkpoint):
     from vllm.lora.peft_helper import PEFTHelper
 
     from moe_finetune.checkpoint.packings import as_per_expert, convert_adapter
-    from moe_finetune.vllm.adapters import convert_for_vllm
 
     base = tiny_checkpoint("qwen3_moe")
     adapter = random_adapter(base, tmp_path / "adapter", target_parameters=list(EXPERTS))
