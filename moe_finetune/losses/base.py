@@ -7,6 +7,7 @@ Add a loss with one file for its pure function and its :class:`Term`, and one li
 import inspect
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
@@ -161,12 +162,19 @@ class LayerContext:
     Attributes:
         previous: the MoE layer below, or None in the first one.
         first_visit: False when a checkpointed layer runs again; state changes only when True.
-        draws: random numbers of this forward that a recomputation must reuse, by name.
+        draws: what a recomputation must reuse of this forward: random numbers, and choices that
+            rounding could change; by name.
     """
 
     previous: PreviousLayer | None = None
     first_visit: bool = True
     draws: dict[str, Tensor] = field(default_factory=dict)
+
+    def kept(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        """What ``make`` returned in the first visit."""
+        if name not in self.draws:
+            self.draws[name] = make()
+        return self.draws[name]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from moe_finetune.losses.tensors import (
     distributed_run,
     full_precision,
     mean_over_tokens,
+    packed_index,
 )
 
 
@@ -28,6 +29,7 @@ def coupling_loss(
     top_k: int,
     mask_T: Tensor | None = None,
     transitions_EE: Tensor | None = None,
+    partners_TK: Tensor | None = None,
 ) -> Tensor:
     """``-Σ_{e∈A} Σ_{ν∈T(e)} p_e p'_ν`` per token: p of one MoE layer, p' of the next.
 
@@ -44,6 +46,7 @@ def coupling_loss(
         mask_T: True where a token counts; None counts all.
         transitions_EE: strength of the transition from expert e (row) to ν (column). Carries no
             gradient.
+        partners_TK: T of each token; None takes the most probable experts.
 
     Raises:
         ValueError: for wrong shapes, or ``top_k`` outside 1..E.
@@ -65,13 +68,20 @@ def coupling_loss(
     picked_TK = probs_TE.gather(-1, index_TK)
     if transitions_EE is None:
         # T does not depend on e, so the double sum is a product of two sums.
-        mass_T = picked_TK.sum(-1) * next_TE.topk(top_k, sorted=False).values.sum(-1)
+        if partners_TK is None:
+            partners_TK = most_probable(next_TE, top_k)
+        mass_T = picked_TK.sum(-1) * next_TE.gather(-1, partners_TK.long()).sum(-1)
         return mean_over_tokens(-mass_T, mask_T)
     best_EK = transitions_EE.detach().topk(top_k, sorted=False).indices
     follows_EE = torch.zeros_like(transitions_EE, dtype=next_TE.dtype).scatter(-1, best_EK, 1.0)
     onward_TE = next_TE @ follows_EE.T
     mass_T = (picked_TK * onward_TE.gather(-1, index_TK)).sum(-1)
     return mean_over_tokens(-mass_T, mask_T)
+
+
+def most_probable(probs_TE: Tensor, top_k: int) -> Tensor:
+    """The ``top_k`` experts (T, K) of highest probability, in any order."""
+    return probs_TE.detach().topk(top_k, sorted=False).indices
 
 
 @full_precision
@@ -152,22 +162,29 @@ class Coupling(Term):
         if lower is None:
             return None
         upper_TE = record.distribution_TE
-        table_EE = None
+        top_k = record.index_TK.shape[1]
+        table_EE = partners_TK = None
         if self.options.pairing == "transition":
             # Kept for a recomputation: other forwards may move the running table meanwhile.
-            if context.first_visit:
+            def moved() -> Tensor:
                 batch_EE = transition_table(
                     lower.distribution_TE, lower.index_TK, upper_TE, record.mask_T
                 )
-                context.draws[self.name] = self._moved(record.layer, batch_EE)
-            table_EE = context.draws[self.name]
+                return self._moved(record.layer, batch_EE)
+
+            table_EE = context.kept(self.name, moved)
+        else:
+            partners_TK = context.kept(
+                self.name, lambda: packed_index(most_probable(upper_TE, top_k), upper_TE.shape[1])
+            )
         return coupling_loss(
             lower.distribution_TE,
             lower.index_TK,
             upper_TE,
-            record.index_TK.shape[1],
+            top_k,
             record.mask_T,
             table_EE,
+            partners_TK,
         )
 
     def _moved(self, layer: int, batch_EE: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ I and O the input and output width of a projection.
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -268,8 +269,7 @@ class Erc(Term):
         with without_autocast(weight_EH.device):
             proxies_PH = at_least_float32(weight_EH if options.router_grad else weight_EH.detach())
             if options.noise:
-                if self.name not in context.draws:
-                    context.draws[self.name] = torch.rand_like(proxies_PH)
-                proxies_PH = perturbed(proxies_PH, context.draws[self.name])
+                noise_PH = context.kept(self.name, partial(torch.rand_like, proxies_PH))
+                proxies_PH = perturbed(proxies_PH, noise_PH)
             table_EE = _table(proxies_PH, record.expert_factors, options.activation)
             return erc_from_table(table_EE, options.alpha)

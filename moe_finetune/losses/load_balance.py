@@ -1,5 +1,6 @@
 """Load balancing: Switch, DeepSeek and GShard forms, per sequence, micro-batch or global batch."""
 
+from functools import partial
 from typing import Literal
 
 import torch
@@ -17,6 +18,7 @@ from moe_finetune.losses.tensors import (
     distributed_run,
     full_precision,
     on_host,
+    packed_index,
     world_size,
 )
 
@@ -34,6 +36,7 @@ def load_balancing_loss(
     *,
     probabilities: Probabilities = "all",
     rank_totals: Tensor | None = None,
+    first_T: Tensor | None = None,
 ) -> Tensor:
     """``E Σ_e f_e P_e``: 1 at perfect balance (``switch``: K), larger when load concentrates.
 
@@ -56,6 +59,7 @@ def load_balancing_loss(
             ``P`` then cover all ranks (Qiu et al. 2025), the value is equal on every rank, and the
             mean over ranks of the gradients equals the gradient of one process with all tokens.
             Cannot be combined with ``sequence_lengths``.
+        first_T: first choices for "gshard"; None takes those of highest probability.
 
     Raises:
         ValueError: for wrong shapes, an unknown variant, or lengths that do not sum to T.
@@ -63,7 +67,9 @@ def load_balancing_loss(
     Source: GShard (Lepikhin et al. 2020), Switch Transformer eq. 4, DeepSeek-V2 eq. 23; P0 eq. 18.
     """
     check_shapes(probs_TE=probs_TE, index_TK=index_TK, mask_T=mask_T)
-    probs_TE, chosen_TC, counts_T = _prepare(probs_TE, index_TK, mask_T, variant, probabilities)
+    probs_TE, chosen_TC, counts_T = _prepare(
+        probs_TE, index_TK, mask_T, variant, probabilities, first_T
+    )
     num_experts = probs_TE.shape[1]
     scale = num_experts / (index_TK.shape[1] if variant == "deepseek" else 1)
     if rank_totals is not None:
@@ -102,11 +108,12 @@ def load_totals(
     variant: Variant = "switch",
     *,
     probabilities: Probabilities = "all",
+    first_T: Tensor | None = None,
 ) -> Tensor:
     """This rank's loads (E), probability sums (E) and token count (1), without gradient."""
     check_shapes(probs_TE=probs_TE, index_TK=index_TK, mask_T=mask_T)
     probs_TE, chosen_TC, counts_T = _prepare(
-        probs_TE.detach(), index_TK, mask_T, variant, probabilities
+        probs_TE.detach(), index_TK, mask_T, variant, probabilities, first_T
     )
     load_E = _load(chosen_TC, counts_T, probs_TE.shape[1])
     return torch.cat([load_E, probs_TE.sum(0), counts_T.sum(0, keepdim=True)])
@@ -118,6 +125,7 @@ def _prepare(
     mask_T: Tensor | None,
     variant: Variant,
     probabilities: Probabilities,
+    first_T: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Probabilities to average, the choices counted as load, and 1 for each token that counts."""
     check_choice("variant", variant, ("switch", "deepseek", "gshard"))
@@ -127,14 +135,20 @@ def _prepare(
     counts_T = blank(probs_TE.new_ones(probs_TE.shape[0]), mask_T)
     chosen_TC = index_TK
     if variant == "gshard":
-        by_id_TK = index_TK.sort(-1).values
-        first_T1 = probs_TE.detach().gather(-1, by_id_TK).argmax(-1, keepdim=True)
-        chosen_TC = by_id_TK.gather(-1, first_T1)
+        first_T = first_choice(probs_TE, index_TK) if first_T is None else first_T
+        chosen_TC = blank(first_T.long(), mask_T).unsqueeze(1)
     if probabilities == "topk":
         picked_TK = probs_TE.gather(-1, index_TK)
         scores_TK = picked_TK / picked_TK.sum(-1, keepdim=True).clamp_min(1e-20)
         probs_TE = torch.zeros_like(probs_TE).scatter(-1, index_TK, scores_TK)
     return probs_TE, chosen_TC, counts_T
+
+
+def first_choice(probs_TE: Tensor, index_TK: Tensor) -> Tensor:
+    """The selected expert (T,) of highest probability; the lowest id among equals."""
+    by_id_TK = index_TK.long().sort(-1).values
+    first_T1 = probs_TE.detach().gather(-1, by_id_TK).argmax(-1, keepdim=True)
+    return by_id_TK.gather(-1, first_T1).squeeze(1)
 
 
 def _load(slots_TC: Tensor, counts_T: Tensor, size: int) -> Tensor:
@@ -185,8 +199,14 @@ class LoadBalance(Term):
 
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
         options = self.options
-        inputs = (record.distribution_TE, record.index_TK, record.mask_T, options.variant)
-        lengths = totals = None
+        probs_TE, index_TK = record.distribution_TE, record.index_TK
+        inputs = (probs_TE, index_TK, record.mask_T, options.variant)
+        lengths = totals = first_T = None
+        if options.variant == "gshard":
+            first_T = context.kept(
+                f"{self.name}, first choice",
+                lambda: packed_index(first_choice(probs_TE, index_TK), probs_TE.shape[1]),
+            )
         if options.scope == "sequence":
             lengths = record.sequence_lengths
             if lengths is None:
@@ -195,21 +215,21 @@ class LoadBalance(Term):
                     "sequence, which this forward pass did not provide; use 'micro_batch'"
                 )
         if options.scope == "global_batch":
-            totals = self._totals_over_ranks(record, context, inputs)
+            # Kept, so that a recomputation needs no communication.
+            totals = context.kept(self.name, partial(self._totals_over_ranks, inputs, first_T))
         return load_balancing_loss(
-            *inputs, lengths, probabilities=options.probabilities, rank_totals=totals
+            *inputs,
+            lengths,
+            probabilities=options.probabilities,
+            rank_totals=totals,
+            first_T=first_T,
         )
 
     def _totals_over_ranks(
-        self,
-        record: RoutingRecord,
-        context: LayerContext,
-        inputs: tuple[Tensor, Tensor, Tensor, Variant],
+        self, inputs: tuple[Tensor, Tensor, Tensor, Variant], first_T: Tensor | None
     ) -> Tensor:
-        """Totals of all ranks, kept so that a recomputation needs no communication."""
-        if self.name not in context.draws:
-            totals = load_totals(*inputs, probabilities=self.options.probabilities)
-            if distributed_run():
-                distributed.all_reduce(totals)
-            context.draws[self.name] = totals
-        return context.draws[self.name]
+        probabilities = self.options.probabilities
+        totals = load_totals(*inputs, probabilities=probabilities, first_T=first_T)
+        if distributed_run():
+            distributed.all_reduce(totals)
+        return totals

@@ -90,6 +90,11 @@ def world_size() -> int:
     return distributed.get_world_size() if distributed_run() else 1
 
 
+def packed_index(index: Tensor, experts: int) -> Tensor:
+    """Numbers of experts in as few bytes as hold them."""
+    return index.to(torch.uint8 if experts <= 256 else torch.int16)
+
+
 def blank(tensor: Tensor, mask_T: Tensor | None) -> Tensor:
     """Set rows that do not count to zero, so a NaN there has no effect."""
     if mask_T is None:

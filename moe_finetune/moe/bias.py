@@ -26,7 +26,7 @@ class BiasBalancer(Perturbation):
     Args:
         layers: decoder indices of the MoE layers whose router selects.
         update: step size u, 1e-3 in the paper.
-        inner: another perturbation that acts before the selection.
+        inner: another perturbation, which acts before and after the selection.
     """
 
     def __init__(
@@ -74,8 +74,13 @@ class BiasBalancer(Perturbation):
         if acts and layer.index in self.bias:
             rule = self._rules.setdefault(layer.index, Rule(layer))
             bias_E = self.bias[layer.index] = self.bias[layer.index].to(logits_TE.device)
-            weights_TK, index_TK = select_with_bias(logits_TE, bias_E, index_TK, weights_TK, rule)
-        return self._inner.routing(layer, logits_TE, weights_TK, index_TK)
+            return select_with_bias(logits_TE, bias_E, index_TK, weights_TK, rule)
+        return weights_TK, index_TK
+
+    def noise(
+        self, layer: MoeLayer, logits_TE: Tensor, weights_TK: Tensor, index_TK: Tensor
+    ) -> Tensor:
+        return self._inner.noise(layer, logits_TE, weights_TK, index_TK)
 
     def observe(self, record: RoutingRecord, _: LayerLoss) -> None:
         """Count the loads of a training forward (an observer of the recorder)."""

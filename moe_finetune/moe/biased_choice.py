@@ -40,10 +40,7 @@ def select_again(
     weighting: Weighting,
 ) -> tuple[Tensor, Tensor]:
     """Weights and index of another selection; the router's own where the sets are equal."""
-    weights_TK = scores_TE.gather(1, index_TK)
-    if weighting.renormalize:
-        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-    weights_TK = (weights_TK * weighting.scaling).to(own_weights_TK.dtype)
+    weights_TK = weighting.weights(scores_TE, index_TK).to(own_weights_TK.dtype)
     same_T1 = same_experts(index_TK, own_index_TK).unsqueeze(-1)
     return (
         torch.where(same_T1, own_weights_TK, weights_TK),
@@ -68,6 +65,13 @@ class Weighting:
     def scores(self, logits_TE: Tensor) -> Tensor:
         """Float32 scores over all experts."""
         return scores_of(logits_TE.float(), self.score)
+
+    def weights(self, scores_TE: Tensor, index_TK: Tensor) -> Tensor:
+        """Routing weights (T, K) of the experts in ``index_TK``."""
+        weights_TK = scores_TE.gather(1, index_TK)
+        if self.renormalize:
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+        return weights_TK * self.scaling
 
 
 class Rule(Weighting):

@@ -3,9 +3,12 @@
 A decoder layer that runs again in the backward is recorded again. This works with transformers'
 checkpointing and with torch's wrapper (accelerate's activation checkpointing), if whole decoder
 layers run again, without a key-value cache and not reentrantly.
+
+Under torch's wrapper, and up to transformers 5.22, a layer's hooks run again with it. From 5.23 the
+hooks are outside of what runs again, which is the layer's forward: see :class:`RunsAgain`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -14,6 +17,7 @@ from torch import nn
 from moe_finetune.errors import CaptureError
 
 _INNER = "_checkpoint_wrapped_module"
+_FUNCTION = "_gradient_checkpointing_func"
 REENTRANT = (
     "reentrant gradient checkpointing gives wrong gradients of losses between layers; set "
     "gradient_checkpointing_kwargs={'use_reentrant': False} (LLaMA-Factory: use_reentrant_gc: "
@@ -57,7 +61,7 @@ def check_layers(layers: Iterable[Any], use_cache: bool) -> None:
     """
     for layer in layers:
         wrapped = hasattr(layer, _INNER)
-        function: Any = getattr(layer, "_gradient_checkpointing_func", None)
+        function: Any = getattr(layer, _FUNCTION, None)
         active = getattr(layer, "gradient_checkpointing", False) and isinstance(function, partial)
         if (wrapped and layer.checkpoint_impl.name == "REENTRANT") or (
             active and function.keywords.get("use_reentrant") is not False
@@ -69,3 +73,44 @@ def check_layers(layers: Iterable[Any], use_cache: bool) -> None:
                 "and would write its keys and values to the cache twice; set "
                 "model.config.use_cache = False, or call the model with use_cache=False"
             )
+
+
+class RunsAgain:
+    """Does in each visit of a checkpointed decoder layer what its hooks do before and after it.
+
+    During a forward, the function that transformers checkpoints the layer with is replaced by one
+    that calls these before and after what it is given.
+
+    Args:
+        after: called with the layer's output; returns the output.
+        finish: called last, also when the recomputation stops early.
+    """
+
+    def __init__(self, layer: nn.Module, after: Callable[[Any], Any], finish: Callable[[], None]):
+        self._layer, self._after, self._finish = layer, after, finish
+        self._original: Any = None
+
+    def begin(self, enter: Callable[[], None]) -> None:
+        """Called before the layer's forward."""
+        function = self._layer.__dict__.get(_FUNCTION)
+        if function is None or self._original is not None:
+            return
+        self._original = function
+
+        def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            def visit(*inputs: Any, **options: Any) -> Any:
+                enter()
+                try:
+                    return self._after(forward(*inputs, **options))
+                finally:
+                    self._finish()
+
+            return function(visit, *args, **kwargs)
+
+        self._layer.__dict__[_FUNCTION] = run
+
+    def end(self, *_: Any) -> None:
+        """Called after it, also after an error."""
+        if self._original is not None:
+            self._layer.__dict__[_FUNCTION] = self._original
+            self._original = None

@@ -33,7 +33,8 @@ class ForwardOverrides:
     """What a trainer adds to the inputs of one forward.
 
     Attributes:
-        route: reads or replaces each router's selection; called last, at every visit of a layer.
+        route: reads or replaces each router's selection, after the bias; called at every visit of
+            a layer.
     """
 
     route: Route | None = None
@@ -52,6 +53,9 @@ class ForwardPlan:
         scale: returns the factor of the injected loss, 1 / (micro-batches of this optimizer step).
         joins: how losses join the layers' outputs; None injects their sum.
         overrides: called with a forward's number of rows; returns its ForwardOverrides.
+        keeps_choice: whether a checkpointed layer that runs again takes its first visit's experts.
+        note_repeated: called when a layer runs again, with a bool (T,): whether it would select
+            other experts for a token.
     """
 
     objective: Objective | None = None
@@ -62,6 +66,8 @@ class ForwardPlan:
     scale: Callable[[], float] = lambda: 1.0
     joins: Joins | None = None
     overrides: Callable[[int], ForwardOverrides] = lambda rows: ForwardOverrides()
+    keeps_choice: bool = True
+    note_repeated: Callable[[Tensor], None] = lambda changed_T: None
 
 
 class ForwardContext:
@@ -79,6 +85,9 @@ class ForwardContext:
         overrides: the trainer's additions to this forward.
         sequences: sequences of packed rows if the family's modules need them, else None.
         packed: whether rows contain several sequences.
+        checkpoints: whether any decoder layer runs again in the backward.
+        choices: per layer that has run, its selected experts (T, K), kept for its recomputation as
+            long as the forward's graph lives; None where nothing runs again.
         previous: per MoE layer, what it reads of the MoE layer below.
         seen: layers already counted; a recomputed layer is in this set.
         draws: per layer, random numbers that a recomputation must reuse.
@@ -94,6 +103,7 @@ class ForwardContext:
         overrides: ForwardOverrides | None = None,
         sequences: Sequences | None = None,
         packed: bool = False,
+        checkpoints: bool = False,
     ):
         self.plan = plan
         self.train = train
@@ -103,6 +113,8 @@ class ForwardContext:
         self.overrides = overrides or ForwardOverrides()
         self.sequences = sequences
         self.packed = packed
+        self.checkpoints = checkpoints
+        self.choices: dict[int, Tensor | None] = {}
         self.previous: dict[int, PreviousLayer] = {}
         self.seen: set[int] = set()
         self.draws: dict[int, dict[str, Tensor]] = {}

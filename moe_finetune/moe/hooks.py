@@ -28,7 +28,14 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moe_finetune.errors import CaptureError
 from moe_finetune.losses.objective import Objective
-from moe_finetune.moe.checkpointing import REENTRANT, check_block, check_layers, inside
+from moe_finetune.moe.checkpointing import (
+    REENTRANT,
+    RunsAgain,
+    check_block,
+    check_layers,
+    checkpoints,
+    inside,
+)
 from moe_finetune.moe.context import CONTEXT_KEY, ForwardContext, ForwardPlan, Observer
 from moe_finetune.moe.foreign_kernels import check_kernels
 from moe_finetune.moe.grouped import Kernel, grouped_products
@@ -88,6 +95,7 @@ class Recorder:
         self._labels: Tensor | None = None
         self._ids: Tensor | None = None
         self._mask: Tensor | None = None
+        self._said = False
         self._undo: list[Callable[[], None]] = []
 
     @property
@@ -157,20 +165,29 @@ class Recorder:
         if self.plan.token_mask == "labels" or self.layers[0].family.part:
             self._hook(below_peft.register_forward_pre_hook(self._note_inputs, with_kwargs=True))
             self._hook(below_peft.register_forward_hook(self._forget_inputs, always_call=True))
-        by_module = {id(layer.decoder_layer): layer for layer in self.layers}
+        every_visits = {
+            id(layer.decoder_layer): LayerVisits(
+                layer, self.layers, self.perturbation, self.dropout, self.kernel
+            )
+            for layer in self.layers
+        }
         facts = self.layers[0].family.rows
         for module in map(inside, self.backbone.layers):
-            layer_here, in_layer = by_module.get(id(module)), InLayer()
-            self._hook(
-                module.register_forward_pre_hook(
-                    partial(self._take_context, layer_here, in_layer), with_kwargs=True
-                )
+            here, in_layer = every_visits.get(id(module)), InLayer()
+            moe_layer = here.layer if here else None
+            again = RunsAgain(
+                module,
+                after=here.after_layer if here else lambda output: output,
+                finish=moe_layer.clear if moe_layer else lambda: None,
             )
+            take = partial(self._take_context, moe_layer, in_layer, again)
+            self._hook(module.register_forward_pre_hook(take, with_kwargs=True))
+            self._hook(module.register_forward_hook(again.end, always_call=True))
             for part in module.modules():
                 if runs_alone(part, facts):
                     self._attach(part, "forward", partial(in_layer.run, part.forward))
-        for layer in self.layers:
-            visits = LayerVisits(layer, self.layers, self.perturbation, self.dropout, self.kernel)
+        for visits in every_visits.values():
+            layer = visits.layer
             self._hook(layer.router.register_forward_pre_hook(visits.before_router))
             self._hook(layer.router.register_forward_hook(visits.after_router))
             for head in visits.logits_modules():
@@ -253,6 +270,16 @@ class Recorder:
             token_kwargs = {**kwargs, "attention_mask": self._mask}
         dtype = next(module.parameters()).dtype
         kwargs, sequences, packed = separate(kwargs, like_BL, module.config, dtype, facts)
+        again = torch.is_grad_enabled() and checkpoints(self.backbone.layers)
+        if again and (own_weights := self.layers[0].family.own_weights) and not self._said:
+            self._said = True
+            log.warning(
+                "WARNING: under gradient checkpointing, %s selects experts again in the backward "
+                "and cannot keep those of the forward: %s; routing/changed_in_recomputation is the "
+                "share of tokens with others",
+                self.layers[0].family.title,
+                own_weights,
+            )
         context = ForwardContext(
             plan=plan,
             train=train and (plan.objective is not None or self.perturbation is not None),
@@ -262,6 +289,7 @@ class Recorder:
             overrides=plan.overrides(len(like_BL)),
             sequences=sequences,
             packed=packed,
+            checkpoints=again,
         )
         if context.wanted:
             context.tokens = read_tokens(
@@ -278,30 +306,20 @@ class Recorder:
         self,
         layer: MoeLayer | None,
         in_layer: InLayer,
+        again: RunsAgain,
         module: nn.Module,
         args: tuple,
         kwargs: dict,
     ) -> tuple[tuple, dict]:
         context = kwargs.pop(CONTEXT_KEY, None)
-        in_layer.sequences = None if context is None else context.sequences
-        if layer is None:
-            return args, kwargs
-        layer.clear()
-        if context is None and self._expects_context(module):
+        if layer is not None and context is None and self._expects_context(module):
             raise CaptureError(
                 f"layer {layer.index} ran outside its model's forward, so its losses and records "
                 "would be lost; call the model, or the decoder below its head"
             )
-        if context is not None and context.train and not torch.is_grad_enabled():
-            # Other programs wrap checkpoint functions, so only the layer shows which kind runs.
-            raise CaptureError(REENTRANT)
-        if context is not None and context.copied:
-            raise CaptureError(
-                f"layer {layer.index} received a copy of the forward's context, so losses "
-                "between layers would be lost: a wrapper of this layer copies keyword "
-                "arguments; remove the wrapper"
-            )
-        layer.context = context
+        enter = partial(_enter, layer, in_layer, context)
+        enter()
+        again.begin(enter)
         return args, kwargs
 
     def _expects_context(self, module: nn.Module) -> bool:
@@ -310,6 +328,24 @@ class Recorder:
             return True
         acts = plan.objective is not None or self.perturbation is not None or plan.observers
         return bool(acts) and module.training and torch.is_grad_enabled()
+
+
+def _enter(layer: MoeLayer | None, in_layer: InLayer, context: ForwardContext | None) -> None:
+    """Give a layer that begins, or begins again in the backward, its forward's context."""
+    in_layer.sequences = None if context is None else context.sequences
+    if layer is None:
+        return
+    layer.clear()
+    if context is not None and context.train and not torch.is_grad_enabled():
+        # Other programs wrap checkpoint functions, so only the layer shows which kind runs.
+        raise CaptureError(REENTRANT)
+    if context is not None and context.copied:
+        raise CaptureError(
+            f"layer {layer.index} received a copy of the forward's context, so losses "
+            "between layers would be lost: a wrapper of this layer copies keyword "
+            "arguments; remove the wrapper"
+        )
+    layer.context = context
 
 
 def _shaped_as_ids(args: tuple, kwargs: dict) -> Tensor:

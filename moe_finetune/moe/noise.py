@@ -36,20 +36,23 @@ class TrainingNoise(Perturbation):
             return hidden
         return hidden * torch.empty_like(hidden).uniform_(1.0 - self.jitter, 1.0 + self.jitter)
 
-    def routing(
+    def noise(
         self, layer: MoeLayer, logits_TE: Tensor, weights_TK: Tensor, index_TK: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        training = layer.context is not None and layer.context.train
-        if not (self.random_second_choice and training) or index_TK.shape[1] < 2:
-            return weights_TK, index_TK
-        dropped_TK = drop_second_choice(logits_TE, weights_TK, index_TK, layer.family.score)
-        return dropped_TK, index_TK
+    ) -> Tensor:
+        context = layer.context
+        if context is None or not (context.train and self.random_second_choice):
+            return weights_TK
+        if index_TK.shape[1] < 2:
+            return weights_TK
+        dropped_TK = drops_second_choice(logits_TE, index_TK, layer.family.score)
+        # Rounding can change which is the second; random numbers are drawn in any case.
+        draws = context.draws.setdefault(layer.index, {})
+        dropped_TK = draws.setdefault("random_second_choice", dropped_TK)
+        return weights_TK.masked_fill(dropped_TK, 0.0)
 
 
-def drop_second_choice(
-    logits_TE: Tensor, weights_TK: Tensor, index_TK: Tensor, score: str
-) -> Tensor:
-    """Weights with the second-best expert's set to 0 with probability 1 - min(1, 2 g2).
+def drops_second_choice(logits_TE: Tensor, index_TK: Tensor, score: str) -> Tensor:
+    """Bool (T, K): drops the second-best expert with probability 1 - min(1, 2 g2).
 
     The order of ``index_TK`` has no meaning: ranks and g come from the logits by the family's
     ``score``.
@@ -60,4 +63,4 @@ def drop_second_choice(
     g2_T = torch.softmax(best_T2.values, dim=1)[:, 1]
     dropped_T = torch.rand_like(g2_T) >= (2.0 * g2_T)
     is_second_TK = torch.arange(index_TK.shape[1], device=index_TK.device) == second_T.unsqueeze(1)
-    return weights_TK.masked_fill(is_second_TK & dropped_T.unsqueeze(1), 0.0)
+    return is_second_TK & dropped_T.unsqueeze(1)

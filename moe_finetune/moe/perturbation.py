@@ -8,8 +8,9 @@ from moe_finetune.moe.layers import MoeLayer
 class Perturbation:
     """Base class for changes to routing; changes nothing.
 
-    ``router_input`` and ``expert_dropout`` act only in training forwards; ``routing`` is called in
-    every forward.
+    ``router_input`` and ``expert_dropout`` act only in training forwards; the others are called in
+    every forward. A checkpointed layer that runs again takes the experts of its first visit, after
+    ``routing`` and before ``noise``.
     """
 
     expert_dropout: float = 0.0
@@ -26,3 +27,9 @@ class Perturbation:
     ) -> tuple[Tensor, Tensor]:
         """Return the weights and index that the block uses instead of the router's."""
         return weights_TK, index_TK
+
+    def noise(
+        self, layer: MoeLayer, logits_TE: Tensor, weights_TK: Tensor, index_TK: Tensor
+    ) -> Tensor:
+        """Return the weights of the selected experts."""
+        return weights_TK

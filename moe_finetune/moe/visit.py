@@ -20,6 +20,7 @@ from moe_finetune.losses.tensors import without_autocast
 from moe_finetune.moe.context import ForwardContext
 from moe_finetune.moe.experts import Experts, LoraFactors, run_experts
 from moe_finetune.moe.grouped import Kernel, grouped_products
+from moe_finetune.moe.kept_choice import keep_choice
 from moe_finetune.moe.layer_record import make_record, projection_factors
 from moe_finetune.moe.layers import MoeLayer, activation_of, stacks
 from moe_finetune.moe.lora_factors import (
@@ -107,6 +108,9 @@ class LayerVisits:
             weights, index = self.perturbation.routing(layer, logits, weights, index)
         if layer.context is not None and layer.context.overrides.route is not None:
             weights, index = layer.context.overrides.route(layer, logits, weights, index)
+        weights, index = keep_choice(layer, logits, weights, index)
+        if self.perturbation is not None:
+            weights = self.perturbation.noise(layer, logits, weights, index)
         if layer.context is not None and layer.context.wanted:
             layer.router_output = (logits, weights, index)
         return weights, index
@@ -257,6 +261,18 @@ class LayerVisits:
 
     def note_logits(self, module: nn.Module, args: tuple, output: Tensor) -> None:
         self.layer.router_logits = output
+
+    def after_layer(self, output: Any) -> Any:
+        """Evaluate the losses inside of what runs again, where the decoder layer is the block.
+
+        Its hook is outside, and would keep the tensors that losses read.
+        """
+        layer = self.layer
+        return (
+            self.after_block(layer.block, (), output)
+            if layer.block is layer.decoder_layer
+            else output
+        )
 
     def finish(self, module: nn.Module, args: tuple, output: Any) -> None:
         self.layer.clear()

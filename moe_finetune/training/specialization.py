@@ -115,7 +115,7 @@ class Specialization:
             dropout=dropout,
             kernel=kernel,
         )
-        self.recorder.change(scale=self._scale)
+        self.recorder.change(scale=self._scale, note_repeated=self.statistics.note_repeated)
         self.strength = StrengthMeter(self.recorder, self.objective, self.method.strength.first)
         self.unmoved: list[str] | None = None
         self.run: object = None

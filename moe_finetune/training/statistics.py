@@ -37,6 +37,15 @@ class TrainingStatistics:
         self._losses: dict[str, Tensor] = {}
         self._forwards = 0
         self._strength: dict[str, float] = {}
+        self._changed: Tensor | None = None  # tokens with other experts in a recomputation
+        self._repeated = 0  # all tokens that ran again
+
+    def note_repeated(self, changed_T: Tensor) -> None:
+        """Count the tokens of a layer that ran again in the backward."""
+        changed = changed_T.sum(dtype=torch.float64)
+        before = self._changed
+        self._changed = changed if before is None else before + changed.to(before.device)
+        self._repeated += len(changed_T)
 
     def note_strength(self, rows: Sequence[Any]) -> None:
         """Keep measured strengths, rows of ``TermStrength``, for the next :meth:`read`."""
@@ -82,7 +91,9 @@ class TrainingStatistics:
         ``losses/<term>``: unweighted, summed over layers, mean over forwards. Loads are in
         :attr:`last_load_LE`. ``routing/*``: means over layers, each from all tokens since the last
         read; ``router_cosine`` and ``noise_level`` (the mean epsilon of ERC's noise) describe the
-        routers at the first forward since then. ``strength/<term>/*``: present after a measurement.
+        routers at the first forward since then; ``changed_in_recomputation``: the share of tokens,
+        over layers that checkpointing ran again, for which the router would have selected other
+        experts. ``strength/<term>/*``: present after a measurement.
         """
         together = ranks.world_size() > 1
         if not together and not self._forwards:
@@ -94,14 +105,17 @@ class TrainingStatistics:
         zero = sums.new_zeros(())
         values = torch.stack(
             [self._losses.get(name, zero) for name in names]
-            + [sums.new_tensor(float(self._forwards))]
+            + [zero if self._changed is None else self._changed.to(zero.device)]
+            + [sums.new_tensor(float(count)) for count in (self._repeated, self._forwards)]
         )
         if together:
             torch.distributed.all_reduce(values)
             torch.distributed.all_reduce(sums)
             if not values[-1]:
                 return {}
-        numbers = (values[:-1] / values[-1]).tolist()
+        numbers = (values[: len(names)] / values[-1]).tolist()
+        changed, repeated = values[len(names) : -1].tolist()
+        self._changed, self._repeated = None, 0
         load, score, moments = sums.cpu().split([self.num_experts, self.num_experts, 3], dim=1)
         routers = list(self._routers.values())
         self._sums, self._losses, self._forwards, self._routers = None, {}, 0, {}
@@ -132,6 +146,7 @@ class TrainingStatistics:
             **dict(
                 zip(("routing/router_cosine", "routing/noise_level"), router_means, strict=False)
             ),
+            **({"routing/changed_in_recomputation": changed / repeated} if repeated else {}),
         }
 
 

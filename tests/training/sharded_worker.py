@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from moe_finetune.errors import ObjectiveError
 from moe_finetune.lora.targets import add_lora
@@ -31,6 +32,7 @@ from moe_finetune.training import ranks
 from moe_finetune.training.shards import check_all_sharded
 from moe_finetune.training.specialization import Specialization
 from tests import tiny
+from tests.near_ties import disturb_recomputations, near_tied
 from tests.ranks import furthest
 from tests.tiny_adapter import random_factors
 
@@ -61,6 +63,8 @@ SHARDED_ALONE = {
     *(EVERY_TERM, "st_moe", "loss_free", "erc", "coupling above a layer without balance"),
 }
 """Without a checkpointed layer, too; the others are sharded and checkpointed at once."""
+TIED = ("ddp", "both", *SPREAD)
+"""Where a recomputation is disturbed, so that routers would select other experts."""
 MEASURED = (EVERY_TERM, "erc")
 """Their strength is compared, too."""
 
@@ -81,7 +85,7 @@ def method(case: str, table: str) -> dict:
     return chosen
 
 
-def model(spread: bool = False) -> torch.nn.Module:
+def model(spread: bool = False, tied: bool = False) -> torch.nn.Module:
     """Four small MoE layers, with LoRA everywhere and routers that train in full.
 
     ``spread``: half of the experts on each rank, by transformers' plan.
@@ -89,6 +93,8 @@ def model(spread: bool = False) -> torch.nn.Module:
     base = tiny.model(
         "olmoe", num_hidden_layers=4, hidden_size=96, intermediate_size=20, vocab_size=300
     )
+    if tied:
+        near_tied(base)
     if spread:
         spread_experts(base)
     torch.manual_seed(1)
@@ -97,21 +103,31 @@ def model(spread: bool = False) -> torch.nn.Module:
     return built.train()
 
 
-def run(built: torch.nn.Module, mode: str, options: dict, measured: bool = False) -> dict:
+def run(
+    built: torch.nn.Module,
+    mode: str,
+    options: dict,
+    measured: bool = False,
+    tied: bool = False,
+    disturbed: bool = False,
+    keeps: bool = True,
+) -> dict:
     """Gradients, logged values and state of one optimizer step.
 
     The strength is measured where most is at once. ``measured``: measure it also here.
     """
     measured = measured or mode == "both"
     options = {**options, "strength": {"first": measured}}
-    built = model(spread=True) if mode in SPREAD else copy.deepcopy(built)
-    if mode in ("both", *SPREAD):
+    built = model(spread=True, tied=tied) if mode in SPREAD else copy.deepcopy(built)
+    if disturbed:
+        disturb_recomputations(built)
+    if mode in ("ddp", "both", *SPREAD):
         built.gradient_checkpointing_enable({"use_reentrant": False})
         built.enable_input_require_grads()
     if mode in SPREAD:
         experts = built.get_base_model().model.layers[1].mlp.experts
         assert experts.base_layer.base_layer.num_experts == 6, "the experts are not spread"
-    if mode not in ("plain", "spread"):
+    if mode not in ("plain", "ddp", "spread"):
         mesh = init_device_mesh("cpu", (WORLD,))
         ignored = {p for experts in spread_modules(built) for p in experts.parameters()}
         for layer in built.get_base_model().model.layers:
@@ -119,14 +135,16 @@ def run(built: torch.nn.Module, mode: str, options: dict, measured: bool = False
         fully_shard(built, mesh=mesh, ignored_params=ignored)
         check_all_sharded(built)
     batches = range(WORLD) if mode == "plain" else [ranks.rank()]
+    called = DistributedDataParallel(built) if mode == "ddp" else built
     with Specialization(built, options, accumulation=len(batches)) as work:
+        work.recorder.change(keeps_choice=keeps)
         if work.balancer is not None:
             for layer, bias in work.balancer.bias.items():
                 work.balancer.bias[layer] = torch.linspace(-0.05, 0.05, bias.numel()).roll(layer)
         for rank in batches:
             torch.manual_seed(100 + rank)
             batch = tiny.batch(rows=2, length=11 + rank, seed=7 + rank)
-            (built(**batch).loss / len(batches)).backward()
+            (called(**batch).loss / len(batches)).backward()
         if mode == "spread":  # as the Trainer does for adapters on a model that it did not shard
             for parameter in built.parameters():
                 if parameter.grad is not None:
@@ -141,9 +159,16 @@ def run(built: torch.nn.Module, mode: str, options: dict, measured: bool = False
         values, state = work.read(), work.state_dict()
         rows = [row.row() for row in work.strength.rows]
         strength = {row.pop("term"): row for row in rows}
+    changed = values.get("routing/changed_in_recomputation")
     losses = {k: v for k, v in values.items() if k.startswith("losses/")}
     biases = {k: v for k, v in state.items() if k.startswith("bias.")}
-    return {"gradients": gradients, "losses": losses, "biases": biases, "strength": strength}
+    return {
+        "gradients": gradients,
+        "losses": losses,
+        "biases": biases,
+        "strength": strength,
+        "changed": changed,
+    }
 
 
 def refusal() -> str:
@@ -188,6 +213,23 @@ def compare(case: str, table: str, built: torch.nn.Module, without: dict) -> dic
     return found
 
 
+def compare_ties(mode: str) -> dict[str, float]:
+    """With a disturbed recomputation: the distance to the same run without, kept and not kept."""
+    tied, terms = model(tied=True), ("orthogonality", "variance", "load_balance", "coupling")
+    options = {"terms": {name: {"weight": WEIGHT.get(name, 0.3)} for name in terms}}
+    ways = {
+        "calm": {},
+        "kept": {"disturbed": True},
+        # Rows that other ranks do not expect would end in an error, or in a wait.
+        **({} if mode in SPREAD else {"repeated": {"disturbed": True, "keeps": False}}),
+    }
+    ran = {name: run(tied, mode, options, tied=True, **how) for name, how in ways.items()}
+    calm = ran.pop("calm")
+    assert calm["changed"] == 0
+    distances = {name: furthest(r["gradients"], calm["gradients"]) for name, r in ran.items()}
+    return {**distances, "changed": ran["kept"]["changed"]}
+
+
 def main(out: Path) -> None:
     """Run all cases in one job."""
     logging.disable(logging.WARNING)
@@ -201,6 +243,7 @@ def main(out: Path) -> None:
         built = model()
         without = run(built, "plain", {"terms": {}})["gradients"]
         found["refused"] = refusal()
+        found["ties"] = {mode: compare_ties(mode) for mode in TIED}
         for case in CASES:
             found[case] = compare(case, table, built, without)
     if ranks.rank() == 0:

@@ -8,7 +8,15 @@ import pytest
 
 from moe_finetune.losses import TERMS
 from tests.ranks import run_ranks
-from tests.training.sharded_worker import CASES, EVERY_TERM, MEASURED, WORLD, modes
+from tests.training.sharded_worker import (
+    CASES,
+    EVERY_TERM,
+    MEASURED,
+    SPREAD,
+    TIED,
+    WORLD,
+    modes,
+)
 
 pytestmark = pytest.mark.slow
 LIMIT = 1e-4
@@ -38,6 +46,14 @@ def test_the_gradients_are_not_those_without_a_method(found, case):
     seen = found[case]["plain"]
     assert min(seen.values()) > 100 * LIMIT, seen
     assert case != EVERY_TERM or seen.keys() == {"acts", *TERMS}
+
+
+@pytest.mark.parametrize("mode", TIED)
+def test_a_recomputation_takes_the_experts_of_the_first_visit(found, mode):
+    got = found["ties"][mode]
+    assert got["changed"] > 0.05
+    assert got["kept"] < 1e-4
+    assert mode in SPREAD or got["repeated"] > 1e-2
 
 
 @pytest.mark.parametrize("case", MEASURED)

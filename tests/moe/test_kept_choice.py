@@ -1,0 +1,153 @@
+"""A checkpointed layer that runs again takes the experts of its first visit.
+
+On ranks: ``tests/training/test_sharded.py``.
+"""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from moe_finetune.errors import CaptureError
+from moe_finetune.moe.hooks import Recorder
+from moe_finetune.moe.kept_choice import in_backward
+from moe_finetune.moe.layers import backbone_of, moe_layers
+from moe_finetune.training.specialization import Specialization
+from tests import tiny, tiny_adapter, tiny_families
+from tests.moe.cases import TERMS, gradients
+from tests.near_ties import disturb_recomputations, near_tied
+
+METHODS = {
+    "none": "none",
+    "terms": {"terms": TERMS},
+    "coupling": {"terms": {"coupling": {"weight": 2.0}}},
+    "gshard": "gshard",
+    "loss_free": "loss_free",
+    "shares": {
+        "terms": {
+            "orthogonality": {"share": 0.4},
+            "variance": {"share": 0.3},
+            "load_balance": {"share": 0.2},
+        }
+    },
+}
+
+
+def adapted(family: str, how: str | None) -> nn.Module:
+    """A model with an adapter; ``how`` its layers are checkpointed, and disturbed."""
+    base = tiny.model(family, use_cache=False)
+    near_tied(base)
+    model = tiny_adapter.adapted(base, "full").train()
+    model.enable_input_require_grads()
+    if how is None:
+        return model
+    disturb_recomputations(model)
+    if how != "wrapper":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if how in ("wrapper", "nested"):
+        layers = backbone_of(model).layers
+        for index, layer in enumerate(layers):
+            layers[index] = checkpoint_wrapper(layer)
+    return model
+
+
+def packed_batch() -> dict:
+    batch = tiny.batch(rows=2, length=24)
+    del batch["attention_mask"]
+    starts = torch.arange(24) % 9
+    return {**batch, "position_ids": starts.expand(2, -1), "labels": batch["input_ids"]}
+
+
+def step(model, method, batch, keeps=True, backwards=1) -> tuple[dict, dict]:
+    """Gradients of one window and what is logged."""
+    with Specialization(model, method) as work:
+        work.recorder.change(keeps_choice=keeps)
+        if work.balancer is not None:
+            for bias in work.balancer.bias.values():
+                bias += torch.linspace(-0.2, 0.2, bias.numel() // 2).repeat_interleave(2)
+        torch.manual_seed(5)
+        loss = model(**batch).loss
+        for left in reversed(range(backwards)):
+            loss.backward(retain_graph=left > 0)
+        work.step()
+        values = work.read()
+    return {
+        n.replace("_checkpoint_wrapped_module.", ""): g for n, g in gradients(model).items()
+    }, values
+
+
+def far(ours: dict, theirs: dict) -> float:
+    assert ours.keys() == theirs.keys() and len(ours) > 20
+    difference = sum((ours[name] - theirs[name]).square().sum() for name in ours)
+    return float((difference / sum(value.square().sum() for value in theirs.values())).sqrt())
+
+
+@pytest.mark.parametrize(
+    ("family", "how", "method"),
+    [
+        *(("olmoe", "transformers", method) for method in METHODS),
+        ("deepseek_v3", "transformers", "terms"),
+        ("deepseek_v3", "transformers", "loss_free"),
+        *(("qwen3_moe", how, "terms") for how in ("wrapper", "nested", "on the host", "packed")),
+    ],
+)
+def test_gradients_are_those_without_checkpointing(family, how, method):
+    batch = packed_batch() if how == "packed" else tiny.batch()
+    backwards = 2 if method == "shares" else 1
+    host = torch.autograd.graph.save_on_cpu() if how == "on the host" else nullcontext()
+    wanted, logged = step(adapted(family, None), METHODS[method], batch, backwards=backwards)
+    assert "routing/changed_in_recomputation" not in logged
+    with host:
+        kept, logged = step(adapted(family, how), METHODS[method], batch, backwards=backwards)
+    assert logged["routing/changed_in_recomputation"] > 0.05
+    assert far(kept, wanted) < 1e-4
+    repeated, _ = step(adapted(family, how), METHODS[method], batch, False, backwards)
+    assert far(repeated, wanted) > 1e-2
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma4_text", "inkling_text", "phimoe"])
+def test_a_choice_that_is_not_kept_is_one_consistent_choice(name, caplog):
+    """One token's experts change in the recomputation; the first family does not keep it here."""
+
+    def run(disturbed: str) -> tuple[dict, list]:
+        model = tiny_families.model(name).train()
+        layers = backbone_of(model).layers
+        if disturbed == "again":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        last = moe_layers(model)[-1]
+
+        def other_token(module, args):
+            if disturbed == "always" or (disturbed == "again" and in_backward()):
+                other = torch.zeros_like(args[0])
+                other.view(-1, other.shape[-1])[4] = -2 * args[0].reshape(-1, other.shape[-1])[4]
+                return (args[0] + other.detach(), *args[1:])
+
+        last.router.register_forward_pre_hook(other_token)
+        outputs, choices = [], []
+        layers[-1].register_forward_hook(lambda module, args, output: outputs.append(output))
+        with Recorder(model) as recorder:
+            recorder.change(keeps_choice=False, note_repeated=choices.append)
+            torch.manual_seed(5)
+            model(input_ids=tiny.batch(rows=2, length=7)["input_ids"], use_cache=False)
+            output = outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0]
+            torch.manual_seed(6)
+            (output * torch.randn_like(output)).sum().backward()
+        return gradients(model), choices
+
+    wanted, _ = run("always")
+    again, choices = run("again")
+    assert far(run("never")[0], wanted) > 1e-3
+    assert [int(changed.sum()) for changed in choices] == [1] + [0] * (len(choices) - 1)
+    assert far(again, wanted) < 1e-5
+    assert ("cannot keep those of the forward" in caplog.text) == (name != "gpt_oss")
+
+
+def test_a_layer_that_runs_twice_in_a_forward_is_refused():
+    model = tiny.model("olmoe", use_cache=False).train()
+    with Specialization(model, "orthogonal_variance"):
+        model.model.layers.append(model.model.layers[1])
+        model.config.num_hidden_layers = 4
+        with pytest.raises(CaptureError, match="layer 1 of OlmoeDecoderLayer runs more than once"):
+            model(**tiny.batch())
