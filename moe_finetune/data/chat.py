@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from moe_finetune.data.turns import REASONING
 from moe_finetune.errors import DataError
@@ -143,8 +143,7 @@ class Conversation:
             raise DataError(f"the tokenizer's chat templates cannot be read: {error}") from error
         self.tagging = tagging_template(tokenizer, self.template)
         tokens = {key: str(value) for key, value in tokenizer.special_tokens_map.items()}
-        clock = {"strftime_now": midnight().strftime}
-        self.variables = {**tokens, **clock, **(row.get("variables") or {}), "tools": tools}
+        self.variables = {**tokens, **(row.get("variables") or {}), "tools": tools}
         self.prompt = prompt
         self.train = [turn.get("train", True) for turn in row["messages"]]
         with limited():
@@ -194,7 +193,13 @@ class Conversation:
     def _jinja(self, turns: Sequence[Turn], **options: Any) -> Any:
         variables = {"chat_template": self.template, **self.variables, **options}
         try:
-            return render_jinja_template([list(turns)], **variables)
+            # Not a variable: from transformers 5.23 on, those are plain data.
+            clock = _compile_jinja_template(variables["chat_template"]).globals
+            clock["strftime_now"] = midnight().strftime
+            try:
+                return render_jinja_template([list(turns)], **variables)
+            finally:
+                del clock["strftime_now"]
         except Exception as error:  # templates may raise anything
             raise RenderingError(
                 f"the chat template rejects these messages: {error}; {_REMEDY}"

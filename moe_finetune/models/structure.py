@@ -4,6 +4,7 @@ Shape legend: E experts, H hidden, D expert width.
 """
 
 import functools
+import inspect
 import json
 import re
 from collections.abc import Collection, Mapping
@@ -16,6 +17,7 @@ _EXPERTS = re.compile(r"(?P<stack>(?:^|.*\.)layers)\.(?P<layer>\d+)\.(?P<path>.+
 MOST_SHARED = 8
 """Rows of a router's weight after those of the routed experts."""
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+_OF_THE_DECORATOR = ("experts_class", "experts_interface", *_FLAGS)
 
 
 @dataclass(frozen=True)
@@ -125,10 +127,26 @@ def sites(model: Any) -> list[Site]:
 
 
 def follows_interface(module: Any) -> bool:
-    """Whether ``module`` is an experts class with ``use_experts_implementation``."""
-    return all(isinstance(getattr(module, flag, None), bool) for flag in _FLAGS) and (
-        getattr(getattr(module, "down_proj", None), "ndim", 0) == 3
+    """Whether ``module`` is an experts class that can run here."""
+    return (
+        all(isinstance(getattr(module, flag, None), bool) for flag in _FLAGS)
+        and getattr(getattr(module, "down_proj", None), "ndim", 0) == 3
+        and not unknown_flags(module)
     )
+
+
+def unknown_flags(experts: Any) -> list[str]:
+    """Flags of transformers' experts interface that ``experts`` set and the products here ignore.
+
+    Such as ``has_post_expert_norm`` from 5.20 on, a norm on each expert's output.
+    """
+    from transformers.integrations.moe import use_experts_implementation
+
+    return [
+        name
+        for name, flag in inspect.signature(use_experts_implementation).parameters.items()
+        if name not in _OF_THE_DECORATOR and getattr(experts, name, flag.default) != flag.default
+    ]
 
 
 def layers_with_experts(config: Any) -> list[int]:

@@ -38,6 +38,13 @@ def checkpoints(layers: Iterable[Any]) -> bool:
     )
 
 
+def checkpoint_layers(model: Any, **options: Any) -> None:
+    """Turn transformers' checkpointing on, by its name since 5.23 or before."""
+    new = getattr(model, "activation_checkpointing_enable", None)
+    enable = model.gradient_checkpointing_enable if new is None else new
+    enable({"use_reentrant": False, **options})
+
+
 def check_block(block: nn.Module, index: int) -> None:
     """Refuse a checkpoint wrapper within the MoE block of layer ``index``.
 

@@ -11,6 +11,7 @@ from moe_finetune.errors import CaptureError
 from moe_finetune.losses.base import ModelFacts
 from moe_finetune.losses.record import Projection, ProjectionFactors
 from moe_finetune.models import Family, family_of_model
+from moe_finetune.models.structure import unknown_flags
 from moe_finetune.moe.checkpointing import inside
 from moe_finetune.moe.context import ForwardContext
 from moe_finetune.moe.experts import ExpertsResult
@@ -121,6 +122,11 @@ def check_experts(layer: MoeLayer) -> None:
                 f"{where}: {type(experts).__name__} has no {name}: it does not follow the experts "
                 "interface of this transformers version"
             )
+    if flags := unknown_flags(experts):
+        raise CaptureError(
+            f"{where}: {type(experts).__name__} sets {', '.join(flags)}, which the experts' "
+            "products here do not compute; this model type is not supported"
+        )
     if is_spread(experts) and "forward" in layer.router.__dict__:
         raise CaptureError(
             f"{where}: experts are spread over ranks by transformers' plan ep_router, whose "

@@ -153,7 +153,7 @@ def tell_positions(kwargs: Mapping[str, Any], ids_BL: Tensor) -> dict[str, Any]:
         ids_BL: input ids, or anything of their shape on their device.
     """
     kwargs = dict(kwargs)
-    if kwargs.get("past_key_values") is not None:
+    if _has_cache(kwargs):
         return kwargs
     positions_BL, counted_BL = _positions(kwargs, ids_BL), _counted(kwargs, ids_BL)
     if positions_BL is None or not _breaks(positions_BL, counted_BL).any():
@@ -180,7 +180,7 @@ def separate(
         dtype: the model's dtype, used for an additive mask.
     """
     kwargs = tell_positions(kwargs, ids_BL)
-    if kwargs.get("past_key_values") is not None:
+    if _has_cache(kwargs):
         return kwargs, None, False
     counted_BL, positions_BL = _counted(kwargs, ids_BL), _positions(kwargs, ids_BL)
     if counted_BL is not None:
@@ -226,6 +226,11 @@ def _for_kernels(starts_BL: Tensor) -> dict[str, Any]:
         "max_length_q": longest,
         "max_length_k": longest,
     }
+
+
+def _has_cache(kwargs: Mapping[str, Any]) -> bool:
+    """Whether a forward continues a cache; transformers 5.24 renamed the argument."""
+    return any(kwargs.get(name) is not None for name in ("past_key_values", "cache"))
 
 
 def _counted(kwargs: Mapping[str, Any], ids_BL: Tensor) -> Tensor | None:

@@ -14,9 +14,12 @@ Divided by N, as replicated parameters' gradients are averaged, it equals that o
 rank has the LoRA factors of all experts and uses its experts' part.
 """
 
-from collections.abc import Sequence
+import inspect
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -121,25 +124,36 @@ def place_experts(model: Any, ranks: int, device: str) -> Any:
     Generation then continues until every rank has finished, because each takes part in the others'
     forwards.
     """
-    try:  # transformers 5.19; losses, callback and the experts' products work without it
-        from transformers.distributed import DistributedConfig
-        from transformers.distributed.tensor_parallel import (
-            apply_expert_parallelism,
-            resolve_parallel_plans,
-        )
+    place, plan = _transformers_placement(model)
+    world = distributed.get_world_size()
+    shape = (world // ranks, ranks, 1)
+    mesh = init_device_mesh(device, shape, mesh_dim_names=("copies", "ep", "tp"))
+    # `from_pretrained` requires ep_size == tp_size, which this plan does not need.
+    place(model, mesh["ep"], mesh["tp"], plan)
+    model.generate = partial(model.generate, synced_gpus=True)
+    return model
+
+
+def _transformers_placement(model: Any) -> tuple[Callable[..., Any], dict[str, str]]:
+    """The function that places experts by a plan, and ``model``'s plan as it takes it."""
+    try:  # losses, callback and the experts' products work without it
+        from transformers.distributed import tensor_parallel
     except ImportError:
         raise DependencyError(
             "parallel.experts: needs transformers 5.19 or newer; install it, or train with FSDP2 "
             "(recipes/hardware)"
         ) from None
-    world = distributed.get_world_size()
-    # `from_pretrained` requires ep_size == tp_size, which this plan does not need.
-    _, plan = resolve_parallel_plans(model, DistributedConfig(fsdp_size=world, ep_size=ranks))
-    shape = (world // ranks, ranks, 1)
-    mesh = init_device_mesh(device, shape, mesh_dim_names=("copies", "ep", "tp"))
-    apply_expert_parallelism(model, mesh["ep"], mesh["tp"], plan)
-    model.generate = partial(model.generate, synced_gpus=True)
-    return model
+    try:  # transformers 5.22
+        from transformers.distributed.expert_parallel import apply_expert_parallelism as place
+    except ImportError:
+        place = tensor_parallel.apply_expert_parallelism
+    plan = dict(model.ep_plan)
+    if "ep_implementation" in inspect.signature(place).parameters:
+        # 5.23: a plan of names instead of patterns
+        names = [name for name, _ in chain(model.named_parameters(), model.named_modules())]
+        patterns = {name: re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names}
+        plan = {name: plan[pattern] for name, pattern in patterns.items() if pattern in plan}
+    return place, plan
 
 
 def spread_modules(model: nn.Module) -> list[nn.Module]:

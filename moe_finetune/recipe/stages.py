@@ -8,6 +8,7 @@ import enum
 import functools
 import importlib
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -75,6 +76,16 @@ STAGES: dict[str, Stage] = {
     "dpo": Stage("dpo", "DPOTrainer", "DPOConfig", "preference", reference=True),
     "grpo": Stage("grpo", "GRPOTrainer", "GRPOConfig", "prompts"),
 }
+
+CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
+"""Names of one key and of its ``_kwargs``: transformers 5.23 renamed it, and the new name wins."""
+
+
+def checkpointing(trainer: Mapping[str, Any], default: bool) -> bool:
+    """Whether the keys of ``trainer:`` turn gradient checkpointing on."""
+    values = (trainer.get(key) for key in CHECKPOINTING)
+    return bool(next((value for value in values if value is not None), default))
+
 
 LIMITS = {
     "learning_rate": Field(ge=0, le=1),  # above 1 every optimizer here soon gives NaN weights

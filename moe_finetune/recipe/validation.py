@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from moe_finetune.errors import MoeFinetuneError, RecipeError, did_you_mean
-from moe_finetune.recipe.stages import OWNED, STAGES, Stage, trainer_section
+from moe_finetune.recipe.stages import CHECKPOINTING, OWNED, STAGES, Stage, trainer_section
 from moe_finetune.recipe.tree import Key, Tree, dotted
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -105,12 +105,13 @@ def _refused_here(trainer: Mapping[str, Any]) -> Iterator[str]:
         yield "trainer.fp16: does not scale the losses inside the layers; use model.dtype: bfloat16"
     if trainer.get("ignore_data_skip"):
         yield "trainer.ignore_data_skip: --resume would train on other rows; leave it out"
-    checkpointing = trainer.get("gradient_checkpointing_kwargs")
-    if isinstance(checkpointing, dict) and checkpointing.get("use_reentrant"):
-        yield (
-            "trainer.gradient_checkpointing_kwargs: reentrant checkpointing gives wrong gradients "
-            "of losses that join two layers; set use_reentrant: false"
-        )
+    for key in CHECKPOINTING:
+        checkpointing = trainer.get(f"{key}_kwargs")
+        if isinstance(checkpointing, dict) and checkpointing.get("use_reentrant"):
+            yield (
+                f"trainer.{key}_kwargs: reentrant checkpointing gives wrong gradients "
+                "of losses that join two layers; set use_reentrant: false"
+            )
     liger, key = trainer.get("liger_kernel_config") or {}, "trainer.liger_kernel_config"
     if liger and not trainer.get("use_liger_kernel"):
         yield f"{key}: has no effect; set use_liger_kernel: true"

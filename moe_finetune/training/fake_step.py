@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_finetune.errors import MoeFinetuneError, UnsupportedModelError, reason_of
-from moe_finetune.recipe.stages import STAGES
+from moe_finetune.moe.checkpointing import checkpoint_layers
+from moe_finetune.recipe.stages import STAGES, checkpointing
 from moe_finetune.torch_extension import (
     FakeTensorMode,
     TorchDispatchMode,
@@ -87,10 +88,8 @@ def adapted_model(config: Any, recipe: Recipe, device: Device) -> Any:
         model = model.float()
     with torch.device("meta"):
         model = add_lora(model, recipe.lora, recipe.router.train).train()
-    if recipe.trainer.get("gradient_checkpointing", device == "cuda"):
-        model.gradient_checkpointing_enable(
-            {"use_reentrant": False, "preserve_rng_state": False}  # no state on fake tensors
-        )
+    if checkpointing(recipe.trainer, default=device == "cuda"):
+        checkpoint_layers(model, preserve_rng_state=False)  # no state on fake tensors
         model.enable_input_require_grads()
     return model
 

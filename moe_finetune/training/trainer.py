@@ -13,7 +13,7 @@ from transformers import PrinterCallback, ProgressCallback
 from moe_finetune.errors import RecipeError
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.recipe.schema import Recipe
-from moe_finetune.recipe.stages import STAGES, Stage
+from moe_finetune.recipe.stages import CHECKPOINTING, STAGES, Stage
 from moe_finetune.training.callback import SpecializationCallback, add_callbacks
 from moe_finetune.training.grpo import FollowsRollouts, SavesBetweenGenerations
 from moe_finetune.training.guards import FiniteTrainer
@@ -67,7 +67,12 @@ def training_arguments(recipe: Recipe, output: Path) -> Any:
     ours = {name: value for name, value in ours.items() if name in field_names}
     if STAGES[recipe.stage].form == "tokens":
         del ours["remove_unused_columns"]
-    return config(**{**defaults, **recipe.trainer, **ours})
+    arguments = {**defaults, **recipe.trainer, **ours}
+    new, old = CHECKPOINTING
+    for suffix in ("", "_kwargs") if new in field_names else ():
+        value = arguments.pop(f"{old}{suffix}", None)
+        arguments.setdefault(f"{new}{suffix}", value)
+    return config(**arguments)
 
 
 class RunTrainer(FiniteTrainer, ResumableTrainer):

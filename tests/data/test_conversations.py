@@ -26,6 +26,7 @@ from tests.conversations import (
     YES,
     tokenizer_of,
 )
+from tests.data.golden import ALIASED
 from tests.data.loading import load_dataset_for
 
 SPLIT = {"prompt": TRL["messages"][:3], "completion": [YES], "tools": TOOLS}
@@ -271,6 +272,10 @@ PARTS = [{"type": "text", "text": "We"}, {"type": "text", "text": "t?"}]
         ("lfm2_2_5", [ASK, {"role": "assistant", "content": "Yes.", "thinking": "It rains."}],
          "<|im_start|>user\nWet?<|im_end|>\n<|im_start|>assistant\n"
          "⟦<think>It rains.</think>Yes.<|im_end|>⟧\n"),
+        pytest.param("qwen3", [ASK, {**YES, "thinking": "It rains."}],
+         "<|im_start|>user\nWet?<|im_end|>\n<|im_start|>assistant\n"
+         "⟦<think>\nIt rains.\n</think>\n\nYes.<|im_end|>⟧\n",
+         marks=pytest.mark.skipif(not ALIASED, reason="refused")),
         ("qwen3", [ASK, {"role": "assistant", "content": "<think>\nIt rains.\n</think>\n\nYes."}],
          "<|im_start|>user\nWet?<|im_end|>\n<|im_start|>assistant\n"
          "⟦<think>\nIt rains.\n</think>\n\nYes.<|im_end|>⟧\n"),
@@ -387,8 +392,10 @@ def test_trls_variant_of_a_template_is_a_name():
     [
         ("qwen3_instruct_2507", {"messages": [ASK, THOUGHT]},
          r"turn 1: 'reasoning_content': the chat template omits all or part of it; choose another"),
-        ("qwen3", {"messages": [ASK, {**YES, "thinking": "It rains."}]},
-         r"turn 1: 'thinking'.*rename the field to reasoning_content or reasoning,"),
+        pytest.param(
+         "qwen3", {"messages": [ASK, {**YES, "thinking": "It rains."}]},
+         r"turn 1: 'thinking'.*rename the field to reasoning_content or reasoning,",
+         marks=pytest.mark.skipif(ALIASED, reason="transformers renames the field itself")),
         ("deepseek_r1_distill",
          {"messages": [ASK, {**YES, "content": "<think>It rains.</think>Yes."}]},
          r"turn 1: 'content': the chat template omits all or part of it"),

@@ -1,10 +1,8 @@
-import json
-
 import pytest
 
-from tests.data.golden import FILE, TEMPLATES, hashes
+from tests.data.golden import TEMPLATES, golden, hashes
 
-GOLDEN = json.loads(FILE.read_text())
+GOLDEN = golden()
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

@@ -8,6 +8,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint
 
 from moe_finetune.errors import CaptureError
+from moe_finetune.recipe.stages import CHECKPOINTING, checkpointing
 from moe_finetune.training.specialization import Specialization
 from tests import tiny
 
@@ -31,6 +32,16 @@ def test_a_reentrant_wrapper_is_refused_on_any_layer(place):
     model = wrap(tiny.model("olmoe", use_cache=False), place, CheckpointImpl.REENTRANT)
     with pytest.raises(CaptureError, match="NO_REENTRANT"):
         coupled(model)
+
+
+@pytest.mark.parametrize("key", CHECKPOINTING)
+def test_either_name_of_the_key_turns_it_on(key):
+    assert [checkpointing({key: value}, default=True) for value in (True, False, None)] == [
+        True,
+        False,
+        True,
+    ]
+    assert not checkpointing({"activation_checkpointing": False, "gradient_checkpointing": True}, 1)
 
 
 def test_a_layer_of_its_own_mind_is_refused():

@@ -7,7 +7,8 @@ import pytest
 from accelerate.hooks import ModelHook, add_hook_to_module
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from moe_finetune.errors import ForeignKernelError
+from moe_finetune.errors import CaptureError, ForeignKernelError
+from moe_finetune.models.structure import follows_interface
 from moe_finetune.moe.hooks import Recorder
 from tests import tiny
 
@@ -25,6 +26,23 @@ def function_of(module, name):
 
 def experts_of(model):
     return model.model.layers[1].mlp.experts
+
+
+def test_experts_with_a_flag_that_is_not_known_are_refused(model, monkeypatch):
+    """As ``has_post_expert_norm`` of transformers 5.20 was: a norm that would be left out."""
+
+    def newer(experts_class=None, *, has_gate=True, has_bias=False, has_next_step=False):
+        raise AssertionError("only its signature is read")
+
+    monkeypatch.setattr("transformers.integrations.moe.use_experts_implementation", newer)
+    experts_of(model).has_next_step = False
+    assert follows_interface(experts_of(model))
+    with Recorder(model):
+        pass
+    experts_of(model).has_next_step = True
+    assert not follows_interface(experts_of(model))
+    with pytest.raises(CaptureError, match=r"layer 1: Qwen3MoeExperts sets has_next_step"):
+        Recorder(model).install()
 
 
 @pytest.fixture

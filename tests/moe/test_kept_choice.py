@@ -144,6 +144,26 @@ def test_a_choice_that_is_not_kept_is_one_consistent_choice(name, caplog):
     assert ("cannot keep those of the forward" in caplog.text) == (name != "gpt_oss")
 
 
+def test_a_decoder_layer_that_is_the_block_keeps_nothing_for_its_losses():
+    """Gemma 4: its losses, too, are evaluated inside of what runs again."""
+
+    def kept(method) -> int:
+        model = tiny_families.model("gemma4_text").train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        sizes = []
+        with (
+            Specialization(model, method),
+            torch.autograd.graph.saved_tensors_hooks(
+                lambda tensor: sizes.append(tensor.nbytes) or tensor, lambda tensor: tensor
+            ),
+        ):
+            output = model(**tiny.batch(rows=2, length=7), use_cache=False)
+        assert output.loss.requires_grad
+        return sum(sizes)
+
+    assert kept({"terms": TERMS, "strength": {"first": False}}) == kept("none") > 0
+
+
 def test_a_layer_that_runs_twice_in_a_forward_is_refused():
     model = tiny.model("olmoe", use_cache=False).train()
     with Specialization(model, "orthogonal_variance"):

@@ -1,5 +1,6 @@
 """Sequences in one row do not see each other, nor padding: every family, with and without hooks."""
 
+import math
 from functools import cache
 
 import pytest
@@ -75,7 +76,11 @@ def differences(ones, others):
 @pytest.mark.parametrize("name", NAMES)
 def test_packed_sequences_do_not_see_each_other(name):
     model, rows = made(name), FAMILIES[name].rows
-    stock = differences(packed(model, sequences())[1:], packed(model, changed())[1:])
+    try:
+        stock = differences(packed(model, sequences())[1:], packed(model, changed())[1:])
+    except ValueError as error:  # transformers 5.20 refuses what it would leak, without kernels
+        assert "can't keep packed sequences apart" in str(error)
+        stock = math.inf
     records = []
     with Specialization(model, "none") as method:
         method.recorder.change(observers=(lambda r, _: records.append(r),), observe="all")
@@ -276,6 +281,7 @@ def test_other_forwards_are_left_alone():
     several = torch.stack([torch.arange(30).expand(2, 30) // 2] * 3)
     for inputs in (
         {"position_ids": positions, "past_key_values": object()},
+        {"position_ids": positions, "cache": object()},
         {"position_ids": torch.arange(4, 34)[None]},
         {"position_ids": several},
         {"attention_mask": torch.ones(2, 30)},
@@ -288,8 +294,8 @@ def test_other_forwards_are_left_alone():
 def test_the_model_is_as_before(name="qwen3_next"):
     model = made(name)
     before = {n: m.__dict__.get("forward") for n, m in model.named_modules()}
-    stock = packed(model, sequences())
+    stock = logits(model, sequences()[:1])
     with Recorder(model):
         pass
     assert {n: m.__dict__.get("forward") for n, m in model.named_modules()} == before
-    assert differences(packed(model, sequences()), stock) == 0
+    assert difference(logits(model, sequences()[:1]), stock) == 0

@@ -2,11 +2,14 @@
 
 import json
 import logging
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from datasets import Dataset
+from packaging.version import Version
 from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -119,7 +122,11 @@ def test_a_family_declares_how_sequences_are_kept_apart():
 @pytest.mark.parametrize(("family", "warnings"), [(UNDECLARED, 1), (FAMILIES["qwen3_next"], 0)])
 def test_one_s_own_trainer_says_so_once(family, warnings, caplog, tmp_path):
     examples = [{"input_ids": row} for row in rows()]
-    with using(family), caplog.at_level(logging.WARNING):
+    # From 5.20 transformers refuses such rows itself, if the collator names their sequences.
+    refused = pytest.raises(ValueError, match="keep packed sequences apart")
+    newer = Version(transformers.__version__) >= Version("5.20")
+    stopped = refused if newer and family is UNDECLARED else nullcontext()
+    with using(family), caplog.at_level(logging.WARNING), stopped:
         Trainer(
             model=tiny_families.model("qwen3_next"),
             args=TrainingArguments(
