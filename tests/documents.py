@@ -14,15 +14,16 @@ from tests.conftest import ROOT
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]*))?\)")
 # A command may name the folder that the page before it has made, so the first pages come first.
-FIRST = ("README.md", "docs/first-run.md", "docs/placement.md", "docs/evaluation.md")
+FIRST = ("README.md", "docs/first-run.md", "eval/README.md", "docs/evaluation.md")
 
 
 def pages() -> list[Path]:
     """All pages, in the order in which their commands are run."""
     found = {ROOT / name: None for name in FIRST}
     found |= dict.fromkeys(sorted(ROOT.glob("docs/**/*.md")))
-    found |= dict.fromkeys(sorted(ROOT.glob("recipes/**/*.md")))
-    return [*found, ROOT / "eval/README.md", ROOT / "eval/bench/README.md", ROOT / "CHANGELOG.md"]
+    for pattern in ("recipes/**/*.md", ".github/*.md"):
+        found |= dict.fromkeys(sorted(ROOT.glob(pattern)))
+    return [*found, ROOT / "eval/bench/README.md", ROOT / "CHANGELOG.md"]
 
 
 @dataclass(frozen=True)
