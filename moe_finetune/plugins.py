@@ -1,8 +1,9 @@
 """Code of the user's own that registers families, losses and rewards.
 
 Two ways, and no other: ``--plugin FILE`` on the command line runs a file of the user's;
-``plugins: [NAME]`` in a recipe imports what an installed package declares under the entry point
-group :data:`GROUP`. A recipe that somebody sends can thus run no file that came with it.
+``plugins: [NAME]`` in a recipe, or ``--plugin NAME``, imports what an installed package declares
+under the entry point group :data:`GROUP`. A recipe that somebody sends can thus run no file that
+came with it.
 """
 
 import hashlib
@@ -21,10 +22,22 @@ from moe_finetune.errors import PluginError, did_you_mean
 
 GROUP = "moe_finetune.plugins"
 VARIABLE = "MOE_FINETUNE_PLUGINS"
-"""Environment variable that hands the files on to children and ranks."""
+"""Environment variable that hands files and names on to children and ranks."""
 
 _files: dict[Path, str] = {}
 _installed: set[str] = set()
+
+
+def use(plugin: str) -> None:
+    """Run a plugin file, or import an installed plugin, here and in every process started here.
+
+    Raises:
+        PluginError: see :func:`use_file` and :func:`use_installed`.
+    """
+    if plugin.isidentifier() and not Path(plugin).exists():
+        use_installed(plugin)
+    else:
+        use_file(plugin)
 
 
 def use_file(path: str | Path) -> None:
@@ -55,13 +68,17 @@ def use_file(path: str | Path) -> None:
         where = f", line {line}" if line else ""
         raise PluginError(f"{file}{where}: {type(error).__name__}: {error}") from error
     _files[file] = digest
-    os.environ[VARIABLE] = os.pathsep.join(map(str, _files))
+    _hand_on()
 
 
 def use_inherited() -> None:
-    """Run the files that the process which started this one had."""
-    for file in filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)):
-        use_file(file)
+    """Use the plugins of the process that started this one."""
+    for plugin in filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)):
+        use(plugin)
+
+
+def _hand_on() -> None:
+    os.environ[VARIABLE] = os.pathsep.join([*map(str, _files), *sorted(_installed)])
 
 
 def use_installed(name: str) -> None:
@@ -72,7 +89,7 @@ def use_installed(name: str) -> None:
     """
     if name in _installed:
         return
-    points = {point.name: point for point in entry_points(group=GROUP) if _is_installed(point)}
+    points = _points()
     point = points.get(name) or next((p for p in points.values() if p.value == name), None)
     if point is None:
         raise PluginError(
@@ -91,6 +108,16 @@ def use_installed(name: str) -> None:
             "fix or uninstall its package"
         ) from error
     _installed.add(name)
+    _hand_on()
+
+
+def installed_names() -> list[str]:
+    """Names of the plugins that installed packages declare."""
+    return sorted(_points())
+
+
+def _points() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=GROUP) if _is_installed(point)}
 
 
 def module_of(name: str) -> str:

@@ -7,14 +7,15 @@ from contextlib import contextmanager
 from moe_finetune import plugins
 from moe_finetune.losses.base import TERMS
 from moe_finetune.models import FAMILIES
+from moe_finetune.training.rewards import REWARDS
 
 
 @contextmanager
 def as_before() -> Iterator[None]:
     """Restore registered families and losses, and the files handed on to children."""
-    families, terms = dict(FAMILIES._values), dict(TERMS._values)
+    before = [(registry, dict(registry._values)) for registry in (FAMILIES, TERMS, REWARDS)]
     yield
     os.environ.pop(plugins.VARIABLE, None)
-    for registry, values in ((FAMILIES, families), (TERMS, terms)):
+    for registry, values in before:
         registry._values.clear()
         registry._values.update(values)

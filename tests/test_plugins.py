@@ -43,6 +43,9 @@ from moe_finetune.losses.base import TERMS, Term
 class Spread(Term):
     name, source, reads, trains = "my_spread", "a test", "router logits", frozenset({"router"})
 
+    def loss(self, record, context):
+        return record.logits_TE.square().mean()
+
 TERMS.register("my_spread", Spread)
 """
 
@@ -154,6 +157,22 @@ def test_an_installed_plugin_by_its_name_or_module(tmp_path, monkeypatch, name):
     read = recipe(plugins=[name], method={"preset": "none", "terms": terms})
     assert "my_spread" in TERMS and "plugins:\n- " in read.to_yaml()
     sys.modules.pop("installed_spread")
+
+
+def test_an_installed_plugin_on_the_command_line(tmp_path, monkeypatch, capsys):
+    install(tmp_path, "installed_family", FAMILY)
+    monkeypatch.setattr(plugins, "_installation_folders", lambda: [str(tmp_path)])
+    monkeypatch.syspath_prepend(tmp_path)
+    config = unheard.config()
+    class_of(config).from_config(config).save_pretrained(tmp_path / "base")
+    assert main(["inspect", str(tmp_path / "base")]) == 2
+    assert "installed plugins: spread; if one has it, add --plugin" in capsys.readouterr().err
+    assert main(["inspect", str(tmp_path / "base"), "--plugin", "spread"]) == 0
+    assert "Unheard" in capsys.readouterr().out
+    assert os.environ[plugins.VARIABLE] == "spread"
+    assert main(["doctor", "--plugin", "spraed"]) == 2
+    assert "did you mean 'spread'" in capsys.readouterr().err
+    sys.modules.pop("installed_family")
 
 
 def test_a_package_that_is_only_beside_the_recipe_is_not_run(tmp_path, monkeypatch):

@@ -3,33 +3,20 @@
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
-from moe_finetune import Specialization, cli
-from moe_finetune.errors import ObjectiveError, PluginError, RecipeError
+from moe_finetune import Specialization, cli, plugins
+from moe_finetune.errors import ObjectiveError, RecipeError, UnsupportedModelError
 from moe_finetune.losses import TERMS
+from moe_finetune.losses.z_loss import ZLoss
+from moe_finetune.models import family_of
 from moe_finetune.recipe.sections import RewardSection
-from moe_finetune.registry import Registry
 from moe_finetune.training.rewards import REWARDS, reward_functions
-from tests import tiny
+from tests import registries, tiny
 from tests.conftest import ROOT
-
-
-@pytest.fixture
-def fresh():
-    """The registries look for installed packages again, before and after."""
-
-    def forget():
-        for registry in (TERMS, REWARDS):
-            registry.__dict__.pop("_plugins", None)
-
-    forget()
-    yield
-    forget()
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +31,13 @@ def installed(tmp_path_factory):
 
 
 @pytest.fixture
-def plugin(installed, fresh, monkeypatch):
+def plugin(installed, monkeypatch):
     monkeypatch.syspath_prepend(str(installed))
+    monkeypatch.setattr(plugins, "_installation_folders", lambda: [str(installed)])
+    monkeypatch.setattr(plugins, "_installed", set())
+    with registries.as_before():
+        yield
+    sys.modules.pop("routing_extras", None)
 
 
 def test_an_installed_loss_trains_and_is_inspected(plugin, tmp_path, capsys):
@@ -56,6 +48,7 @@ def test_an_installed_loss_trains_and_is_inspected(plugin, tmp_path, capsys):
         layer.mlp.gate.register_forward_hook(lambda _m, _a, out: logits.append(out[0]))
     wanted = sum(part.float().square().mean() for part in (model(**batch), logits)[1])
     weights = [layer.mlp.gate.weight for layer in model.model.layers]
+    plugins.use("routing_extras")
     gradients = torch.autograd.grad(0.3 * wanted, weights)
     with Specialization(model, {"terms": {"logit_spread": {"weight": 0.3}}}):
         (0 * model(**batch).logits.sum()).backward()
@@ -66,6 +59,7 @@ def test_an_installed_loss_trains_and_is_inspected(plugin, tmp_path, capsys):
     data = tmp_path / "rows.jsonl"
     data.write_text('{"text": "Experts meet their tokens."}\n' * 8)
     tree = {"model": {"path": str(base)}, "data": {"train": str(data), "max_length": 24}}
+    tree["plugins"] = ["routing_extras"]
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(tree | {"method": {"terms": {"logit_spread": {"weight": 1}}}}))
     assert cli.main(["inspect", str(base), "--recipe", str(recipe)]) == 0
@@ -76,6 +70,7 @@ def test_an_installed_loss_trains_and_is_inspected(plugin, tmp_path, capsys):
 
 
 def test_an_installed_reward_is_named_in_a_recipe(plugin):
+    plugins.use("routing_extras")
     sections = [RewardSection(name="brevity"), RewardSection(name="exact_match")]
     brevity, _ = reward_functions(sections, ["prompt", "answer", "limit"])
     assert brevity(completions=["four", "longer"], limit=[4, 5]) == [1.0, 0.0]
@@ -83,60 +78,34 @@ def test_an_installed_reward_is_named_in_a_recipe(plugin):
         brevity(completions=["four"])
 
 
-def install(folder: Path, monkeypatch, group: str, points: dict[str, str], code: str = "") -> None:
-    """A distribution with entry points, as pip would have left it."""
-    module = f"plugin_{folder.name.replace('-', '_')}"
-    info = folder / f"{module}-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
-    lines = [f"{name} = {module}:{value}" for name, value in points.items()]
-    (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines, ""]))
-    (folder / f"{module}.py").write_text(code)
-    monkeypatch.syspath_prepend(str(folder))
+@pytest.mark.parametrize(
+    ("group", "look", "error"),
+    [
+        ("losses", lambda: TERMS["odd"], ObjectiveError),
+        ("rewards", lambda: REWARDS["odd"], RecipeError),
+        ("families", lambda: family_of({"model_type": "odd"}), UnsupportedModelError),
+    ],
+)
+def test_an_entry_point_of_before_is_named(group, look, error, tmp_path, monkeypatch):
+    info = tmp_path / "old-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: old\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[moe_finetune.{group}]\nodd = old:odd\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(error, match=rf"moe_finetune\.{group} of old:odd is not read.*\.plugins"):
+        look()
 
 
-LOSSES, REWARD_GROUP = (f"moe_finetune.{kind}" for kind in ("losses", "rewards"))
-WRONG = {
-    "taken": (
-        TERMS,
-        LOSSES,
-        "variance",
-        "x = 1",
-        r"loss term 'variance' of .* already exists; rename that entry point or",
-    ),
-    "broken": (TERMS, LOSSES, "odd", "1 / 0", "cannot be loaded: ZeroDivisionError: .*; fix or"),
-    "absent": (TERMS, LOSSES, "odd", "", "cannot be loaded: AttributeError"),
-    "no-term": (TERMS, LOSSES, "odd", "x = 1", "is 1, and must be a subclass of .*Term"),
-    "nameless": (
-        *(TERMS, LOSSES, "odd"),
-        "from moe_finetune.losses.z_loss import ZLoss as x",
-        "its class has the name 'z_loss'",
-    ),
-    "reward-taken": (
-        REWARDS,
-        REWARD_GROUP,
-        "boxed",
-        "x = len",
-        "already exists; rename that entry point or",
-    ),
-    "reward-type": (REWARDS, REWARD_GROUP, "odd", "x = 'text'", "must be a function"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_a_package_that_cannot_be_used_is_named(case, fresh, tmp_path, monkeypatch):
-    registry, group, name, code, message = WRONG[case]
-    install(tmp_path / case, monkeypatch, group, {name: "x"}, code)
-    with pytest.raises(PluginError, match=message) as raised:
-        registry[name]
-    assert "\n" not in str(raised.value) and f"'{name}'" in str(raised.value)
-    assert f"plugin_{case.replace('-', '_')}:x" in str(raised.value)
-
-
-def test_two_packages_of_one_name_are_named(tmp_path, monkeypatch):
-    for folder in ("first", "second"):
-        install(tmp_path / folder, monkeypatch, "some.group", {"odd": "x"}, "x = 2")
-    with pytest.raises(
-        PluginError, match=r"thing 'odd' of the installed plugin_\w+:x already exists"
-    ):
-        _ = "odd" in Registry("thing", ObjectiveError, "some.group")
+@pytest.mark.parametrize(
+    ("registry", "name", "value", "problem"),
+    [
+        (TERMS, "variance", ZLoss, "loss term 'variance' is already registered"),
+        (TERMS, "odd", 1, "is 1, and must be a subclass of .*Term"),
+        (TERMS, "odd", ZLoss, "its class has the name 'z_loss'"),
+        (REWARDS, "boxed", len, "reward 'boxed' is already registered"),
+        (REWARDS, "odd", "text", "must be a function"),
+    ],
+)
+def test_what_cannot_be_registered_is_named(registry, name, value, problem):
+    with pytest.raises(ValueError, match=problem):
+        registry.register(name, value)

@@ -18,7 +18,7 @@ from moe_finetune.errors import MoeFinetuneError, is_machine_failure, reason_of
 from moe_finetune.io.signals import sigterm_interrupts
 from moe_finetune.io.terminal import OWN, Records, Terminal, use_terminal
 from moe_finetune.io.versions import warn_of_untested
-from moe_finetune.plugins import use_file, use_inherited
+from moe_finetune.plugins import use, use_inherited
 
 # A path from the user cannot be used as requested.
 _PATH_ERRORS = (
@@ -64,8 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with sigterm_interrupts():
             use_inherited()
-            for file in common.plugins:
-                use_file(file)
+            for plugin in common.plugins:
+                use(plugin)
             return app(arguments, prog_name="moe-finetune", standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)

@@ -53,8 +53,8 @@ app = typer.Typer(
     help="Fine-tune Mixture-of-Experts language models with losses that encourage expert "
     "specialization.",
     epilog="With any verb: --quiet shows only warnings and results, --debug shows the "
-    "traceback of an error, --plugin FILE runs your Python file, which registers model "
-    "families, losses or rewards.",
+    "traceback of an error, --plugin FILE|NAME runs your Python file or an installed plugin, "
+    "which registers model families, losses or rewards.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -104,7 +104,7 @@ def split_common(arguments: Sequence[str]) -> tuple[list[str], Common]:
         elif argument == "--plugin" or argument.startswith("--plugin="):
             file = argument.partition("=")[2] or next(words, "")
             if not file:
-                raise ValueError("--plugin: expected a Python file")
+                raise ValueError("--plugin: expected a Python file, or an installed plugin's name")
             common.plugins.append(file)
         else:
             others.append(argument)

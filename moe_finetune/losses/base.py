@@ -275,7 +275,7 @@ class Term(ABC):
         """Restore what :meth:`state_dict` returned."""
 
 
-def _plugin_problem(name: str, value: object) -> str | None:
+def _problem(name: str, value: object) -> str | None:
     if not (isinstance(value, type) and issubclass(value, Term)) or inspect.isabstract(value):
         return f"is {value!r:.80}, and must be a subclass of moe_finetune.losses.base.Term"
     if getattr(value, "name", None) != name:
@@ -283,6 +283,4 @@ def _plugin_problem(name: str, value: object) -> str | None:
     return None
 
 
-TERMS: Registry[type[Term]] = Registry(
-    "loss term", ObjectiveError, "moe_finetune.losses", _plugin_problem
-)
+TERMS: Registry[type[Term]] = Registry("loss term", ObjectiveError, _problem)

@@ -11,8 +11,10 @@ from typing import Any
 from moe_finetune.errors import UnsupportedModelError
 from moe_finetune.models import composites, table
 from moe_finetune.models.base import FAMILIES, Family
-from moe_finetune.models.find import find_family, known_families, using
+from moe_finetune.models.find import find_family, using
 from moe_finetune.models.structure import part_of
+from moe_finetune.plugins import installed_names
+from moe_finetune.registry import old_declaration
 
 OURS = (*table.CORE, *table.FAMILIES, *composites.FAMILIES)
 """The package's families, without a plugin's."""
@@ -62,7 +64,7 @@ def register_family(family: Family) -> Family:
     Raises:
         UnsupportedModelError: the type, or the family's name, is already taken.
     """
-    same = [f for f in known_families().values() if f.model_type == family.model_type]
+    same = [f for f in FAMILIES.values() if f.model_type == family.model_type]
     if any(other.part == family.part for other in same) or family.name in FAMILIES:
         raise UnsupportedModelError(
             f"register_family: model_type '{family.model_type}' is already supported"
@@ -110,7 +112,7 @@ def _refusal(config: dict[str, Any]) -> str:
     from moe_finetune.models.suggestion import suggestion
 
     model_type = config.get("model_type")
-    parts = [f.part for f in known_families().values() if f.part and f.model_type == model_type]
+    parts = [f.part for f in FAMILIES.values() if f.part and f.model_type == model_type]
     if parts:
         return (
             f"'{model_type}' is supported with a language model of type {' or '.join(parts)}, "
@@ -118,11 +120,13 @@ def _refusal(config: dict[str, Any]) -> str:
         )
     if isinstance(model_type, str) and model_type in composites.REFUSED:
         return f"'{model_type}' cannot be trained: {composites.REFUSED[model_type]}"
-    model_types = sorted({family.model_type for family in known_families().values()})
+    model_types = sorted({family.model_type for family in FAMILIES.values()})
     near = _near(str(model_type), model_types)
     remedy = near or suggestion(config)
+    installed = ", ".join(installed_names())
     lines = [
-        f"model_type '{model_type}' is not supported{near}",
+        f"model_type '{model_type}' is not supported{near}{old_declaration()}",
+        f"installed plugins: {installed}; if one has it, add --plugin NAME" if installed else None,
         None if near else remedy,
         None if remedy else f"docs/models.md lists the {len(model_types)} supported types",
     ]

@@ -3,7 +3,7 @@
 ``rewards: [exact_match]``, or ``rewards: [{name: boxed, weight: 2.0}]``. TRL calls a reward with a
 batch of completions and, by name, a list for each field of their rows. It returns one number per
 completion, or None where it does not apply. A plugin adds one by ``REWARDS.register(name,
-function)``, a package by an entry point of the group ``moe_finetune.rewards``.
+function)``.
 """
 
 import functools
@@ -25,7 +25,6 @@ LARGEST_REWARD = 1e12
 REWARDS: Registry[Reward] = Registry(
     "reward",
     RecipeError,
-    "moe_finetune.rewards",
     lambda name, value: None if callable(value) else f"is {value!r:.80}; it must be a function",
 )
 

@@ -1,32 +1,18 @@
 """A model type that the package lacks: brought by an installed package, else refused."""
 
 import json
-from importlib.metadata import EntryPoint
 
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moe_finetune import models
 from moe_finetune.errors import RecipeError, UnsupportedModelError
-from moe_finetune.models import FAMILIES, family_of, find
+from moe_finetune.models import FAMILIES, family_of
 from moe_finetune.models.find import warn_of_plugins
 from moe_finetune.models.suggestion import suggestion
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.tree import Tree
 from tests import tiny_families, unheard
-
-
-@pytest.fixture(autouse=True)
-def _as_before():
-    """Each test starts without plugins."""
-    find._plugins.cache_clear()
-    yield
-    find._plugins.cache_clear()
-
-
-def install(monkeypatch, *values):
-    points = [EntryPoint(f"p{i}", value, find.GROUP) for i, value in enumerate(values)]
-    monkeypatch.setattr(find, "entry_points", lambda group: points if group == find.GROUP else [])
 
 
 def test_a_recipe_s_declaration_is_refused_with_what_replaces_it():
@@ -45,31 +31,6 @@ def test_another_tool_s_folder_does_not_matter(environment, tmp_path):
         if environment is not None:
             (folder / "environment.json").write_bytes(environment)
     warn_of_plugins(tmp_path / "base")
-
-
-@pytest.mark.parametrize("value", ["tests.unheard:family", "tests.unheard:families"])
-def test_a_plugin_brings_a_family(monkeypatch, value):
-    install(monkeypatch, value)
-    assert family_of(unheard.config()).title == "Unheard"
-    assert family_of(tiny_families.config("glm4_moe")) is FAMILIES["glm4_moe"]
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        (["tests.unheard:broken"], r"plugin 'p0' .* cannot be loaded: RuntimeError: no such thing"),
-        (["tests.unheard:NO_FAMILY"], "must be a Family, several of them, or a callable"),
-        (["tests.unheard:family", "tests.unheard:family"], "'unheard_moe' is already supported"),
-        (["tests.models.test_find:KNOWN"], "'qwen3_moe' is already supported"),
-    ],
-)
-def test_a_plugin_that_cannot_be_used_is_named(monkeypatch, values, said):
-    install(monkeypatch, *values)
-    with pytest.raises(UnsupportedModelError, match=said):
-        family_of(unheard.config())
-
-
-KNOWN = FAMILIES["qwen3_moe"]
 
 
 def suggested(message, monkeypatch):

@@ -1,7 +1,8 @@
 """A loss and a reward, as a package of its own brings them."""
 
-from moe_finetune.losses.base import Term
+from moe_finetune.losses.base import TERMS, Term
 from moe_finetune.losses.tensors import mean_over_tokens
+from moe_finetune.training.rewards import REWARDS
 
 
 class LogitSpread(Term):
@@ -19,3 +20,7 @@ class LogitSpread(Term):
 def brevity(completions, limit, **_):
     """1 where a completion has at most ``limit`` characters."""
     return [float(len(text) <= n) for text, n in zip(completions, limit, strict=True)]
+
+
+TERMS.register("logit_spread", LogitSpread)
+REWARDS.register("brevity", brevity)
