@@ -24,7 +24,7 @@ from moe_finetune import cli
 from moe_finetune.cli.app import split_common, split_items
 from moe_finetune.recipe.schema import load_recipe
 from moe_finetune.study.recipe import find_study, load_study
-from moe_finetune.upcycle.recipe import load_upcycle_recipe
+from moe_finetune.upcycle.schema import load_upcycle_recipe
 from tests import documents, registries, tiny
 from tests.conftest import ROOT
 from tests.upcycle import dense
@@ -213,7 +213,7 @@ def test_every_python_block(place, tiny_checkpoint, monkeypatch, caplog):
 def test_every_yaml_block_is_a_recipe_or_suite(place):
     """Keys are right; a part of a recipe is completed."""
     from moe_finetune.evaluation.suites import Suite
-    from moe_finetune.upcycle.recipe import UpcycleRecipe
+    from moe_finetune.upcycle.schema import UpcycleRecipe
 
     whole = {"model": {"path": "x"}, "data": {"train": "x"}, "lora": {"rank": 4}}
     checked = 0

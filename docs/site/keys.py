@@ -25,7 +25,7 @@ from moe_finetune.losses.base import TermOptions
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import LIMITS, OWNED, STAGES
 from moe_finetune.study.recipe import StudyRecipe
-from moe_finetune.upcycle.recipe import UpcycleRecipe
+from moe_finetune.upcycle.schema import UpcycleRecipe
 
 REFERENCE = Path(__file__).resolve().parents[1] / "reference"
 START, END = "<!-- keys: make tables -->\n", "<!-- end of keys -->\n"

@@ -65,8 +65,8 @@ TOGETHER = "train"
 """The verb whose processes work together."""
 ADVICE = {
     "study": "; for several runs at once use --shard I/N",
-    "upcycle": "; for several devices set experts.processes, or run --stage experts --expert N on "
-    "each",
+    "upcycle": "; for several GPUs repeat the command with --resume for each, with its "
+    "CUDA_VISIBLE_DEVICES",
 }
 
 Output = Annotated[Path, typer.Option("--output", "-o", help="Folder to write; new or empty.")]

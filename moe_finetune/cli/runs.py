@@ -225,32 +225,16 @@ def study(
 def upcycle(
     items: RecipeItems,
     output: Output,
-    stage: Annotated[
-        str | None,
-        typer.Option(
-            "--stage",
-            help="Only this stage: dense, cluster, experts, merge, router, finetune or evaluate.",
-        ),
-    ] = None,
-    expert: Annotated[
-        int | None,
-        typer.Option("--expert", metavar="N", help="Only this expert of the stage experts."),
-    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue in OUTPUT; finished steps are kept.")
-    ] = False,
-    replace: Annotated[
-        bool,
-        typer.Option("--replace", help="Delete results of other settings and train again."),
     ] = False,
 ) -> None:
     """Make a MoE from a dense model: experts, merge, routers.
 
     Example: moe-finetune upcycle recipes/upcycle/miniature.yaml --output runs/svmoe
     """
-    from moe_finetune.upcycle.command import run_upcycle
-    from moe_finetune.upcycle.recipe import load_upcycle_recipe
+    from moe_finetune.upcycle.schema import load_upcycle_recipe
+    from moe_finetune.upcycle.svmoe import run_upcycle
 
     recipe = load_upcycle_recipe(*split_items(items))
-    done = run_upcycle(recipe, output, stage=stage, expert=expert, resume=resume, replace=replace)
-    print(f"upcycle: {done}")
+    print(f"upcycle: {run_upcycle(recipe, output, resume)}")

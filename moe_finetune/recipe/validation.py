@@ -62,7 +62,7 @@ def describe(model: type[BaseModel], error: ValidationError, prefix: Key = ()) -
         elif message.startswith("Input should be "):
             text = re.sub(r" or instance of \w+$", "", message.removeprefix("Input should be "))
             expected.setdefault((key, f"{item['input']!r:.200}"), []).append(text)
-        elif kind != "default_factory_not_called":  # the other errors are why
+        else:
             lines.append(f"{key}: {cause or message}")
     described = {line.partition(": ")[0] for line in lines}
     keys = described | {key for key, _ in expected}

@@ -72,7 +72,23 @@ def training_arguments(recipe: Recipe, output: Path) -> Any:
     for suffix in ("", "_kwargs") if new in field_names else ():
         value = arguments.pop(f"{old}{suffix}", None)
         arguments.setdefault(f"{new}{suffix}", value)
-    return config(**arguments)
+    return on_one_device(config(**arguments))
+
+
+def on_one_device(arguments: Any) -> Any:
+    """Train on one GPU without a launcher: transformers would wrap the model in DataParallel.
+
+    Its replicas run without the hooks that collect losses.
+    """
+    if arguments.n_gpu > 1:
+        log.warning(
+            "%d GPUs are visible, and one process trains on only one of them; to use all, start "
+            "with 'accelerate launch --config_file recipes/hardware/fsdp2_8gpu.yaml "
+            "-m moe_finetune.cli train ...'",
+            arguments.n_gpu,
+        )
+        arguments._n_gpu = 1
+    return arguments
 
 
 class RunTrainer(FiniteTrainer, ResumableTrainer):

@@ -18,7 +18,7 @@ import numpy as np
 from moe_finetune.errors import DataError
 
 if TYPE_CHECKING:
-    from moe_finetune.upcycle.sections import TextSection
+    from moe_finetune.upcycle.schema import TextSection
 
 LEAST_TEXTS = 3
 

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from moe_finetune.errors import CheckpointError, DataError
-from moe_finetune.io.json_file import parse_json
 
 FREQUENCIES, COUNTS, TOKENIZER = "token_frequencies", "token_counts", "tokenizer"
 CLUSTERS = "clusters"
-REMEDY = "; make it again with the stage 'cluster'"
+REMEDY = "; delete its folder and repeat the command with --resume"
 # The parts of tokenizer.json that decide how text becomes ids; others pad and truncate batches.
 _DECIDES = ("normalizer", "pre_tokenizer", "model", "added_tokens")
 
@@ -29,7 +28,7 @@ _DECIDES = ("normalizer", "pre_tokenizer", "model", "added_tokens")
 class FrequencyTable:
     """``frequencies_VN`` sums to 1 over N; ``counts_VN`` are the counts behind it.
 
-    ``clusters`` is the column of each category; empty in a table from another tool.
+    ``clusters`` is the column of each category, for readers of the file.
     """
 
     frequencies_VN: np.ndarray
@@ -57,72 +56,25 @@ class FrequencyTable:
             with safe_open(path, "np") as file:
                 metadata = file.metadata() or {}
                 counted_with = metadata.get(TOKENIZER, "")
-                clusters = {
-                    str(k): int(v) for k, v in parse_json(metadata.get(CLUSTERS, "{}")).items()
-                }
-                table = cls(
-                    file.get_tensor(FREQUENCIES), file.get_tensor(COUNTS), counted_with, clusters
-                )
+                table = cls(file.get_tensor(FREQUENCIES), file.get_tensor(COUNTS), counted_with)
         except (OSError, SafetensorError, ValueError, TypeError, AttributeError) as error:
             raise DataError(
-                f"clusters.table: {path} is not a table of token frequencies ({error}){REMEDY}"
+                f"{path} is not a table of token frequencies ({error}){REMEDY}"
             ) from None
         shape = (vocabulary, experts)
         for name, array in ((FREQUENCIES, table.frequencies_VN), (COUNTS, table.counts_VN)):
             if array.shape != shape:
                 raise DataError(
-                    f"clusters.table: {path}: '{name}' has shape {array.shape}, but this model "
+                    f"{path}: '{name}' has shape {array.shape}, but this model "
                     f"has {vocabulary} tokens and {experts} experts; make the table with this "
                     "model's tokenizer"
                 )
         if counted_with != tokenizer:
             raise DataError(
-                f"clusters.table: {path} was counted with another tokenizer "
+                f"{path}: was counted with another tokenizer "
                 f"({counted_with[:12] or 'none'} instead of {tokenizer[:12]}){REMEDY}"
             )
         return table
-
-    def assignment(self, categories: Sequence[str], pinned: Mapping[str, int]) -> np.ndarray:
-        """Column of each category, ``(C,)`` int, from the table, otherwise from the pins.
-
-        Raises:
-            DataError: neither has every category's column, or they contradict each other.
-        """
-        clusters = self.clusters or pinned
-        if set(clusters) != set(categories):
-            wrong = sorted(set(clusters) ^ set(categories))[0]
-            reason = (
-                f"has other categories than texts.categories ('{wrong}' is in one of them)"
-                if self.clusters
-                else f"does not list the categories of its columns, and '{wrong}' is not pinned"
-            )
-            raise DataError(
-                f"clusters.table: the table {reason}; pin every category in clusters.pinned, or "
-                "make the table with the stage 'cluster'"
-            )
-        for name, cluster in pinned.items():
-            if clusters[name] != cluster:
-                raise DataError(
-                    f"clusters.pinned.{name}: {cluster}, but clusters.table has it in column "
-                    f"{clusters[name]}; remove the pin, or make the table again"
-                )
-        return np.array([clusters[name] for name in categories], np.int64)
-
-    def check_counts(self, counted: FrequencyTable) -> None:
-        """Refuse a table that differs from ``counted``, the texts' table.
-
-        Raises:
-            DataError: the counts differ, or the frequencies do not follow from them.
-        """
-        other_N = (self.counts_VN != counted.counts_VN).any(0)
-        if other_N.any():
-            column = int(other_N.argmax())
-            raise DataError(
-                f"clusters.table: column {column} counts other tokens than the training texts of "
-                f"cluster {column} have{REMEDY} from these texts"
-            )
-        if not np.allclose(self.frequencies_VN, counted.frequencies_VN, atol=1e-6):
-            raise DataError(f"clusters.table: its frequencies are not those of its counts{REMEDY}")
 
 
 def count_table(

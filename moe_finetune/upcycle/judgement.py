@@ -27,7 +27,7 @@ from moe_finetune.errors import DataError
 from moe_finetune.upcycle.texts import opening_ids
 
 if TYPE_CHECKING:
-    from moe_finetune.upcycle.sections import JudgementSection
+    from moe_finetune.upcycle.schema import JudgementSection
     from moe_finetune.upcycle.texts import Split, Texts
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from moe_finetune.upcycle.texts import SPLITS, Split
 
 if TYPE_CHECKING:
     from moe_finetune.upcycle.frequencies import FrequencyTable
-    from moe_finetune.upcycle.recipe import UpcycleRecipe
+    from moe_finetune.upcycle.schema import UpcycleRecipe
     from moe_finetune.upcycle.texts import Texts
 
 PASSAGE = 120

@@ -19,9 +19,9 @@ from moe_finetune.report.sections.text import COLORED, color_key, colored
 from moe_finetune.study.page import study_sections, table_markup
 from moe_finetune.study.results import StudyResults
 from moe_finetune.study.table import Table
-from moe_finetune.upcycle import files
-from moe_finetune.upcycle.recipe import UpcycleRecipe
+from moe_finetune.upcycle.results import CURVES as CURVES_FOLDER
 from moe_finetune.upcycle.results import NOTES, measured_folder
+from moe_finetune.upcycle.schema import UpcycleRecipe
 
 TITLE = "From dense to a mixture of experts"
 
@@ -33,7 +33,7 @@ def read_arms(recipe: UpcycleRecipe, output: Path) -> list[Run]:
     for name, arm in recipe.arms.items():
         label = arm.label or name
         measured = read_run(measured_folder(output, seed, name), label)
-        log = read_run(output / files.CURVES / f"seed-{seed}.{name}", label)
+        log = read_run(output / CURVES_FOLDER / f"seed-{seed}.{name}", label)
         arms.append(replace(measured, curves=log.curves))
     return arms
 
@@ -42,7 +42,7 @@ def read_other_trainings(recipe: UpcycleRecipe, output: Path) -> list[Run]:
     """The logs of the trainings before the first seed's arms: dense model, experts and routers."""
     seed = f"seed-{recipe.seeds[0]}"
     experts = [f"{seed}.expert-{expert}" for expert in range(recipe.clusters.count)]
-    folders = [output / files.CURVES / name for name in ("dense", *experts, f"{seed}.router")]
+    folders = [output / CURVES_FOLDER / name for name in ("dense", *experts, f"{seed}.router")]
     return [
         read_run(folder, folder.name.removeprefix(f"{seed}."))
         for folder in folders

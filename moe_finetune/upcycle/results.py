@@ -15,10 +15,11 @@ from moe_finetune.errors import RecipeError
 from moe_finetune.io.json_file import read_object
 from moe_finetune.study.results import RunResult, StudyResults
 from moe_finetune.study.table import Table
-from moe_finetune.upcycle.files import MEASURED_FILE, REMEDY
-from moe_finetune.upcycle.recipe import UpcycleRecipe
+from moe_finetune.upcycle.schema import UpcycleRecipe
 from moe_finetune.upcycle.texts import SPLITS, Split
 
+CLUSTERS, MEASURED, CURVES = "clusters.json", "measured.json", "curves"
+REMEDY = "delete its folder and repeat the command with --resume"
 ROUTING = ("cmr_1", "cmr_2", "s_rl", "score_entropy")
 JUDGEMENT = {"judgement": "accuracy", "judgement_by_sums": "accuracy_of_sums"}
 METRICS = {
@@ -62,7 +63,7 @@ def read_measured(recipe: UpcycleRecipe, output: Path) -> dict[str, list[dict[st
     """The measurements of each arm by label, one per seed; all must be done."""
     return {
         arm.label or name: [
-            read_object(measured_folder(output, seed, name) / MEASURED_FILE, RecipeError, REMEDY)
+            read_object(measured_folder(output, seed, name) / MEASURED, RecipeError, REMEDY)
             for seed in recipe.seeds
         ]
         for name, arm in recipe.arms.items()

@@ -17,7 +17,6 @@ from moe_finetune.recipe.data import DataSection
 from moe_finetune.recipe.method import Method
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.sections import LoraSection, ModelSection
-from moe_finetune.upcycle.recipe import DENSE_TARGETS
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -35,10 +34,9 @@ class Job:
         start: checkpoint folder to start from, dense or MoE.
         rows: ``input_ids`` of equal length; every token is learned.
         trainer: TRL's arguments by name.
-        seed: for the order of rows, dropout and new adapters.
+        seed: for the order of rows.
         dtype: of the computation and of the stored weights.
         method: losses inside the MoE layers; None trains a dense model.
-        lora: an adapter that is merged afterwards; None trains the whole model.
         routers_only: train only the routers, on the method's losses; the language model's loss is
             not computed, and the logged loss is the method's.
         router_learning_rate: of the routers; None is the trainer's.
@@ -50,18 +48,17 @@ class Job:
     seed: int
     dtype: str
     method: Method | None = None
-    lora: LoraSection | None = None
     routers_only: bool = False
     router_learning_rate: float | None = None
 
     @property
     def recipe(self) -> Recipe:
         """This training as an ordinary recipe."""
-        router_lora = LoraSection(rank=1, targets=[])
+        routers = LoraSection(rank=1, targets=[])  # an adapter of nothing, with the routers
         return Recipe(
             model=ModelSection(path=str(self.start), dtype=self.dtype),  # type: ignore[arg-type]
             method=self.method or Method(),
-            lora=router_lora if self.routers_only else self.lora,
+            lora=routers if self.routers_only else None,
             data=DataSection(train="rows", max_length=len(self.rows[0]["input_ids"])),
             trainer={**_QUIET, **self.trainer, "seed": self.seed},
         )
@@ -92,11 +89,10 @@ def run_job(job: Job, work_folder: Path, output: Path, curve: Path | None = None
     set_seed(job.seed)
     # Updates at usual learning rates are below the resolution of bfloat16: fully trained weights
     # are float32 here, compute in the recipe's dtype, and are stored in it.
-    full_training = job.lora is None and not job.routers_only
-    dtype = "float32" if full_training else job.dtype
+    dtype = job.dtype if job.routers_only else "float32"
     model: Any
     if job.method is None:
-        model = dense_lora(load_dense(job.start, dtype), job.lora)
+        model = load_dense(job.start, dtype).requires_grad_(True)
     else:
         model = add_lora(load_model(job.start, dtype), recipe.lora, "full")
     work_folder.mkdir(parents=True, exist_ok=True)
@@ -112,8 +108,6 @@ def run_job(job: Job, work_folder: Path, output: Path, curve: Path | None = None
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         finally:
             close()
-    if job.method is None and job.lora is not None:
-        model = model.merge_and_unload()
     saved = save_trained(model, tokenizer, recipe, work_folder)
     if curve is not None and run.metrics.is_file():
         write_atomic(curve, run.metrics.read_bytes())
@@ -186,11 +180,7 @@ def build(
         train_dataset=job.rows,
         processing_class=tokenizer,
     )
-    callback = SpecializationCallback(
-        recipe.method,
-        dropout=job.lora.dropout if job.lora is not None else 0.0,
-        kernel=recipe.model.experts_kernel,
-    )
+    callback = SpecializationCallback(recipe.method, kernel=recipe.model.experts_kernel)
     if job.method is not None:
         callback.attach(trainer)
     add_callbacks(trainer, RunLog(work_folder))
@@ -204,21 +194,3 @@ def _split_groups(optimizer: Any, apart: set[int], learning_rate: float) -> None
         if moved:
             group["params"] = [p for p in group["params"] if id(p) not in apart]
             optimizer.add_param_group({**group, "params": moved, "lr": learning_rate})
-
-
-def dense_lora(model: Any, lora: LoraSection | None) -> Any:
-    """Add an adapter to the ``lora.targets`` of a dense model, or make all weights trainable."""
-    if lora is None:
-        return model.requires_grad_(True)
-    from peft import LoraConfig, get_peft_model
-
-    assert lora.rank is not None and lora.alpha is not None
-    targets = [name for group in lora.targets for name in DENSE_TARGETS.get(group, ())]
-    config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]
-        lora_dropout=lora.dropout,
-        target_modules=targets,
-        task_type="CAUSAL_LM",
-    )
-    return get_peft_model(model, config)

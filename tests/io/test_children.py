@@ -1,79 +1,51 @@
-"""Servers of ours end with us, also when they ignore signals."""
+"""Child processes: why they failed, and signals that reach them."""
 
-from __future__ import annotations
-
-import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
+import time
 from pathlib import Path
 
-import pytest
+from moe_finetune.io.children import Failure, run_child, run_children
 
-from moe_finetune.errors import MachineError
-from moe_finetune.vllm.serve import run_server
-from tests.processes import ended
-from tests.vllm_server import ROOT
 
-STUBBORN = """
-import os, signal, time
-for number in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(number, signal.SIG_IGN)
-os.fork()  # as vLLM's engine
-os.write(1, b"%d\\n" % os.getpid())
-time.sleep(600)
-"""
-OWNER = """
+def test_why_a_process_failed(tmp_path):
+    code = "import sys; print('error: it is broken'); sys.exit(2)"
+    log = tmp_path / "x" / "a.log"
+    assert run_child([sys.executable, "-c", code], log) == Failure("it is broken")
+    ok = [sys.executable, "-c", "pass"]
+    bad = [sys.executable, "-c", code]
+    assert run_children({"a": ok, "b": bad}, tmp_path, 2) == Failure("b: it is broken")
+    assert run_children({"a": ok, "b": ok, "c": ok}, tmp_path, 2) is None
+    full = [sys.executable, "-c", code.replace("exit(2)", "exit(1)")]
+    killed = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    for command in (full, killed):
+        failure = run_child(command, tmp_path / "m.log")
+        assert failure.machine
+
+
+PARENT = """
 import sys
-from moe_finetune.io import children
-from moe_finetune.vllm.serve import run_server
-children.STOP_SECONDS = 0.5
+from pathlib import Path
+from moe_finetune.io.children import run_children
+child = "import signal,sys,time,pathlib\\n" \\
+    "signal.signal(signal.SIGTERM, lambda *a: (pathlib.Path(sys.argv[1]).write_text('saved')," \\
+    "sys.exit(130)))\\npathlib.Path(sys.argv[1]).write_text('ready')\\ntime.sleep(60)"
+folder = Path(sys.argv[1])
+names = {n: [sys.executable, "-c", child, str(folder / n)] for n in ("a", "b")}
 try:
-    sys.exit(run_server([sys.executable, "-c", sys.argv[1]]))
+    run_children(names, folder / "logs", 2)
 except KeyboardInterrupt:
     sys.exit(130)
 """
 
 
-@pytest.fixture
-def owner():
-    process = subprocess.Popen(
-        [sys.executable, "-c", OWNER, STUBBORN], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    pids: list[int] = []
-    try:
-        pids += [int(process.stdout.readline()) for _ in range(2)]
-        yield process, pids
-    finally:
-        process.kill()
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.communicate()
-
-
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_server_that_ignores_signals_ends_with_all_its_processes(owner, signum):
-    process, pids = owner
-    process.send_signal(signum)
-    assert process.wait() == 130
-    assert all(map(ended, pids))
-
-
-def test_a_server_ends_when_its_owner_is_killed(owner):
-    process, pids = owner
-    server = next(pid for pid in pids if parent(pid) == process.pid)
-    process.kill()
-    process.wait()
-    assert ended(server)
-
-
-def test_the_exit_code_is_the_servers():
-    with pytest.raises(MachineError, match="vllm serve: killed by SIGKILL"):
-        run_server([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
-    assert run_server([sys.executable, "-c", "import sys; sys.exit(7)"]) == 7
-
-
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+def test_sigterm_reaches_every_child_and_all_are_waited_for(tmp_path):
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)])
+    files: list[Path] = [tmp_path / "a", tmp_path / "b"]
+    while not all(file.exists() and file.read_text() == "ready" for file in files):
+        assert parent.poll() is None
+        time.sleep(0.05)
+    parent.send_signal(signal.SIGTERM)
+    assert parent.wait() == 130
+    assert [file.read_text() for file in files] == ["saved", "saved"]

@@ -5,8 +5,7 @@ import math
 
 import pytest
 
-from moe_finetune.errors import DataError, StudyError
-from moe_finetune.io.done import DoneNote
+from moe_finetune.errors import DataError
 from moe_finetune.io.run_folder import RunFolder, read_log
 
 
@@ -65,15 +64,19 @@ def test_a_damaged_row_is_named(tmp_path, line, problem):
     assert f"{log}:2: {problem}" in str(refused.value)
 
 
-def test_a_note_is_of_one_hash(tmp_path):
-    note = DoneNote(tmp_path / "a" / "note.json", StudyError, "make it again")
-    assert not note.written and not note.is_of("x") and note.read() == {}
-    note.write("x", seconds=1.5)
-    assert note.written and note.is_of("x") and not note.is_of("y")
-    assert json.loads(note.path.read_text()) == {"inputs": "x", "seconds": 1.5}
-    note.path.write_text("{")
-    with pytest.raises(StudyError, match="make it again"):
-        note.is_of("x")
-    note.remove()
-    note.remove()
-    assert not note.written
+def test_a_finished_run_names_its_evidence(tmp_path):
+    run = RunFolder(tmp_path)
+    assert not run.finished and run.evidence() == {}
+    for file in (run.metrics, run.results, run.evaluation / "tasks" / "sums" / "samples.jsonl"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(file.name)
+    run.note(seconds=1.5)
+    run.finish()
+    summary = json.loads(run.summary.read_text())
+    assert run.finished and summary["seconds"] == 1.5 and summary["evidence"] == run.evidence()
+    names = ["metrics.jsonl", "eval/results.json", "eval/tasks/sums/samples.jsonl"]
+    assert list(summary["evidence"]) == names
+    run.metrics.write_text("other")
+    assert run.evidence() != summary["evidence"]
+    run.note(finished=False)
+    assert not run.finished

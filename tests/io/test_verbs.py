@@ -28,10 +28,6 @@ COMMANDS = {
     "demo": ["demo"],
     "study": ["study", "{root}/recipes/studies/miniature.yaml", "--resume"],
     "upcycle": ["upcycle", "{root}/recipes/upcycle/miniature.yaml", "--resume"],
-    "upcycle --expert": [
-        *("upcycle", "{root}/recipes/upcycle/miniature.yaml", "--resume"),
-        *("--stage", "experts", "--expert", "0"),
-    ],
 }
 FUNCTIONS = {
     "merge": lambda output: merge_adapter(NOWHERE, NOWHERE, output),

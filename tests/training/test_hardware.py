@@ -29,3 +29,24 @@ def test_accelerate_would_launch_it(file):
     if arguments.use_fsdp:
         assert int(arguments.fsdp_version) == 2
         assert arguments.fsdp_auto_wrap_policy == "TRANSFORMER_BASED_WRAP"
+
+
+def test_one_process_trains_on_one_of_several_gpus(tmp_path, monkeypatch, caplog):
+    """transformers counts the visible GPUs, and wraps the model in DataParallel from two on."""
+    from trl import SFTConfig
+
+    from moe_finetune.recipe.schema import Recipe
+    from moe_finetune.training.trainer import training_arguments
+
+    start = SFTConfig.__post_init__
+
+    def with_gpus(arguments):
+        start(arguments)
+        arguments._n_gpu = visible
+
+    monkeypatch.setattr(SFTConfig, "__post_init__", with_gpus)
+    recipe = Recipe.model_validate({"model": {"path": "x"}, "data": {"train": "x"}})
+    for visible, warnings in ((1, 0), (3, 1)):  # noqa: B007
+        arguments = training_arguments(recipe, tmp_path)
+        assert arguments.n_gpu == 1 and arguments.train_batch_size == 8
+        assert caplog.text.count("3 GPUs are visible, and one process trains") == warnings

@@ -9,6 +9,14 @@ from safetensors.torch import load_file
 from moe_finetune import cli
 from tests.upcycle import dense
 
+BALANCE = {"preset": "supervised_routing_baseline"}
+ARMS = {
+    "dense": {"start": "dense", "label": "Dense", "expert_steps": True},
+    "btx": {"start": "merged", "label": "BTX"},
+    "btx_balance": {"start": "merged", "label": "BTX + balance", "method": BALANCE},
+    "svmoe_balance": {"start": "router", "label": "SvMoE + balance", "method": BALANCE},
+    "svmoe": {"start": "router", "label": "SvMoE"},
+}
 TRAINER = {"max_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 1.0e-2}
 
 
@@ -18,9 +26,10 @@ def run(capsys, *arguments) -> tuple[int, str]:
 
 
 def write_recipe(folder: Path, **changes) -> Path:
-    """A recipe with three experts over six categories, one seed and all four arms."""
+    """A recipe with three experts over six categories, one seed and the paper's arms."""
     if not (folder / "dense").exists():
         dense.save("llama", folder / "dense", 1)
+    arms = changes.pop("arms", ARMS)
     recipe = {
         "dense": {"path": str(folder / "dense"), "dtype": "float32"},
         "texts": {"categories": dense.write_categories(folder / "texts", 6), "max_length": 24},
@@ -33,7 +42,7 @@ def write_recipe(folder: Path, **changes) -> Path:
         **changes,
     }
     file = folder / "recipe.yaml"
-    file.write_text(yaml.safe_dump(recipe))
+    file.write_text(yaml.safe_dump(recipe) + yaml.safe_dump({"arms": arms}, sort_keys=False))
     return file
 
 

@@ -12,8 +12,7 @@ from moe_finetune.upcycle import merge_experts
 from moe_finetune.upcycle.frequencies import count_table
 from moe_finetune.upcycle.judgement import PROMPTS, judge, questions
 from moe_finetune.upcycle.measure import measure, passages, text_losses
-from moe_finetune.upcycle.recipe import UpcycleRecipe
-from moe_finetune.upcycle.sections import JudgementSection
+from moe_finetune.upcycle.schema import JudgementSection, UpcycleRecipe
 from moe_finetune.upcycle.texts import SPLITS, Texts
 from tests import tiny
 from tests.upcycle import dense
@@ -42,6 +41,7 @@ def recipe():
             "dense": {"path": "unused", "dtype": "float32"},
             "texts": {"categories": dict.fromkeys("abcde", "unused"), "max_length": LENGTH},
             "clusters": {"count": EXPERTS},
+            "arms": {"one": {"start": "merged"}},
             "evaluation": {"tokens_per_batch": 90, "judgement": {"items": 6, "piece": 5}},
         }
     )

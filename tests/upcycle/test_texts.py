@@ -7,7 +7,7 @@ import pytest
 from moe_finetune.errors import CheckpointError, DataError
 from moe_finetune.upcycle.categories import read_categories, remark_on_repetitions
 from moe_finetune.upcycle.corpus import PIECE, SOURCES, read_corpus
-from moe_finetune.upcycle.sections import TextSection
+from moe_finetune.upcycle.schema import TextSection
 from moe_finetune.upcycle.texts import SPLITS, Texts, opening_ids, splits_of, training_texts
 from tests import tiny
 from tests.upcycle import dense

@@ -10,11 +10,10 @@ from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.functional import supervised_routing_loss
 from moe_finetune.moe.layers import backbone_of
 from moe_finetune.recipe.method import resolve_method
-from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.upcycle import merge_experts
 from moe_finetune.upcycle.dense import load_dense
 from moe_finetune.upcycle.frequencies import count_table
-from moe_finetune.upcycle.training import Job, build, dense_lora, run_job
+from moe_finetune.upcycle.training import Job, build, run_job
 from tests import tiny
 from tests.upcycle import dense
 
@@ -153,15 +152,3 @@ def test_small_updates_add_up_in_bfloat16(merged, tmp_path, kind):
     large = old.abs() > 0.0625  # neighbours in bfloat16 are 4.9e-4 apart there, or more
     assert large.sum() > 1000
     assert (old != new)[large].float().mean() > 0.3
-
-
-@pytest.mark.parametrize("targets", [["attention"], ["experts"], ["attention", "experts"]])
-def test_an_adapter_of_a_dense_model_is_where_its_targets_are(targets):
-    lora = LoraSection(rank=3, alpha=6.0, targets=targets)
-    adapted = dense_lora(dense.model("llama", 1), lora)
-    adapted_names = [n for n, p in adapted.named_parameters() if p.requires_grad and "lora_A" in n]
-    layers = {name.split(".lora_A")[0].split(".")[-2] for name in adapted_names}
-    blocks = {"attention": "self_attn", "experts": "mlp"}
-    assert layers == {blocks[target] for target in targets}
-    ranks = {p.shape[0] for name, p in adapted.named_parameters() if ".lora_A" in name}
-    assert ranks == {3}
