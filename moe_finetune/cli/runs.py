@@ -120,14 +120,19 @@ def train(
 def _train(
     tree: "Tree", output: Path, resume: bool, dry_run: bool, ignore_memory: bool
 ) -> Path | None:
+    from moe_finetune.errors import RecipeError
     from moe_finetune.recipe.schema import recipe_from_tree
+    from moe_finetune.recipe.validation import placed
     from moe_finetune.run import plan_run, run_recipe
 
     recipe = recipe_from_tree(tree)
-    if dry_run:
-        print(plan_run(recipe, output, resume, ignore_memory).text())
-        return None
-    return run_recipe(recipe, output, resume=resume, ignore_memory=ignore_memory)
+    try:
+        if dry_run:
+            print(plan_run(recipe, output, resume, ignore_memory).text())
+            return None
+        return run_recipe(recipe, output, resume=resume, ignore_memory=ignore_memory)
+    except RecipeError as error:  # of a check that has the recipe, but not its files
+        raise RecipeError(placed(tree, str(error))) from error
 
 
 def _how_to_continue(output: Path) -> str:

@@ -56,7 +56,8 @@ def trainer_section(stage: Stage) -> type[BaseModel]:
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         if field.init and field.name not in OWNED:
-            hint = _with_names(hints[field.name])
+            choices = CHOICES.get(field.name, tuple(field.metadata.get("choices") or ()))
+            hint = Literal[choices] | None if choices else _with_names(hints[field.name])
             limits = LIMITS.get(field.name)
             fields[field.name] = (hint if limits is None else Annotated[hint, limits], None)
     return create_model(stage.config, __base__=_Arguments, **fields)
@@ -111,8 +112,45 @@ LIMITS = {
     "data_seed": Field(ge=0, lt=2**32),
     "max_completion_length": Field(ge=1),
     "temperature": Field(gt=0),
+    "beta": Field(ge=0),  # below 0 a preference trains towards the rejected answer
+    "label_smoothing": Field(ge=0, lt=0.5),
+    "top_p": Field(gt=0, le=1),
+    "top_k": Field(ge=0),
+    "min_p": Field(ge=0, le=1),
+    "repetition_penalty": Field(gt=0),
+    "num_iterations": Field(ge=1),
+    "steps_per_generation": Field(ge=1),
+    "epsilon": Field(ge=0),
+    "epsilon_high": Field(ge=0),
+    "delta": Field(gt=0),
+    "top_entropy_quantile": Field(gt=0, le=1),
+    "entropy_coef": Field(allow_inf_nan=False),
+    "ref_model_mixup_alpha": Field(ge=0, le=1),
+    "ref_model_sync_steps": Field(ge=1),
+    "eval_accumulation_steps": Field(ge=1),
+    "ddp_timeout": Field(ge=1),
+    "ddp_bucket_cap_mb": Field(ge=1),
+    "eval_delay": Field(ge=0),
+    "ld_alpha": Field(ge=0, le=1),
+    "discopop_tau": Field(gt=0),
+    "f_alpha_divergence_coef": Field(allow_inf_nan=False),
+    "precompute_ref_batch_size": Field(ge=1),
+    "vllm_gpu_memory_utilization": Field(gt=0, le=1),
+    "vllm_tensor_parallel_size": Field(ge=1),
 }
 """Limits of numbers that the libraries check late or not at all."""
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "torch_compile_mode": (
+        *("default", "lite", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"),
+    ),
+    "vllm_mode": ("colocate", "server"),
+    "vllm_model_impl": ("vllm", "transformers"),
+    "vllm_importance_sampling_mode": (
+        *("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    ),
+}
+"""Names that the libraries list in words only; other lists are in their fields' metadata."""
 
 OWNED = {
     "output_dir": "it is --output on the command line",

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from moe_finetune.errors import (
     DataError,
@@ -40,6 +40,7 @@ from moe_finetune.training.memory import (
     stored_bytes,
 )
 from moe_finetune.training.preconditions import check_launch, expert_ranks, load_on_each_rank
+from moe_finetune.training.rehearsal import rehearsing
 from moe_finetune.training.start import Inputs, Start, announce, open_start
 
 if TYPE_CHECKING:
@@ -73,36 +74,40 @@ def prepare(recipe: Recipe, ignore_memory: bool = False, activations: bool = Fal
     check_launch(recipe)
     check_machine(recipe)
     arguments = blamed(recipe, lambda tried: training_arguments(tried, Path("checkpoints")))
+    check_optimizer(recipe, arguments)
     start = open_start(recipe)
     check_start(start)
-    try:
-        rows = load_for_stage(recipe, start.tokenizer)
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":  # a Rust panic; no module exports its type
-            raise
-        raise DataError(
-            f"{recipe.model.tokenizer or start.folder}: its tokenizer failed on the training data: "
-            f"{error}; repair the patterns in tokenizer.json, or choose another model.tokenizer"
-        ) from None
-    model = build_model(start)
-    check_reach(model, Objective.from_options(recipe.method.options, model_facts(model)))
-    inputs = Inputs(
-        start,
-        rows.train,
-        rows.validation,
-        rows.sources,
-        arguments,
-        lora_coverage(model),
-        stored_bytes(model, recipe).fixed,
-    )
-    inputs = replace(inputs, memory=plan_step(inputs, activations))
-    if not ignore_memory:
-        check_memory(inputs)
-    reward_functions(recipe.rewards, rows.train.column_names)
-    # Trainers that hold a second model cannot be built without weights; several processes build
-    # theirs together, with the launcher's plugins, once.
-    if ranks.world_size() == 1 and STAGES[recipe.stage].form == "tokens":
-        blamed(recipe, lambda tried: build_on_meta(tried, model, inputs))
+    with rehearsing(start) as rehearsal:
+        try:
+            rows = load_for_stage(recipe, start.tokenizer)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # a Rust panic; no module exports its type
+                raise
+            raise DataError(
+                f"{recipe.model.tokenizer or start.folder}: its tokenizer failed on the training "
+                f"data: {error}; repair the patterns in tokenizer.json, or choose another "
+                "model.tokenizer"
+            ) from None
+        model = build_model(start)
+        check_reach(model, Objective.from_options(recipe.method.options, model_facts(model)))
+        inputs = Inputs(
+            start,
+            rows.train,
+            rows.validation,
+            rows.sources,
+            arguments,
+            lora_coverage(model),
+            stored_bytes(model, recipe).fixed,
+        )
+        inputs = replace(inputs, memory=plan_step(inputs, activations))
+        if not ignore_memory:
+            check_memory(inputs)
+        reward_functions(recipe.rewards, rows.train.column_names)
+        # Other stages' trainers cannot be built without weights; several processes build
+        # theirs together, with the launcher's plugins, once.
+        if ranks.world_size() == 1 and STAGES[recipe.stage].form == "tokens":
+            blamed(recipe, lambda tried: build_on_meta(tried, model, inputs))
+        rehearsal.check()
     announce(inputs)
     return inputs
 
@@ -136,6 +141,35 @@ def check_machine(recipe: Recipe) -> None:
         raise DependencyError(
             "trainer.use_liger_kernel: Liger is not installed; pip install liger-kernel, or leave "
             "the key out"
+        )
+
+
+def check_optimizer(recipe: Recipe, arguments: Any) -> None:
+    """Refuse options that the optimizer does not read, or cannot."""
+    from transformers import Trainer
+
+    given = recipe.trainer.get("optim_args")
+
+    def options(optim_args: Any) -> Any:
+        changed = copy.copy(arguments)
+        changed.optim_args = optim_args
+        return Trainer.get_optimizer_cls_and_kwargs(changed)[1]
+
+    try:
+        without = options(None)
+    except (ValueError, ImportError):  # made for the model's layers, or not installed: built later
+        return
+    key = f"trainer.optim_args: {given!r}"
+    try:
+        unread = given is not None and options(given) == without
+    except (ValueError, TypeError) as error:
+        raise RecipeError(f"{key} cannot be used here: {_short(error)}; leave it out") from error
+    if unread:
+        raise RecipeError(f"{key} has no effect with optim {arguments.optim.value}; leave it out")
+    if recipe.trainer.get("optim_target_modules") is not None:
+        raise RecipeError(
+            f"trainer.optim_target_modules: has no effect with optim {arguments.optim.value}; "
+            "leave it out"
         )
 
 
