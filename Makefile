@@ -44,7 +44,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "vLLM cannot be installed here: evaluation will use transformers (--backend hf)."; \
 	  $(PIP) -e '.[eval,quantization,dev]'; }
 	@# For programs that a model writes; only where no password is asked.
-	@command -v bwrap >/dev/null || $(INSTALL) bubblewrap >/dev/null 2>&1 \
+	@command -v bwrap >/dev/null || $(INSTALL) bubblewrap libseccomp2 >/dev/null 2>&1 \
 	  || echo "bubblewrap is not installed: HumanEval and MBPP will not be scored here"
 	@$(BIN)/moe-finetune doctor --fix || true
 	@touch $@

@@ -1,3 +1,4 @@
+import ctypes
 import dataclasses
 import itertools
 import json
@@ -5,17 +6,17 @@ import os
 import platform
 import shutil
 import socket
-import struct
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from moe_finetune.errors import DataError, DependencyError, EvaluationError
 from moe_finetune.evaluation.code import human_eval_program, mbpp_program, score_code
-from moe_finetune.evaluation.sandbox import Limits, Program, Sandbox, seccomp
+from moe_finetune.evaluation.sandbox import RUNNER, Limits, Program, Sandbox, seccomp
 from moe_finetune.evaluation.sandbox.names import required_names
 from moe_finetune.io.rows import read_rows
 from tests.evaluation.forgers import FORGERS, WIRE
@@ -99,6 +100,14 @@ assert [depth(x) for x in (root, None)] == [2, 0]
     assert not sandbox.run(Program(code.replace("1 + depth", "2 + depth"), tests)).passed
 
 
+def test_attributes_of_the_program_are_its_own(sandbox):
+    """Also under names that a proxy might use for itself."""
+    code = (
+        "class Node:\n    def __init__(self): self._id, self._ask = 3, 4\ndef node(): return Node()"
+    )
+    assert sandbox.run(Program(code, "n = node()\nassert (n._id, n._ask) == (3, 4)")).passed
+
+
 def test_exceptions_of_the_program_reach_the_tests(sandbox):
     tests = (
         "try:\n    f()\n    raise AssertionError\nexcept ValueError as error:\n"
@@ -130,7 +139,6 @@ def test_hostile_programs_never_pass_and_leave_nothing(sandbox, tmp_path):
     assert (tmp_path / "secret.txt").read_text() == "secret"
     assert {p: set(os.listdir(p)) for p in outside} == outside
     assert not Path("/tmp/left.txt").exists()
-    sandbox.close()  # the kept checker is ours; everything else must be gone already
     deadline = time.monotonic() + 5
     while (left := _descendants() - before) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -265,49 +273,29 @@ assert new_rights() == 1
         assert not local.run(Program(code, "assert refused() == []")).passed
 
 
-def test_an_old_bubblewrap_is_refused_with_what_it_lacks(tmp_path, monkeypatch):
-    old = tmp_path / "bwrap"
-    old.write_text("#!/bin/sh\necho '    --ro-bind SRC DEST --perms OCTAL --unshare-ipc'\n")
-    old.chmod(0o755)
+@pytest.mark.parametrize(
+    "complaint", ["Unknown option --seccomp", "No permissions to create new namespace"]
+)
+def test_a_bubblewrap_that_does_not_work_says_why(tmp_path, monkeypatch, complaint):
+    fake = tmp_path / "bwrap"
+    fake.write_text(f"#!/bin/sh\necho 'bwrap: {complaint}' >&2; exit 1\n")
+    fake.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(DependencyError, match=r"bwrap is too old \(it has no .*--seccomp"):
-        Sandbox(kinds=("bubblewrap",))
-    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
-    with pytest.raises(DependencyError, match="no system call filter for riscv64"):
-        Sandbox(kinds=("bubblewrap",))
+    with pytest.raises(DependencyError, match=f"the probe failed .bwrap: {complaint}") as refusal:
+        Sandbox(QUICK)
+    assert "--allow-unsafe-local" in str(refusal.value)
 
 
-def test_a_sandbox_that_forbids_too_little_is_refused(monkeypatch):
-    monkeypatch.setattr(seccomp, "program", lambda forks: _LET_ALL)
-    with pytest.raises(DependencyError, match="a program in it could open a network socket"):
-        Sandbox(QUICK, kinds=("bubblewrap",))
-
-
-_LET_ALL = struct.pack("=HBBI", 0x06, 0, 0, 0x7FFF0000)
+def test_without_libseccomp_nothing_runs(sandbox, monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", Mock(side_effect=OSError("libseccomp.so.2: no such file")))
+    seccomp._program.cache_clear()
+    with pytest.raises(DependencyError, match=r"no filter of system calls .libseccomp.so.2"):
+        Sandbox(QUICK)
 
 
 def test_no_sandbox_is_a_refusal_that_names_the_remedies():
     with pytest.raises(DependencyError, match=r"bubblewrap.*--allow-unsafe-local"):
         Sandbox(kinds=())
-
-
-@pytest.mark.parametrize(
-    ("answers", "said"),
-    [
-        ("echo no daemon here >&2; exit 1", "docker: the probe failed .no daemon here."),
-        ('[ "$1" = info ] || { echo no image $3 >&2; exit 1; }', "no image mine:1"),
-    ],
-)
-def test_a_container_engine_says_what_is_wrong_with_it(tmp_path, monkeypatch, answers, said):
-    engine = tmp_path / "docker"
-    engine.write_text(f"#!/bin/sh\n{answers}\n")
-    engine.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("MOE_FINETUNE_SANDBOX_IMAGE", "mine:1")
-    with pytest.raises(DependencyError, match=said) as refusal:
-        Sandbox(kinds=("docker", "podman"))
-    assert "podman: not installed" in str(refusal.value)
-    assert "with the image mine:1" in str(refusal.value)
 
 
 def test_unsafe_local_runs_only_when_asked_for(capsys):
@@ -464,10 +452,8 @@ def test_samples_that_are_no_programs_are_named(tmp_path, change, said):
 def test_runner_needs_only_the_standard_library():
     folder = Path(shutil.__file__).parent
     code = "import sys; sys.path.insert(0, sys.argv[1]); import runner; print(runner.__file__)"
-    from moe_finetune.evaluation.sandbox import policy
-
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", code, str(policy.RUNNER)], capture_output=True, text=True
+        [sys.executable, "-I", "-S", "-c", code, str(RUNNER)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert folder != policy.RUNNER
+    assert folder != RUNNER

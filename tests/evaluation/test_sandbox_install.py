@@ -43,7 +43,7 @@ def test_without_a_sandbox_doctor_and_check_say_so(bare, tmp_path):
     program(bare, "apt-get", "exit 0")
     line = doctor._sandbox()
     assert (line.state, line.remedy) == ("note", remedy())
-    assert remedy() == "apt-get install -y bubblewrap"
+    assert remedy() == "apt-get install -y bubblewrap libseccomp2"
     found = checked(tmp_path)
     assert not found.runnable and remedy() in found.problem
     assert "cannot run  no sandbox to score programs in: apt-get" in render_checks([found])
@@ -68,4 +68,4 @@ def test_a_sandbox_that_does_not_start_is_a_note(bare):
 def test_another_user_needs_sudo(bare, monkeypatch):
     program(bare, "apt-get", "exit 0")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert remedy() == "sudo apt-get install -y bubblewrap"
+    assert remedy() == "sudo apt-get install -y bubblewrap libseccomp2"

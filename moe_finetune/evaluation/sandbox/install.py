@@ -8,11 +8,11 @@ from moe_finetune.errors import DependencyError
 from moe_finetune.evaluation.sandbox import Sandbox
 
 INSTALLERS = {
-    "apt-get": "apt-get install -y bubblewrap",
-    "dnf": "dnf install -y bubblewrap",
-    "zypper": "zypper install bubblewrap",
-    "pacman": "pacman -S bubblewrap",
-    "apk": "apk add bubblewrap",
+    "apt-get": "apt-get install -y bubblewrap libseccomp2",
+    "dnf": "dnf install -y bubblewrap libseccomp",
+    "zypper": "zypper install bubblewrap libseccomp2",
+    "pacman": "pacman -S bubblewrap libseccomp",
+    "apk": "apk add bubblewrap libseccomp",
 }
 
 
@@ -41,7 +41,7 @@ def remedy() -> str:
     for installer, command in INSTALLERS.items():
         if shutil.which(installer):
             return command if os.geteuid() == 0 else f"sudo {command}"
-    return "install bubblewrap with your system's packages, or docker"
+    return "install bubblewrap and libseccomp with your system's packages"
 
 
 def missing() -> bool:
