@@ -12,7 +12,6 @@ from moe_finetune import plugins
 from moe_finetune.cli import main
 from moe_finetune.errors import PluginError, RecipeError
 from moe_finetune.io.run_folder import RunFolder
-from moe_finetune.io.worker import Worker
 from moe_finetune.losses.base import TERMS
 from moe_finetune.models import find_family
 from moe_finetune.models.structure import class_of
@@ -20,6 +19,7 @@ from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.training.run_folder import begin_run, check_run_folder
 from tests import registries, unheard
+from tests.conftest import ROOT
 
 FAMILY = """
 from moe_finetune.models import Family, register_family
@@ -84,8 +84,10 @@ def test_a_file_on_the_command_line_is_known_to_every_verb_and_child(tmp_path, c
         assert main(["inspect", str(tmp_path / "base"), *given]) == 0
         assert "Unheard" in capsys.readouterr().out
     assert plugins.loaded_files().keys() == {"mine.py"}
-    with Worker(tmp_path / "log") as worker:
-        assert worker.call(plugins.loaded_files) == plugins.loaded_files()
+    code = "from moe_finetune import plugins as p; p.use_inherited(); print(p.loaded_files())"
+    command = [sys.executable, "-c", code]
+    child = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    assert child.stdout.strip() == str(plugins.loaded_files())
 
 
 def test_a_wrong_fact_of_a_family_is_named(tmp_path, capsys):

@@ -45,7 +45,7 @@ ROOT = Path(__file__).resolve().parents[1]
 WARM = ("moe_finetune.", "tests.", "accelerate.commands.launch.", "vllm.", "pytest.")
 """Beginnings of the names of modules that are run warm."""
 CODE = (
-    "from moe_finetune.io.worker import serve; ",
+    "import moe_finetune.evaluation.equivalence as child; ",
     "from multiprocessing.spawn import spawn_main; ",
 )
 """Beginnings of what is run warm with ``-c``."""

@@ -9,18 +9,17 @@ only its processor time, so a verdict does not depend on how busy the machine is
 
 import atexit
 import importlib.util
+import json
 import os
 import re
 import resource
+import subprocess
 import sys
-import tempfile
 import threading
 import time
-from pathlib import Path
 
 from moe_finetune.errors import DependencyError
 from moe_finetune.evaluation.extract import math_equal, normalize_math
-from moe_finetune.io.worker import Worker, WorkerError
 
 CPU_SECONDS = 5
 MEMORY_BYTES = 2 << 30
@@ -89,45 +88,64 @@ def compare(answer: str, reference: str, seconds: int) -> bool:
 
 
 class _Comparer:
-    """The process that compares, started on first use and restarted after it ended."""
+    """The process that compares, a line of JSON each way; started on first use."""
 
     def __init__(self) -> None:
-        self._worker: Worker | None = None
+        self._process: subprocess.Popen[str] | None = None
         self._lock = threading.Lock()
 
     def same(self, answer: str, reference: str) -> bool:
         """Ask the process; an answer that exceeds its limits counts as wrong."""
         with self._lock:
-            worker = self._worker or self._start()
-            try:
-                return worker.call(compare, answer, reference, CPU_SECONDS)
-            except WorkerError:
+            if self._process is None and self._ask("1", "1") is None:
+                self._stop()
+                raise DependencyError(
+                    "math-verify cannot be used: its process ended; "
+                    f"'{sys.executable} -c \"import math_verify\"' shows why"
+                )
+            verdict = self._ask(answer, reference)
+            if verdict is None:
                 self._stop()
                 print(
                     f"comparing {answer!r:.80} with {reference!r:.80} took too much time or "
                     "memory; it counts as wrong",
                     file=sys.stderr,
                 )
-                return False
+            return bool(verdict)
 
-    def _start(self) -> Worker:
-        require()
-        descriptor, name = tempfile.mkstemp(prefix="moe-finetune-", suffix=".log")
-        os.close(descriptor)
-        self._log = Path(name)
-        self._worker = Worker(self._log)
+    def _ask(self, answer: str, reference: str) -> bool | None:
+        if self._process is None:
+            require()
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", f"import {__name__} as child; child.serve()"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                start_new_session=True,  # Ctrl-C reaches it through the end of its input
+            )
+        pipe_in, pipe_out = self._process.stdin, self._process.stdout
+        assert pipe_in is not None and pipe_out is not None
         try:
-            self._worker.call(compare, "1", "1", CPU_SECONDS)
-        except WorkerError as error:
-            self._stop()
-            raise DependencyError(f"math-verify cannot be used: {error}") from None
-        return self._worker
+            pipe_in.write(json.dumps([answer, reference, CPU_SECONDS]) + "\n")
+            pipe_in.flush()
+            return json.loads(pipe_out.readline())
+        except (BrokenPipeError, ValueError):
+            return None
 
     def _stop(self) -> None:
-        if self._worker is not None:
-            self._worker.__exit__()
-            self._worker = None
-            self._log.unlink(missing_ok=True)
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+
+def serve() -> None:
+    """Compare what comes in on standard input, line by line."""
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # computer algebra may print
+    for line in sys.stdin:
+        print(json.dumps(compare(*json.loads(line))), file=channel, flush=True)
 
 
 _comparer = _Comparer()

@@ -28,61 +28,18 @@ R = TypeVar("R")
 _RETRIES = 1000
 """Times that the lock's file or folder may vanish in a row; /proc never accepts a file."""
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
-
-
-class OutputLock:
-    """A lock that this process has taken.
-
-    Attributes:
-        target: the output that it protects.
-        file: the lock's file; None if the folder itself is locked.
-        made: folders created for the lock, the innermost first.
-    """
-
-    def __init__(self, target: Path, descriptor: int, file: Path | None, made: list[Path]):
-        self.target, self.descriptor, self.file, self.made = target, descriptor, file, made
-
-    @contextmanager
-    def open_to_helpers(self) -> Iterator[None]:
-        """Let processes that take the lock as ``shared`` work at the same time.
-
-        Raises:
-            OutputBusyError: some of them still run at the end.
-        """
-        fcntl.flock(self.descriptor, fcntl.LOCK_SH)
-        try:
-            yield
-        finally:
-            exclusive = _take(self.descriptor, fcntl.LOCK_EX, False)
-        if not exclusive:
-            raise _busy(self.target, self.file)
-
-    def release(self) -> None:
-        """Release the lock; remove its file unless another process has the lock."""
-        try:
-            if self.file is not None and _take(self.descriptor, fcntl.LOCK_EX, False):
-                self.file.unlink(missing_ok=True)
-            with suppress(OSError):
-                fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # forked children may have the lock too
-        finally:
-            os.close(self.descriptor)
-        for folder in self.made:
-            with suppress(OSError):  # no longer empty
-                folder.rmdir()
-
-
-_held: dict[tuple[Path, int], OutputLock] = {}
+_held: dict[tuple[Path, int], int] = {}
+"""(output, thread) -> descriptor of its lock."""
 
 
 @contextmanager
-def output_lock(target: Path, *, shared: bool = False, wait: bool = False) -> Iterator[OutputLock]:
+def output_lock(target: Path, *, wait: bool = False) -> Iterator[None]:
     """Be the only writer of ``target``, a file or folder that need not exist.
 
     Hidden files of killed writers are removed first. A thread may take its lock again. Folders
     created only for the lock are removed with it.
 
     Args:
-        shared: be one of several processes that share the output and keep others out.
         wait: wait until the lock is free, instead of raising.
 
     Raises:
@@ -92,34 +49,27 @@ def output_lock(target: Path, *, shared: bool = False, wait: bool = False) -> It
     target = Path(os.path.realpath(target))
     key = target, threading.get_ident()
     if key in _held:
-        yield _held[key]
+        yield
         return
-    lock = _held[key] = _acquire(target, shared, wait)
+    if not target.name:
+        raise OutputError(
+            f"{target}: cannot be the root of the file system; choose another --output"
+        )
+    file, new_folders = target.with_name(f".{target.name}.lock"), list[Path]()
+    descriptor = _held[key] = _take(target, file, new_folders, wait)
     try:
-        if not shared:
-            clear_beside(target)
-        yield lock
+        clear_beside(target)
+        yield
     finally:
         if _held.pop(key, None) is not None:  # otherwise this is a fork
-            lock.release()
-
-
-def helpers_only(target: Path) -> bool:
-    """Return whether ``target`` is locked by processes that share it, and not exclusively."""
-    target = Path(os.path.realpath(target))
-    if not target.name:
-        return False
-    file = target.with_name(f".{target.name}.lock")
-    try:
-        descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        return not _take(descriptor, fcntl.LOCK_EX, False) and _take(
-            descriptor, fcntl.LOCK_SH, False
-        )
-    finally:
-        os.close(descriptor)
+            with suppress(OSError):  # it may be in a folder that is read-only
+                file.unlink()
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # forked children may have the lock too
+            os.close(descriptor)
+            for folder in new_folders:
+                with suppress(OSError):  # no longer empty
+                    folder.rmdir()
 
 
 def one_writer(function: Callable[P, R]) -> Callable[P, R]:
@@ -138,66 +88,47 @@ def one_writer(function: Callable[P, R]) -> Callable[P, R]:
     return locked
 
 
-def _acquire(target: Path, shared: bool, wait: bool) -> OutputLock:
-    kind, new_folders = fcntl.LOCK_SH if shared else fcntl.LOCK_EX, list[Path]()
-    if not target.name:
-        raise OutputError(
-            f"{target}: cannot be the root of the file system; choose another --output"
-        )
-    path = target.with_name(f".{target.name}.lock")
+def _take(target: Path, file: Path, new_folders: list[Path], wait: bool) -> int:
+    """Return a locked descriptor; the innermost of the folders made for it is listed first."""
     for _ in range(_RETRIES):
-        new_folders += _make_folders(path.parent)
-        file: Path | None = path
+        locked = file
+        new_folders += [path for path in file.parents if not path.exists()]
+        existing = next(path for path in file.parents if path.exists())
+        if not existing.is_dir():
+            raise OutputError(f"{existing}: is not a folder; choose another --output")
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except FileNotFoundError:
             continue  # the previous owner of a lock has just removed the folder
         except OSError as problem:
-            # The output is an existing folder inside a read-only one.
             if not target.is_dir():
                 raise OutputError(
-                    f"{path.parent}: cannot be written ({problem.strerror}); "
-                    "choose another --output"
+                    f"{file.parent}: cannot be written ({problem.strerror}); choose another "
+                    "--output"
                 ) from None
-            descriptor, file = os.open(target, os.O_RDONLY), None
+            # The output is an existing folder inside a read-only one.
+            descriptor, locked = os.open(target, os.O_RDONLY), target
         try:
-            if not _take(descriptor, kind, wait):
-                raise _busy(target, file)
+            _flock(descriptor, target, file, wait)
             # The previous owner may have removed the file, and another process locked a new one.
-            if _same(descriptor, file or target):
-                if file is not None:
-                    _sign(descriptor)
-                return OutputLock(target, descriptor, file, new_folders)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(locked), os.fstat(descriptor)):
+                    if locked == file:
+                        _sign(descriptor)
+                    return descriptor
         except BaseException:
             os.close(descriptor)
             raise
         os.close(descriptor)
-    raise OutputError(f"{path.parent}: files cannot be created there; choose another --output")
+    raise OutputError(f"{file.parent}: files cannot be created there; choose another --output")
 
 
-def _make_folders(folder: Path) -> list[Path]:
-    """Create ``folder``; return the folders that were missing, the innermost first."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    if not existing.is_dir():
-        raise OutputError(f"{existing}: is not a folder; choose another --output")
+def _flock(descriptor: int, target: Path, file: Path, wait: bool) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except FileNotFoundError:
-        return []  # its parent is gone again; the caller retries
-    except OSError as problem:
-        raise OutputError(
-            f"{folder}: cannot be created ({problem.strerror}); choose another --output"
-        ) from None
-    return missing
-
-
-def _take(descriptor: int, kind: int, wait: bool) -> bool:
-    """Take the lock; return False if another process has it."""
-    try:
-        fcntl.flock(descriptor, kind | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
-        return False
+        raise _busy(target, file) from None
     except OSError as problem:
         if problem.errno not in _UNSUPPORTED:
             raise
@@ -206,16 +137,6 @@ def _take(descriptor: int, kind: int, wait: bool) -> bool:
             "output",
             problem.strerror,
         )
-    return True
-
-
-def _same(descriptor: int, path: Path) -> bool:
-    try:
-        on_disk = os.stat(path)
-    except FileNotFoundError:
-        return False
-    locked = os.fstat(descriptor)
-    return (on_disk.st_dev, on_disk.st_ino) == (locked.st_dev, locked.st_ino)
 
 
 def _sign(descriptor: int) -> None:
@@ -225,13 +146,12 @@ def _sign(descriptor: int) -> None:
         os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()} {since}\n".encode(), 0)
 
 
-def _busy(target: Path, file: Path | None) -> OutputBusyError:
+def _busy(target: Path, file: Path) -> OutputBusyError:
     owner = "another process"
     with suppress(OSError, ValueError):  # the owner may not have written its name yet
-        if file is not None:
-            pid, host, since = file.read_text(encoding="utf-8").split()
-            where = "" if host == socket.gethostname() else f" on {host}"
-            owner = f"process {pid}{where}, since {since}"
+        pid, host, since = file.read_text(encoding="utf-8").split()
+        where = "" if host == socket.gethostname() else f" on {host}"
+        owner = f"process {pid}{where}, since {since}"
     return OutputBusyError(
         f"{target} is being written by {owner}; wait for it to end, or choose another --output"
     )
@@ -239,9 +159,9 @@ def _busy(target: Path, file: Path | None) -> OutputBusyError:
 
 def _after_fork() -> None:
     # The lock is the parent's: a child that outlives it must not keep it.
-    for lock in _held.values():
+    for descriptor in _held.values():
         with suppress(OSError):
-            os.close(lock.descriptor)
+            os.close(descriptor)
     _held.clear()
 
 

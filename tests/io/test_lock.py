@@ -1,4 +1,4 @@
-"""One writer for an output: two at once, killed holders, forks, helpers, folders made for it."""
+"""One writer for an output: two at once, killed holders, forks, folders made for it."""
 
 import os
 import signal
@@ -12,14 +12,13 @@ import pytest
 from moe_finetune.errors import OutputBusyError, OutputError, OutputExistsError
 from moe_finetune.io import lock as lock_module
 from moe_finetune.io import one_writer, output_folder, output_lock, write_new
-from moe_finetune.io.lock import helpers_only
 
 # Takes the lock, says so, and writes until its input ends.
 HOLDER = """
 import sys
 from pathlib import Path
 from moe_finetune.io import output_lock
-with output_lock(Path(sys.argv[1]), shared="shared" in sys.argv):
+with output_lock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -108,27 +107,6 @@ def test_one_thread_takes_it_again_and_a_fork_does_not_keep_it(tmp_path, hold):
     finally:
         os.write(go[1], b"x")
         os.waitpid(child, 0)
-
-
-def test_who_shares_keeps_others_out(tmp_path, hold):
-    target = tmp_path / "study"
-    hold(target, "shared")
-    with output_lock(target, shared=True), pytest.raises(OutputBusyError):
-        _in_thread(lambda: output_lock(target).__enter__())
-    with pytest.raises(OutputBusyError):
-        output_lock(target).__enter__()
-
-
-def test_an_owner_lets_helpers_in_and_is_alone_again(tmp_path, hold):
-    target = tmp_path / "study"
-    with output_lock(target) as lock:
-        with lock.open_to_helpers():
-            helper = hold(target, "shared")
-            helper.communicate("")
-        with pytest.raises(AssertionError):
-            hold(target, "shared")
-        with pytest.raises(OutputBusyError), lock.open_to_helpers():
-            hold(target, "shared")
 
 
 def test_waiting(tmp_path, hold):
@@ -233,4 +211,3 @@ def test_where_no_lock_can_lie_is_said_at_once(target, message):
     refused = pytest.raises(OutputError, match=message)
     with refused, output_lock(Path(target)):
         pass
-    assert not helpers_only(Path(target))

@@ -1,15 +1,18 @@
 """Everything that needs a vLLM engine, over one engine."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 
 import pytest
 
 from moe_finetune.errors import DependencyError, EvaluationError
 from moe_finetune.evaluation.backends import open_backend
 from moe_finetune.evaluation.engine import evaluate
-from moe_finetune.io.worker import Worker
 from moe_finetune.vllm.engine import engine_arguments, engines_environment, open_vllm, shutdown
 from moe_finetune.vllm.install import vllm_status
 from tests.conftest import ROOT
@@ -82,8 +85,8 @@ def test_engine_arguments_that_cannot_work_are_refused():
     assert engine_arguments({"tensor_parallel_size": 4})["tensor_parallel_size"] == 4
 
 
-def _two_engines(checkpoint):
-    """Whether each of two engines is gone once it is closed."""
+def _two_engines(checkpoint, answer):
+    """Write whether each of two engines is gone once it is closed."""
     gone = []
     for _ in range(2):
         lm, _ = open_vllm(checkpoint, {"max_num_seqs": 4})
@@ -91,12 +94,14 @@ def _two_engines(checkpoint):
         shutdown(lm)
         del lm
         gone.append(engine() is None)
-    return gone
+    Path(answer).write_text(json.dumps(gone))
 
 
 def test_engines_in_one_process_leave_nothing(checkpoint, tmp_path):
     status = vllm_status(try_import=False)
     if not status.usable:
         pytest.skip(str(status))
-    with Worker(tmp_path / "log", {**engines_environment(), "PYTHONPATH": str(ROOT)}) as worker:
-        assert worker.call(_two_engines, checkpoint) == [True, True]
+    code = "import sys; from tests.vllm.test_engine import _two_engines as two; two(*sys.argv[1:])"
+    command = [sys.executable, "-c", code, str(checkpoint), str(tmp_path / "gone")]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, **engines_environment()}, check=True)
+    assert json.loads((tmp_path / "gone").read_text()) == [True, True]
