@@ -69,8 +69,8 @@ class Groups:
 
     A backward rebuilds its groups by :meth:`saved` and :meth:`restored`: everything that depends on
     the selection must pass ``save_for_backward``, which gives a checkpointed layer's backward the
-    tensors of its recomputation. Kept in another way, they would be the first visit's beside rows
-    of the second, and one other selected expert would shift all rows after it.
+    tensors of its recomputation. Kept in another way, they would be those of the first visit, while
+    rows are of the second, and one other selected expert would shift all rows after it.
     """
 
     slots_S: Tensor
