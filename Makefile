@@ -77,7 +77,7 @@ $(LOWEST)/.set-up: $(STAMP) tests/lowest.txt
 	@touch $@
 
 test-lowest: $(LOWEST)/.set-up  ## The losses, and a recipe, on the lowest versions that are declared
-	PYTHONPATH=$(LOWEST)/core:. $(BIN)/python -m pytest -p no:cacheprovider tests/metrics tests/losses/test_all_losses.py tests/losses/test_released.py tests/training/test_trainers.py -k "not deepseek_v3"
+	PYTHONPATH=$(LOWEST)/core:. $(BIN)/python -m pytest -p no:cacheprovider tests/metrics tests/losses/test_all_losses.py tests/losses/test_released.py tests/training/test_trainers.py tests/test_foreign_names.py -k "not deepseek_v3"
 	PYTHONPATH=$(LOWEST)/recipes:. $(BIN)/python -m pytest -p no:cacheprovider tests/test_run.py tests/checkpoint/test_verify.py
 
 NEWEST := build/newest
