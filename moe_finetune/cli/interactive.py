@@ -44,10 +44,18 @@ def init(
     Example: moe-finetune init ./my-moe --data my.jsonl --gpu 24 --output my.yaml
     """
     from moe_finetune.errors import RecipeError
+    from moe_finetune.recipe.dropped import DROPPED
+    from moe_finetune.recipe.stages import STARTERS
+
+    if stage not in STARTERS:
+        others = f"init writes recipes for {', '.join(STARTERS)}"
+        _, instead = DROPPED.get(f"stage={stage}", (None, others))
+        raise RecipeError(f"--stage {stage}: {instead}")
+    if gpu is not None and not 0 < gpu < 1e6:
+        raise RecipeError(f"--gpu: must be the GiB of one GPU, such as 24, not {gpu:g}")
     from moe_finetune.losses.presets import PRESETS
     from moe_finetune.report.outcome import listed, program
     from moe_finetune.training.init import (
-        METHODS,
         Answers,
         check_method,
         describe,
@@ -69,10 +77,8 @@ def init(
     if method is None and asks:
         for preset in PRESETS.values():
             print(f"  {preset.name:<34}{preset.shows}")
-        method = _ask("Method", check_method, default=METHODS.get(stage))
+        method = _ask("Method", check_method, default=STARTERS[stage])
     answers = Answers(checkpoint, data, validation, method, suite, stage)
-    if gpu is not None and not 0 < gpu < 1e6:
-        raise RecipeError(f"--gpu: must be the GiB of one GPU, such as 24, not {gpu:g}")
     warning = write_starter(answers, output, gpu)
     train = [program(), "train", str(output), "--output", "runs/first"]
     fits = [*train, "--dry-run"]
@@ -112,6 +118,8 @@ def preview(
     Example: moe-finetune preview recipes/models/olmoe_1b_7b.yaml data.train=my.jsonl --rows 5
     """
     from moe_finetune.recipe.schema import load_recipe
-    from moe_finetune.training.preview import preview as show
 
-    print(show(load_recipe(*split_items(items)), rows, sys.stdout.isatty()))
+    recipe = load_recipe(*split_items(items))
+    from moe_finetune.training.preview import preview as show  # after wrong keys are known
+
+    print(show(recipe, rows, sys.stdout.isatty()))

@@ -67,8 +67,13 @@ def doctor(
     """
     from moe_finetune.cli.doctor import as_json, examine, healthy, text
 
-    checks = examine(fix)
-    print(as_json(checks) if json else text(checks))
+    checks = []
+    for check in examine(fix):  # each takes seconds
+        checks.append(check)
+        if not json:
+            print(text(check), flush=True)
+    if json:
+        print(as_json(checks))
     if not healthy(checks):
         raise typer.Exit(1)
 
@@ -123,9 +128,10 @@ def _train(
     from moe_finetune.errors import RecipeError
     from moe_finetune.recipe.schema import recipe_from_tree
     from moe_finetune.recipe.validation import placed
-    from moe_finetune.run import plan_run, run_recipe
 
     recipe = recipe_from_tree(tree)
+    from moe_finetune.run import plan_run, run_recipe  # after wrong keys are known
+
     try:
         if dry_run:
             print(plan_run(recipe, output, resume, ignore_memory).text())

@@ -28,6 +28,8 @@ EVERY = 30.0
 """Seconds between progress lines in the plain style."""
 STATUS_EVERY = 60.0
 """Seconds between lines about other processes in the plain style."""
+IMPORTS = 2.0
+"""Seconds after which a command that is still importing says so."""
 SILENT = 10.0
 """Seconds without a line after which a command says what it is doing, then every half minute."""
 
@@ -127,6 +129,23 @@ class Terminal:
         finally:
             ended.set()
             talker.join()
+
+    @contextmanager
+    def starting(self, verb: str, seconds: float = IMPORTS) -> Iterator[None]:
+        """Write that ``verb`` has begun if it has written nothing after its first ``seconds``."""
+        began = self._last
+
+        def say() -> None:
+            if self._last == began:
+                self.say(f"{verb:<12} loading libraries")
+
+        timer = threading.Timer(seconds, say)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     @contextmanager
     def _shown(self, outermost: bool) -> Iterator[None]:

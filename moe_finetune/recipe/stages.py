@@ -53,14 +53,26 @@ def trainer_section(stage: Stage) -> type[BaseModel]:
     """The fields of the stage's config as a section that checks types and :data:`LIMITS`."""
     config = stage.config_class()
     hints = typing.get_type_hints(config)
-    fields: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        if field.init and field.name not in OWNED:
-            choices = CHOICES.get(field.name, tuple(field.metadata.get("choices") or ()))
-            hint = Literal[choices] | None if choices else _with_names(hints[field.name])
-            limits = LIMITS.get(field.name)
-            fields[field.name] = (hint if limits is None else Annotated[hint, limits], None)
-    return create_model(stage.config, __base__=_Arguments, **fields)
+    return section_of(
+        stage,
+        {
+            field.name: (_with_names(hints[field.name]), tuple(field.metadata.get("choices") or ()))
+            for field in dataclasses.fields(config)
+            if field.init
+        },
+    )
+
+
+def section_of(stage: Stage, fields: Mapping[str, tuple[Any, tuple[str, ...]]]) -> type[BaseModel]:
+    """A section of TRL's fields that a recipe can set: name -> type, and choices if there are."""
+    checked: dict[str, Any] = {}
+    for name, (hint, listed) in fields.items():
+        if name not in OWNED:
+            choices = CHOICES.get(name, listed)
+            hint, limits = Literal[choices] | None if choices else hint, LIMITS.get(name)
+            plain = limits is None or hint is Any
+            checked[name] = (hint if plain else Annotated[hint, limits], None)
+    return create_model(stage.config, __base__=_Arguments, **checked)
 
 
 def _with_names(hint: Any) -> Any:
@@ -87,6 +99,9 @@ def checkpointing(trainer: Mapping[str, Any], default: bool) -> bool:
     values = (trainer.get(key) for key in CHECKPOINTING)
     return bool(next((value for value in values if value is not None), default))
 
+
+STARTERS = {"sft": "orthogonal_variance", "dpo": "none", "grpo": "none"}
+"""Stages that ``init`` writes a recipe for, and the default method of each."""
 
 LIMITS = {
     "learning_rate": Field(ge=0, le=1),  # above 1 every optimizer here soon gives NaN weights

@@ -2,13 +2,14 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from moe_finetune.errors import MoeFinetuneError, RecipeError, did_you_mean
 from moe_finetune.recipe.stages import CHECKPOINTING, OWNED, STAGES, Stage, trainer_section
+from moe_finetune.recipe.trainer_source import section_in_source
 from moe_finetune.recipe.tree import Key, Tree, dotted
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -76,17 +77,24 @@ def describe(model: type[BaseModel], error: ValidationError, prefix: Key = ()) -
     return lines
 
 
-def check_trainer(trainer: Mapping[str, Any], stage: Stage) -> Iterator[str]:
+def check_trainer(
+    trainer: Mapping[str, Any],
+    stage: Stage,
+    section_of: Callable[[Stage], type[BaseModel] | None] = trainer_section,
+) -> Iterator[str]:
     """Yield a line for each key of ``trainer:`` that TRL's class for the stage cannot take."""
-    model = trainer_section(stage)
+    sections = {other: section_of(other) or BaseModel for other in STAGES.values()}
+    model = sections[stage]
     for name in trainer:
         if name in OWNED:
             yield f"trainer.{name}: cannot be set here: {OWNED[name]}"
         elif name not in model.model_fields:
-            others = [o.name for o in STAGES.values() if name in trainer_section(o).model_fields]
+            others = [o.name for o in STAGES.values() if name in sections[o].model_fields]
             near = difflib.get_close_matches(str(name), model.model_fields, n=1, cutoff=0.75)
             hint = f"did you mean '{near[0]}'?" if near else "docs/reference/trainer.md lists them"
-            if others and not near:
+            if f"trainer.{name}" in OTHER_NAMES:
+                hint = f"did you mean '{OTHER_NAMES[f'trainer.{name}']}'?"
+            elif others and not near:
                 hint = f"it belongs to stage {' or '.join(others)}: set stage: {others[0]}"
             yield f"trainer.{name}: unknown key of TRL's {stage.config}; {hint}"
     values = {name: value for name, value in trainer.items() if name in model.model_fields}
@@ -125,6 +133,20 @@ def _refused_here(trainer: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key}: fused_linear_cross_entropy replaces the model's forward; leave it out"
 
 
+OTHER_NAMES = {
+    **dict.fromkeys(("lora.r", "lora.lora_r", "lora.lora_rank"), "lora.rank"),
+    "lora.lora_alpha": "lora.alpha",
+    "lora.lora_dropout": "lora.dropout",
+    "lora.target_modules": "lora.targets",
+    **dict.fromkeys(("trainer.load_in_4bit", "trainer.load_in_8bit"), "model.quantization: nf4"),
+    **dict.fromkeys(("trainer.max_seq_length", "trainer.max_seq_len"), "data.max_length"),
+    "trainer.warmup_ratio": "warmup_steps, which below 1 is a share of the steps",
+    "trainer.group_by_length": "train_sampling_strategy: group_by_length",
+    "trainer.lora_rank": "lora.rank",
+}
+"""Keys of other programs and versions, and ours."""
+
+
 def _is_union_tag(part: str | int) -> bool:
     """Return whether ``part`` is a branch of a union, as in ``list[str]`` or ``DataSource``."""
     if not isinstance(part, str):
@@ -136,6 +158,8 @@ def _is_union_tag(part: str | int) -> bool:
 
 def _nearest(model: type[BaseModel], loc: tuple[str | int, ...]) -> str:
     """``; did you mean ...``: a key of the same section, else one of this name in another."""
+    if (key := dotted(loc)) in OTHER_NAMES:
+        return f"; did you mean '{OTHER_NAMES[key]}'?"
     section, name = model, str(loc[-1])
     for part in loc[:-1]:
         field = section.model_fields.get(str(part))
@@ -154,10 +178,14 @@ def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """All keys of sections, with TRL's in ``trainer``."""
     for name, field in model.model_fields.items():
         sections: Iterable[type[BaseModel]] = _sections(field.annotation)
-        for section in [trainer_section(STAGES["sft"])] if name == "trainer" else sections:
+        for section in [_sft()] if name == "trainer" else sections:
             for inner in section.model_fields:
                 yield f"{prefix}{name}.{inner}"
             yield from _keys(section, f"{prefix}{name}.")
+
+
+def _sft() -> type[BaseModel]:
+    return section_in_source(STAGES["sft"]) or trainer_section(STAGES["sft"])
 
 
 def _sections(annotation: Any) -> Iterator[type[BaseModel]]:

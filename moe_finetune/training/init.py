@@ -23,10 +23,9 @@ from moe_finetune.io.terminal import terminal
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.models.loading import open_config
 from moe_finetune.recipe.data import DataSection, DataSource
-from moe_finetune.recipe.dropped import DROPPED
 from moe_finetune.recipe.method import WEIGHTED, resolve_method
 from moe_finetune.recipe.schema import recipe_from_tree
-from moe_finetune.recipe.stages import STAGES
+from moe_finetune.recipe.stages import STAGES, STARTERS
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.training.fake_step import Device, adapted_model
 from moe_finetune.training.memory import (
@@ -47,10 +46,6 @@ Change = tuple[dict[str, Any], str]
 Line = tuple[str, Any, str]
 """A key of the recipe, its value, and the reason."""
 
-METHODS = {"sft": "orthogonal_variance", "dpo": "none", "grpo": "none"}
-"""Stages that a starter is written for, and the default method of each."""
-
-
 GROUP = 8
 """Completions of a prompt in a starter for rewards."""
 FEW_STEPS = 100
@@ -70,7 +65,7 @@ class Answers:
 
     @property
     def preset(self) -> str:
-        return self.method or METHODS[self.stage]
+        return self.method or STARTERS[self.stage]
 
 
 # Changes of a starter's values that make a step smaller, with their reasons.
@@ -123,10 +118,6 @@ def starter(answers: Answers, changes: Sequence[Line] = (), gpu: float | None = 
         RecipeError: an unknown method.
         DataError: the rows cannot be read, or their layout is unknown.
     """
-    if answers.stage not in METHODS:
-        others = f"init writes recipes for {' and '.join(METHODS)}; recipes/stages has others"
-        _, instead = DROPPED.get(f"stage={answers.stage}", (None, others))
-        raise RecipeError(f"--stage {answers.stage}: {instead}")
     check_method(answers.preset)
     summary, family, config = describe(answers.checkpoint)
     text = config.get_text_config()

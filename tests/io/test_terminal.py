@@ -210,3 +210,17 @@ def test_a_narrow_live_terminal_tears_no_word(monkeypatch):
     assert board.getvalue().count("\n") == 1
     said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown._stream.getvalue())
     assert said.count("careful") == 12
+
+
+@pytest.mark.parametrize(
+    ("quiet", "line"), [(False, "merge        loading libraries\n"), (True, "")]
+)
+def test_a_silent_start_says_so_once(on, quiet, line):
+    shown, text = on(quiet=quiet)
+    with shown.starting("merge", 0.0):
+        while not quiet and not text.getvalue():
+            time.sleep(0.001)
+    assert text.getvalue() == line
+    with shown.starting("convert", 1e9):
+        pass
+    assert text.getvalue() == line
