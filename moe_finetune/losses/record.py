@@ -52,7 +52,9 @@ class RoutingRecord:
         layer: index of the decoder layer.
         inputs_TH: the block's input.
         logits_TE: float32, before the score function.
-        index_TK: selected experts, in the order the family's router gave them.
+        index_TK: the experts that ran, in the order the family's router gave them.
+        own_index_TK: what the router selects, with a loss-free bias; None where that is what ran.
+            Router replay runs other experts.
         weights_TK: the weights that the block uses, renormalized and scaled as in the family.
         mask_T: bool, True where a token counts.
         token_ids_T: input ids, or None when the model was called with embeddings.
@@ -70,6 +72,7 @@ class RoutingRecord:
     mask_T: Tensor
     score: str
     router_weight_EH: Tensor
+    own_index_TK: Tensor | None = None
     token_ids_T: Tensor | None = None
     sequence_lengths: Tensor | None = None
     activations_TKD: Tensor | None = None

@@ -32,14 +32,34 @@ WORDS: dict[str, Word] = {
     "grad_norm": Word("Gradient norm"),
     "tokens_per_second": Word("Tokens per second", "", 1),
     "max_violation": Word(
-        "MaxVio", "how far the busiest expert is above an even share; 0 is even", -1
+        "MaxVio",
+        "how far the busiest of the experts that ran is above an even share; 0 is even",
+        -1,
     ),
     "load_entropy": Word("Load entropy", "nats; log(experts) when all are used evenly", 1),
     "routing/entropy": Word("Routing entropy", "in nats; low when the router is confident", 0),
     "routing/entropy_share": Word(
         "Routing entropy, share", "of log(experts); 1 when every expert is equally likely", 0
     ),
-    "routing/max_violation_worst_layer": Word("MaxVio of the worst layer", "0 is even", -1),
+    "routing/max_violation_worst_layer": Word(
+        "MaxVio of the worst layer", "of the experts that ran; 0 is even", -1
+    ),
+    "routing/changed_from_old_policy": Word(
+        "Experts changed since the old policy",
+        "share of tokens and layers whose router would select others than those that are replayed",
+    ),
+    **{
+        f"{head}/{name}": Word(f"{title} {whose}", meaning)
+        for head, whose in (
+            ("old_policy", "from the old policy"),
+            ("rollout", "from vLLM's sampler"),
+        )
+        for name, title, meaning in (
+            ("log_prob_difference", "Log-probabilities' distance", "nats, mean over tokens"),
+            ("kl", "KL divergence", "nats, estimated on the completions' tokens"),
+            ("ratio_beyond_2", "Ratios outside 1/2 to 2", "share of tokens"),
+        )
+    },
     "routing/dead_experts": Word(
         "Dead experts a layer", "number of experts that no token chose, mean over layers", -1
     ),

@@ -83,12 +83,18 @@ class BiasBalancer(Perturbation):
         return self._inner.noise(layer, logits_TE, weights_TK, index_TK)
 
     def observe(self, record: RoutingRecord, _: LayerLoss) -> None:
-        """Count the loads of a training forward (an observer of the recorder)."""
+        """Count the loads of a training forward (an observer of the recorder).
+
+        They are those of the biased selection, also where router replay runs other experts: a bias
+        could not change these, and would grow for ever.
+        """
         if record.layer not in self.bias:
             return
-        load = self._load[record.layer] = self._load[record.layer].to(record.index_TK.device)
-        counted = record.mask_T.unsqueeze(1).expand(record.index_TK.shape).reshape(-1)
-        load.scatter_add_(0, record.index_TK.reshape(-1), counted.to(load.dtype))
+        own = record.own_index_TK
+        index_TK = record.index_TK if own is None else own
+        load = self._load[record.layer] = self._load[record.layer].to(index_TK.device)
+        counted = record.mask_T.unsqueeze(1).expand(index_TK.shape).reshape(-1)
+        load.scatter_add_(0, index_TK.reshape(-1), counted.to(load.dtype))
 
     def step(self) -> None:
         """Update the biases from the loads since the last step; every rank must call this."""

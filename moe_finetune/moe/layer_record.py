@@ -23,7 +23,7 @@ def make_record(layer: MoeLayer, context: ForwardContext) -> RoutingRecord:
             "another experts implementation or kernel and remove it"
         )
     assert context.tokens is not None
-    logits_TE, weights_TK, index_TK = layer.router_output
+    logits_TE, weights_TK, index_TK, own_index_TK = layer.router_output
     result = layer.result
     rows_RH = router_weight(layer.router, layer.family.router_weight)
     return RoutingRecord(
@@ -31,6 +31,7 @@ def make_record(layer: MoeLayer, context: ForwardContext) -> RoutingRecord:
         inputs_TH=layer.router_input,
         logits_TE=logits_TE.float(),
         index_TK=index_TK,
+        own_index_TK=own_index_TK,
         weights_TK=weights_TK,
         mask_T=context.tokens.mask_T,
         score=layer.family.score,

@@ -38,7 +38,7 @@ class MoeLayer:
     outer_experts: Any
     family: Family
     context: ForwardContext | None = None
-    router_output: tuple[Tensor, Tensor, Tensor] | None = None
+    router_output: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
     router_input: Tensor | None = None
     router_logits: Tensor | None = None
     result: ExpertsResult | None = None

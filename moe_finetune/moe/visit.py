@@ -106,13 +106,14 @@ class LayerVisits:
             raise CaptureError(f"layer {layer.index}: the experts ran without their router")
         if self.perturbation is not None:
             weights, index = self.perturbation.routing(layer, logits, weights, index)
+        own_index = index
         if layer.context is not None and layer.context.overrides.route is not None:
             weights, index = layer.context.overrides.route(layer, logits, weights, index)
         weights, index = keep_choice(layer, logits, weights, index)
         if self.perturbation is not None:
             weights = self.perturbation.noise(layer, logits, weights, index)
         if layer.context is not None and layer.context.wanted:
-            layer.router_output = (logits, weights, index)
+            layer.router_output = (logits, weights, index, own_index)
         return weights, index
 
     def before_experts(self, module: nn.Module, args: tuple) -> tuple:

@@ -88,21 +88,18 @@ def _of_lora(recipe: Any) -> Iterator[str]:
 
 
 def _of_stage(recipe: Any) -> Iterator[str]:
-    stage, trainer = recipe.stage, recipe.trainer
+    stage = recipe.stage
     if stage == "grpo" and not recipe.rewards:
         yield "rewards: stage grpo needs exact_match, boxed, code, or one of your plugin"
-    for key, value in (("rewards", recipe.rewards), ("router.replay", recipe.router.replay)):
+    replay = recipe.router.replay
+    for key, value in (("rewards", recipe.rewards), ("router.replay", replay != "off")):
         if value and stage != "grpo":
             yield f"{key}: only valid for stage grpo, and this is stage {stage}; leave it out"
-    if recipe.router.replay:
-        for key in ("use_vllm", "use_transformers_continuous_batching"):
-            if trainer.get(key):
-                yield f"router.replay: with trainer.{key} rollouts have no experts; leave one out"
-        if recipe.method.perturbations.random_second_choice:
-            yield (
-                "router.replay: method.perturbations.random_second_choice draws experts of its "
-                "own; leave one out"
-            )
+    if replay != "off" and recipe.method.perturbations.random_second_choice:
+        yield (
+            "router.replay: method.perturbations.random_second_choice draws experts of its own; "
+            "leave one out"
+        )
 
 
 def _of_data(recipe: Any) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from moe_finetune.recipe.data import DataSection as DataSection
 from moe_finetune.recipe.section import Section
@@ -20,6 +20,7 @@ Attention = Literal[
 ]
 Target = Literal["attention", "shared_experts", "experts"]
 Part = Literal["attention", "shared_experts", "experts", "router"]
+Replay = Literal["off", "old_policy"]
 Positive = Annotated[int, Field(ge=1)]
 LEAST_AUTO_RANK = 4
 """Of ``lora.parts.experts.rank: auto``: a lower rank hardly saves memory."""
@@ -68,8 +69,8 @@ class ParallelSection(Section):
 class RouterSection(Section):
     """How the routers learn: all weights, through LoRA, or not at all.
 
-    ``replay``, of stage grpo: a completion is trained with the experts that its tokens selected
-    when it was sampled, weighted by the current router.
+    ``replay``, of stage grpo: each token is trained with the experts that the old policy's forward
+    selected for it, weighted by the current router.
     """
 
     train: Literal["auto", "full", "lora", "frozen"] = Field(
@@ -77,7 +78,15 @@ class RouterSection(Section):
         description="full: all router weights train; lora: LoRA on them; frozen: none train; auto: "
         "frozen next to an adapter if no loss of the method trains routers, else full",
     )
-    replay: bool = Field(default=False, description="train with the experts of the rollout")
+    replay: Replay = Field(
+        default="off", description="in grpo, an earlier forward whose experts train each token"
+    )
+
+    @field_validator("replay", mode="before")
+    @classmethod
+    def _word(cls, value: Any) -> Any:
+        """YAML reads a bare ``off`` as false."""
+        return "off" if value is False else value
 
 
 class LoraPart(Section):

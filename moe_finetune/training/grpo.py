@@ -1,4 +1,4 @@
-"""Mixins of TRL's GRPO trainer: compare and replay rollouts' experts, save between rollouts.
+"""Mixins of TRL's GRPO trainer: train with pinned experts, save between rollouts.
 
 Shape legend: B rows, P prompt positions, C completion positions, S = P + C, L MoE layers, K experts
 selected.
@@ -7,96 +7,75 @@ selected.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers.generation import GenerationMode
+from torch import Tensor
 
 from moe_finetune.errors import CaptureError, RecipeError
 from moe_finetune.models import Family
-from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import causal_lm
 from moe_finetune.moe.lora_active import TrainedAdapter
-from moe_finetune.moe.rollout import AgainstRollout, RolloutChoice
+from moe_finetune.moe.pinned_choice import PinnedChoice, PinsChoice, RecordsChoice
 from moe_finetune.recipe.schema import Recipe
+from moe_finetune.recipe.sections import Replay
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.training.callback import SpecializationCallback
 
 log = logging.getLogger(__name__)
 _Trainer: Any = object
-TOKEN_BY_TOKEN = (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
-EXPERTS = "rollout_experts"
-"""Key of a training batch: experts as of :meth:`RolloutChoice.experts`, from any rollout."""
+EXPERTS, MISSING = "pinned_experts", "pinned_missing"
+"""Keys of a training batch: the tensors of a :class:`PinnedChoice`."""
+BEFORE = {"old_policy": "old_per_token_logps", "rollout": "sampling_per_token_logps"}
+"""Keys of a training batch: log-probabilities of its tokens before training, by whose they are."""
+LOG_2 = math.log(2)
 
 
-class FollowsRollouts(_Trainer):
-    """Mixin that records rollouts and compares each training forward with them.
+class PinsExperts(_Trainer):
+    """Mixin that trains each token with the experts of an earlier forward, and compares with it.
 
-    Every log has, over sampled tokens, ``routing/changed_from_rollout``: the share of (token,
-    layer) pairs for which training selects other experts than the rollout;
-    ``rollout/log_prob_difference``: the mean of ``|log p_training - log p_rollout|``; and
-    ``rollout/kl``: the mean of ``r - 1 - log r`` for ``r = p_training / p_rollout``, which
-    estimates ``KL(rollout || training)`` (Schulman 2020). Probabilities are the model's at the
-    sampling temperature, before ``top_p`` and similar filters.
+    Every log has, over the tokens of the loss, what the policy's log-probabilities differ by from
+    the old policy's (``old_policy/...``, where TRL computes these) and, with vLLM, from the
+    sampler's (``rollout/...``), with ``r = p_now / p_before``: ``log_prob_difference``, the mean of
+    ``|log r|``; ``kl``, the mean of ``r - 1 - log r``, which estimates ``KL(before || now)``
+    (Schulman 2020); and ``ratio_beyond_2``, the share of ratios outside [1/2, 2]. With replay it
+    has ``routing/changed_from_old_policy``: the share of (token, layer) pairs whose router would
+    select other experts than the pinned ones.
 
     Attributes:
         callback: its recorder is on the model during training.
-        replay: whether each token trains with the experts that the rollout selected.
+        replay: whose experts the tokens get.
     """
 
     callback: SpecializationCallback
-    replay = False
+    replay: Replay = "off"
     _policy: TrainedAdapter | None = None
-    _rollout: _Rollout | None = None
+    _scored: RecordsChoice | None = None
+    _scoring = False
     _batch: Mapping[str, Any] | None = None
-    _said = False
-
-    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        self._rollout = None
-        if not self.model.training or not self._can_be_noted():
-            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        self._note_policy()
-        recorder = self.callback.recorder
-        longest, step = max(map(len, prompt_ids)), self.pad_to_multiple_of or 1
-        rollout = _Rollout(recorder, self.temperature, prompt=-(-longest // step) * step)
-        with rollout.noting():
-            completions, _ = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        self._rollout = rollout
-        return completions, rollout.log_probs(completions)
-
-    def _can_be_noted(self) -> bool:
-        """Whether transformers samples the completions in this process, token by token."""
-        obstacle = ""
-        if self.use_vllm or self.use_transformers_continuous_batching:
-            what = "vLLM" if self.use_vllm else "continuous batching"
-            obstacle = f"{what} does not return the experts of a rollout to TRL"
-        elif (mode := self.generation_config.get_generation_mode()) not in TOKEN_BY_TOKEN:
-            obstacle = f"trainer.generation_kwargs select {mode.value} instead of sampling"
-        elif self.generation_config.use_cache is False:
-            obstacle = "trainer.generation_kwargs.use_cache is false, so complete rows run again"
-        if not obstacle:
-            return True
-        if self.replay:
-            raise CaptureError(f"router.replay: {obstacle}")
-        if not self._said:
-            self._said = True
-            log.warning("routing/changed_from_rollout is not logged: %s", obstacle)
-        return False
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        output = super()._generate_and_score_completions(inputs)
-        if self._rollout is not None:
-            mask_BS = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
-            output[EXPERTS] = self._rollout.choice.experts(mask_BS)
-            self._rollout = None
-        return output
+        if self.replay == "off" or not self.model.training:
+            return super()._generate_and_score_completions(inputs)
+        self._note_policy()
+        self._scoring = True
+        try:
+            output = super()._generate_and_score_completions(inputs)
+            if self._scored is None or self._scored.choice is None:
+                raise CaptureError(
+                    "router.replay: old_policy: TRL ran no forward of the old policy over this "
+                    "batch; set router.replay: off"
+                )
+            choice = self._scored.choice
+        finally:
+            self._scoring, self._scored = False, None
+        return {**output, EXPERTS: choice.index_BSLK, MISSING: choice.missing_BS}
 
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
-        if EXPERTS in inputs:
+        if self.model.training:
             self._note_policy()
             self._batch = inputs
         try:
@@ -112,26 +91,36 @@ class FollowsRollouts(_Trainer):
             super()._get_per_token_logps_and_entropies,
             model, input_ids, attention_mask, *args, **kwargs,
         )  # fmt: skip
-        batch = self._batch
-        # Without a batch, the old policy runs right after its rollout.
-        replays = batch is not None or (self.replay and self._rollout is not None)
-        if not (replays and self._is_policy(model)):
-            return run()
-        counted_BS = torch.zeros_like(attention_mask, dtype=torch.bool)
-        if batch is not None:
-            mask_BC = batch["completion_mask"].bool()
-            counted_BS[:, -mask_BC.shape[1] :] = mask_BC
-            experts_BSLK = batch[EXPERTS]
-        else:
-            assert self._rollout is not None
-            experts_BSLK = self._rollout.choice.experts(attention_mask)
         recorder = self.callback.recorder
-        against = AgainstRollout(experts_BSLK, counted_BS, _layers(recorder), self.replay)
-        with recorder.using(overrides=against.begin):
+        layers = [layer.index for layer in recorder.layers]
+        if self._batch is not None:
+            return self._run_for_loss(run, self._batch, layers)
+        if not (self._scoring and self._is_policy(model)):
+            return run()
+        self._scored = RecordsChoice(attention_mask, layers)
+        with recorder.using(overrides=self._scored.begin):
+            return run()
+
+    def _run_for_loss(self, run: Any, batch: Mapping[str, Any], layers: list[int]) -> Any:
+        mask_BC = batch["completion_mask"].bool()
+        if "tool_mask" in batch:
+            mask_BC = mask_BC & batch["tool_mask"].bool()
+        if EXPERTS not in batch:
             result = run()
-        if batch is not None:
-            sampled_BC = batch["sampling_per_token_logps"]
-            self._log(against, result[0].detach(), sampled_BC, mask_BC)
+            self._log(result[0].detach(), batch, mask_BC)
+            return result
+        choice = PinnedChoice(batch[EXPERTS], batch[MISSING])
+        counted_BS = torch.zeros_like(choice.missing_BS)
+        counted_BS[:, -mask_BC.shape[1] :] = mask_BC
+        pins = PinsChoice(choice, counted_BS, layers)
+        with self.callback.recorder.using(overrides=pins.begin):
+            result = run()
+        self._log(
+            result[0].detach(),
+            batch,
+            mask_BC,
+            {f"routing/changed_from_{self.replay}": (pins.changed, pins.compared)},
+        )
         return result
 
     def _note_policy(self) -> None:
@@ -144,15 +133,28 @@ class FollowsRollouts(_Trainer):
         return causal_lm(model) is policy and self._policy.acts()
 
     def _log(
-        self, against: AgainstRollout, trained_BC: Tensor, sampled_BC: Tensor, mask_BC: Tensor
+        self,
+        now_BC: Tensor,
+        batch: Mapping[str, Any],
+        mask_BC: Tensor,
+        sums: Mapping[str, tuple[Tensor, Tensor]] | None = None,
     ) -> None:
-        ratio = (trained_BC.double() - sampled_BC.double())[mask_BC]
-        tokens = mask_BC.sum().double()
-        sums = {
-            "routing/changed_from_rollout": (against.changed, against.compared),
-            "rollout/log_prob_difference": (ratio.abs().sum(), tokens),
-            "rollout/kl": ((ratio.exp() - 1 - ratio).sum(), tokens),
-        }
+        """Log ``sums``, pairs of a total and a count, and the differences of log-probabilities."""
+        sums = dict(sums or {})
+        for whose, key in BEFORE.items():
+            if key not in batch:
+                continue
+            log_ratio_BC = now_BC.double() - batch[key].double()
+            counts_BC = mask_BC & ~log_ratio_BC.isnan()  # vLLM could not score all tokens
+            log_ratio_BC = log_ratio_BC.masked_fill(~counts_BC, 0.0)
+            tokens = counts_BC.sum().double()
+            sums |= {
+                f"{whose}/log_prob_difference": (log_ratio_BC.abs().sum(), tokens),
+                f"{whose}/kl": ((log_ratio_BC.exp() - 1 - log_ratio_BC).sum(), tokens),
+                f"{whose}/ratio_beyond_2": ((log_ratio_BC.abs() > LOG_2).sum().double(), tokens),
+            }
+        if not sums:
+            return
         pairs = torch.stack([torch.stack(pair) for pair in sums.values()])
         totals = self.accelerator.reduce(pairs, reduction="sum").tolist()
         for name, (total, count) in zip(sums, totals, strict=True):
@@ -223,76 +225,34 @@ def check_rollouts(recipe: Recipe, family: Family) -> None:
         )
 
 
-def check_replay(family: Family) -> None:
+def check_replay(recipe: Recipe, family: Family) -> None:
     """Refuse a family whose expert weights do not follow from logits and selection.
 
     Raises:
         RecipeError: the message names what its router does instead.
     """
-    if family.own_weights is not None:
+    if recipe.router.replay != "off" and family.own_weights is not None:
         raise RecipeError(
             f"router.replay: not supported for {family.title}, whose weights cannot be computed "
-            f"for given experts: {family.own_weights}; set router.replay: false"
+            f"for given experts: {family.own_weights}; set router.replay: off"
         )
 
 
-class _Rollout:
-    """One rollout: its tokens' experts, and the log-probabilities of the sampled tokens.
+def check_old_policy(recipe: Recipe, arguments: Any) -> None:
+    """Refuse the old policy's experts where TRL runs no forward of the old policy.
 
-    ``prompt`` is P, padding included.
+    Args:
+        arguments: the stage's TRL config.
+
+    Raises:
+        RecipeError: each batch is trained on once, by the policy that it would be compared with.
     """
-
-    def __init__(self, recorder: Recorder, temperature: float, prompt: int):
-        self.recorder, self.temperature, self.prompt = recorder, temperature, prompt
-        self.choice = RolloutChoice(_layers(recorder))
-        self._ran = 0
-        self._sampled: list[Tensor] = []
-        self._last_BV: Tensor | None = None
-
-    @contextmanager
-    def noting(self) -> Iterator[None]:
-        model = causal_lm(self.recorder.model)
-        hook = model.register_forward_hook(self._after, with_kwargs=True)
-        try:
-            with self.recorder.using(overrides=self.choice.begin):
-                yield
-        finally:
-            hook.remove()
-
-    def _after(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        ids = kwargs["input_ids"]
-        if self._ran >= self.prompt:  # a token that was sampled from what ran before
-            self._keep(ids[:, -1])
-        self._ran += ids.shape[1]
-        logits_BV = output.logits[:, -1].float()
-        self._last_BV = (logits_BV / self.temperature).log_softmax(-1)
-
-    def _keep(self, ids_B: Tensor) -> None:
-        assert self._last_BV is not None
-        self._sampled.append(self._last_BV.gather(1, ids_B[:, None]).squeeze(1))
-
-    def log_probs(self, completions: list[list[int]]) -> list[list[float]]:
-        """Log-probability of each token of the completions that the rollout has just returned.
-
-        Raises:
-            CaptureError: a forward ran something other than (part of) the prompt or one more token.
-        """
-        assert self._last_BV is not None
-        if self._ran != self.prompt + len(self._sampled):
-            raise CaptureError(
-                f"the rollout ran {self._ran} places for a prompt of {self.prompt} and "
-                f"{len(self._sampled)} tokens: it did not sample them one after the other"
-            )
-        longest = max(map(len, completions))
-        if len(self._sampled) < longest:  # the last token was sampled and not run
-            last = [ids[-1] if len(ids) == longest else 0 for ids in completions]
-            self._keep(torch.tensor(last, device=self._last_BV.device))
-        self._last_BV = None
-        # Rows that have ended run on while those of other ranks have not, where these need them.
-        self.choice.end(self.prompt + longest - 1)
-        rows = torch.stack(self._sampled[:longest], dim=1).tolist()
-        return [row[: len(ids)] for row, ids in zip(rows, completions, strict=True)]
-
-
-def _layers(recorder: Recorder) -> list[int]:
-    return [layer.index for layer in recorder.layers]
+    if recipe.router.replay != "old_policy":
+        return
+    corrected = arguments.use_vllm and arguments.vllm_importance_sampling_correction
+    batch = arguments.steps_per_generation * arguments.num_iterations
+    if arguments.gradient_accumulation_steps % batch == 0 and not corrected:
+        raise RecipeError(
+            "router.replay: old_policy: each batch is trained once, so there is nothing to replay; "
+            "set router.replay: off, or train on a batch several times (trainer.num_iterations: 2)"
+        )

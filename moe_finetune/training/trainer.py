@@ -15,7 +15,7 @@ from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import CHECKPOINTING, STAGES, Stage
 from moe_finetune.training.callback import SpecializationCallback, add_callbacks
-from moe_finetune.training.grpo import FollowsRollouts, SavesBetweenGenerations
+from moe_finetune.training.grpo import PinsExperts, SavesBetweenGenerations
 from moe_finetune.training.guards import FiniteTrainer
 from moe_finetune.training.inputs import read_inputs
 from moe_finetune.training.resume import ResumableTrainer
@@ -127,7 +127,7 @@ def trainer_of(stage: Stage) -> Any:
     base = stage.trainer_class()
     mixins: tuple[type, ...] = (RunTrainer,)
     if stage.name == "grpo":  # a save that waits is not logged as one
-        mixins = (SavesBetweenGenerations, RunTrainer, FollowsRollouts)
+        mixins = (SavesBetweenGenerations, RunTrainer, PinsExperts)
     return type(f"Run{base.__name__}", (*mixins, base), {"__doc__": RunTrainer.__doc__})
 
 
@@ -170,7 +170,7 @@ def build_trainer(
         trainer.remove_callback(printer)
     leave_experts(trainer)
     callback.attach(trainer)
-    if isinstance(trainer, FollowsRollouts):
+    if isinstance(trainer, PinsExperts):
         trainer.callback = callback
         trainer.replay = recipe.router.replay
     add_callbacks(trainer, RunLog(output), LiveTable())

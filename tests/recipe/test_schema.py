@@ -129,6 +129,12 @@ def test_routers_train_where_a_loss_trains_them(write, keys, trained):
     assert load_recipe(write("resolved.yaml", recipe.to_yaml())).hash == recipe.hash
 
 
+@pytest.mark.parametrize("written", ["off", "false", "'off'"])
+def test_a_bare_off_is_the_word(write, written):
+    recipe = load_recipe(write("r.yaml", BASE + f"router: {{replay: {written}}}"))
+    assert recipe.router.replay == "off" and recipe.hash == load_recipe(write("b", BASE)).hash
+
+
 def test_numbers_in_exponent_form_are_numbers(write):
     recipe = load_recipe(write("r.yaml", BASE + "trainer: {learning_rate: 1e-4}"))
     assert recipe.trainer["learning_rate"] == 1e-4

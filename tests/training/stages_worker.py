@@ -11,7 +11,7 @@ import os
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import save_file
@@ -111,7 +111,9 @@ def recipe(case: str, folder: Path) -> Any:
     if stage == "grpo":
         REWARDS._values["mine"] = reward
         tree["rewards"] = ["mine"]
-        tree["router"] = {"replay": case == RAGGED}
+        if case == RAGGED:
+            tree["router"] = {"replay": "old_policy"}
+            trainer["num_iterations"] = 2
     return recipe_from_tree(Tree(tree))
 
 
@@ -135,6 +137,7 @@ class Fixed(LogitsProcessor):
 
     made_BC: torch.Tensor | None = None
     ragged = False
+    log_probs: ClassVar[list[torch.Tensor]] = []
 
     def __call__(self, input_ids, scores):
         if self.made_BC is None:
@@ -147,7 +150,9 @@ class Fixed(LogitsProcessor):
                 if self.ragged:  # of one length for each prompt, and so for each of two ranks
                     made[-1][1 + prompt // 2 % 5] = END
             self.made_BC = torch.stack(made)
+            self.log_probs.clear()
         next_B1 = self.made_BC[:, input_ids.shape[1] - self.start, None]
+        self.log_probs.append(scores.float().log_softmax(-1).gather(1, next_B1))
         return torch.full_like(scores, -torch.inf).scatter(1, next_B1, 0.0)
 
 
@@ -160,6 +165,18 @@ def fixed_completions(generate: Any = GenerationMixin.generate) -> None:
     GenerationMixin.generate = with_fixed
 
 
+def return_log_probs(trainer: Any) -> None:
+    """Let generation return what the model gave to each token, as vLLM does."""
+    generate = trainer._generate_single_turn
+
+    def generated(*args):
+        completions, _ = generate(*args)
+        rows = torch.cat(Fixed.log_probs, dim=1).tolist()
+        return completions, [row[: len(ids)] for row, ids in zip(rows, completions, strict=True)]
+
+    trainer._generate_single_turn = generated
+
+
 def step(case: str, folder: Path, mode: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Gradients and the log of one step."""
     asked, tokenizer = recipe(case, folder), tiny.tokenizer()
@@ -170,6 +187,8 @@ def step(case: str, folder: Path, mode: str) -> tuple[dict[str, torch.Tensor], d
     Fixed.ragged = case == RAGGED
     held = Gradients()
     trainer.add_callback(held)
+    if case in ("grpo", RAGGED):
+        return_log_probs(trainer)
     try:
         trainer.train()
     finally:

@@ -1,4 +1,4 @@
-"""GRPO against its rollouts: every logged number by rows without padding, cache or trainer."""
+"""GRPO with the old policy's experts: logged numbers by rows without padding or trainer."""
 
 import pytest
 import torch
@@ -7,12 +7,14 @@ from transformers import TrainerCallback
 from moe_finetune.errors import CaptureError, RecipeError
 from moe_finetune.models.base import FAMILIES
 from moe_finetune.moe.hooks import Recorder
-from moe_finetune.moe.rollout import NOT_RUN
+from moe_finetune.recipe.schema import recipe_from_tree
+from moe_finetune.recipe.tree import Tree
 from moe_finetune.training.checkpoint import checkpoints
-from moe_finetune.training.grpo import EXPERTS, check_replay
+from moe_finetune.training.grpo import EXPERTS, MISSING, check_replay
 from tests.training.grpo import TEMPERATURE, student, trainer_for, weights_of
 
-KEYS = ("routing/changed_from_rollout", "rollout/log_prob_difference", "rollout/kl")
+CHANGED = "routing/changed_from_old_policy"
+KEYS = ("old_policy/log_prob_difference", "old_policy/kl", "old_policy/ratio_beyond_2")
 
 
 def by_row(model, weights, inputs, b):
@@ -32,42 +34,34 @@ def by_row(model, weights, inputs, b):
     logs = logits.log_softmax(-1)
     start = len(prompt) - 1
     taken = [float(logs[start + i, token]) for i, token in enumerate(completion.tolist())]
-    return taken, torch.stack(found), len(prompt)
+    return taken, torch.stack(found)
 
 
-def by_hand(model, inputs, rolled, trained):
-    """The three numbers of one micro-batch, and what the rollout's tokens had."""
-    changed, differences, divergences, rows = [], [], [], []
-    for b in range(len(inputs["prompt_ids"])):
-        before, then_LSK, start = by_row(model, rolled, inputs, b)
-        after, now_LSK, _ = by_row(model, trained, inputs, b)
-        left = int((inputs["prompt_mask"][b] == 0).sum())
-        for s in range(start, then_LSK.shape[1]):
-            noted = inputs[EXPERTS][b, left + s]
-            if (noted == NOT_RUN).all():
-                continue
-            for place, noted_K in enumerate(noted.tolist()):
-                assert set(noted_K) == set(then_LSK[place, s].tolist())
-                changed.append(set(noted_K) != set(now_LSK[place, s].tolist()))
-        for old, new in zip(before, after, strict=True):
-            ratio = torch.tensor(new - old, dtype=torch.float64)
-            differences.append(abs(new - old))
-            divergences.append(float(ratio.exp() - 1 - ratio))
-        rows.append(before)
-    return [sum(x) / len(x) for x in (changed, differences, divergences)], rows
+def by_hand(model, inputs, before, trained):
+    """The three numbers of one micro-batch whose rows had the log-probabilities ``before``."""
+    ratios = [
+        new - old
+        for b, row in enumerate(before)
+        for old, new in zip(row, by_row(model, trained, inputs, b)[0], strict=True)
+    ]
+    log_ratio = torch.tensor(ratios, dtype=torch.float64)
+    beyond = (log_ratio.exp() > 2) | (log_ratio.exp() < 0.5)
+    numbers = log_ratio.abs(), log_ratio.exp() - 1 - log_ratio, beyond.double()
+    return [x.mean().item() for x in numbers]
 
 
-# Prompts that run in parts, rows of round lengths, and completions that end at tokens below 40.
-ODD = {"ends": 40, "pad_to_multiple_of": 5, "generation_kwargs": {"prefill_chunk_size": 3}}
+# Rows of round lengths, and completions that end at tokens below 40.
+ODD = {"ends": 40, "pad_to_multiple_of": 5}
 # A second rollout, by an adapter that has learned: the reference must not have its experts.
 TWICE = {"max_steps": 4}
 
 
 @pytest.mark.parametrize(
     ("family", "replay", "changes"),
-    [("qwen3_moe", False, {}), ("deepseek_v3", True, TWICE), ("qwen3_moe", False, ODD)],
-)
-def test_a_run_is_compared_with_its_rollouts(tmp_path, family, replay, changes):
+    [("qwen3_moe", "off", ODD), ("deepseek_v3", "old_policy", TWICE),
+     ("qwen3_moe", "old_policy", ODD)],
+)  # fmt: skip
+def test_a_run_is_compared_with_the_old_policy(tmp_path, family, replay, changes):
     trainer = trainer_for(tmp_path, family, replay, **changes)
     trainer.train()
     logs = [row for row in trainer.state.log_history if "loss" in row]
@@ -79,57 +73,61 @@ def test_a_run_is_compared_with_its_rollouts(tmp_path, family, replay, changes):
     for step, (log, batches) in enumerate(zip(logs, steps, strict=True)):
         wanted = []
         for inputs, rolled, trained, used in batches:
-            numbers, before = by_hand(model, inputs, rolled, trained)
-            wanted.append(numbers)
-            for b, row in enumerate(before):
-                sampled = inputs["sampling_per_token_logps"][b, : len(row)]
-                torch.testing.assert_close(sampled, torch.tensor(row), atol=2e-4, rtol=0)
-                old = inputs["old_per_token_logps"][b, : len(row)]
-                torch.testing.assert_close(old, sampled, atol=2e-4, rtol=0)
+            before = []
+            for b in range(len(inputs["prompt_ids"])):
+                taken, then_LSK = by_row(model, rolled, inputs, b)
+                before.append(taken)
+                old = inputs["old_per_token_logps"][b, : len(taken)]
+                torch.testing.assert_close(old, torch.tensor(taken), atol=2e-4, rtol=0)
+                if replay == "old_policy":
+                    ran = ~inputs[MISSING][b]
+                    assert ran.sum() == then_LSK.shape[1]
+                    recorded = inputs[EXPERTS][b, ran].long().sort(-1).values
+                    assert torch.equal(recorded, then_LSK.transpose(0, 1).sort(-1).values)
                 with model.disable_adapter():  # the reference chooses for itself
-                    free, *_ = by_row(model, {}, inputs, b)
-                reference = inputs["ref_per_token_logps"][b, : len(row)]
+                    free, _ = by_row(model, {}, inputs, b)
+                reference = inputs["ref_per_token_logps"][b, : len(taken)]
                 torch.testing.assert_close(reference, torch.tensor(free), atol=2e-4, rtol=0)
-            if replay:
-                ran = (inputs[EXPERTS] != NOT_RUN).all(-1)
-                assert ran[..., 0].sum() > 20
-                for place, index_TK in enumerate(used[: ran.shape[-1]]):
-                    index = index_TK.view(*ran.shape[:2], -1)[ran[..., place]].sort(-1).values
-                    theirs = inputs[EXPERTS][:, :, place][ran[..., place]].sort(-1).values
-                    assert torch.equal(index, theirs.to(index.dtype))
+            wanted.append(by_hand(model, inputs, before, trained))
+            if replay == "old_policy":
+                ran = ~inputs[MISSING]
+                for place in range(inputs[EXPERTS].shape[2]):
+                    index = used[place].view(*ran.shape, -1)[ran].sort(-1).values
+                    theirs = inputs[EXPERTS][:, :, place][ran].long().sort(-1).values
+                    assert torch.equal(index, theirs)
         means = torch.tensor(wanted).mean(0).tolist()
+        assert (CHANGED in log) == (replay == "old_policy")
         if step % 2 == 0:  # the weights of the rollout, in float32
-            assert log[KEYS[0]] == 0 and 0 < log[KEYS[1]] < 1e-4 and abs(log[KEYS[2]]) < 1e-8
-        elif replay:
-            assert log[KEYS[0]] > 0.05
+            assert log.get(CHANGED, 0) == 0 and log[KEYS[0]] < 1e-5 and abs(log[KEYS[1]]) < 1e-8
+            assert log[KEYS[2]] == 0
+        elif replay == "old_policy":
+            assert log[CHANGED] > 0.05 and log[KEYS[0]] > 0.01
         else:
-            assert log[KEYS[0]] > 0.05 and log[KEYS[1]] > 0.01
+            assert log[KEYS[0]] > 0.01 and log[KEYS[2]] > 0
             assert [log[key] for key in KEYS] == pytest.approx(means, rel=2e-3)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"num_beams": 2}, "trainer.generation_kwargs select beam"),
-        ({"use_cache": False}, "trainer.generation_kwargs.use_cache is false"),
-    ],
-)
-def test_what_does_not_sample_token_by_token_is_refused_or_said(tmp_path, caplog, changes, said):
-    options = {"generation_kwargs": changes, "num_iterations": 1, "max_steps": 1}
-    with pytest.raises(CaptureError, match=f"router.replay: {said}"):
-        trainer_for(tmp_path, "qwen3_moe", True, **options).train()
-    trainer = trainer_for(tmp_path, "qwen3_moe", False, **options)
+def test_a_batch_that_is_trained_once_has_no_old_policy(tmp_path):
+    options = {"num_iterations": 1, "max_steps": 1}
+    with pytest.raises(CaptureError, match=r"router.replay: old_policy: TRL ran no forward"):
+        trainer_for(tmp_path, "qwen3_moe", "old_policy", **options).train()
+    trainer = trainer_for(tmp_path, "qwen3_moe", "off", **options)
     trainer.train()
-    assert caplog.text.count(f"routing/changed_from_rollout is not logged: {said}") == 1
     assert not any(KEYS[0] in row for row in trainer.state.log_history)
 
 
 def test_a_family_with_weights_of_its_own_is_refused():
-    check_replay(FAMILIES["deepseek_v3"])
+    base = {
+        "stage": "grpo", "model": {"path": "m"}, "lora": {"rank": 1}, "data": {"train": "t.jsonl"},
+        "rewards": ["exact_match"],
+    }  # fmt: skip
+    pinned = recipe_from_tree(Tree(base | {"router": {"replay": "old_policy"}}))
+    check_replay(pinned, FAMILIES["deepseek_v3"])
+    check_replay(recipe_from_tree(Tree(base)), FAMILIES["phimoe"])
     with pytest.raises(
         RecipeError, match=r"router.replay: not supported for Phi-3.5-MoE.*SparseMixer"
     ):
-        check_replay(FAMILIES["phimoe"])
+        check_replay(pinned, FAMILIES["phimoe"])
 
 
 class Stop(TrainerCallback):
@@ -141,7 +139,7 @@ class Stop(TrainerCallback):
             raise RuntimeError("stopped here")
 
 
-@pytest.mark.parametrize(("stop", "replay"), [(6, True), (5, False)])
+@pytest.mark.parametrize(("stop", "replay"), [(6, "old_policy"), (5, "off")])
 def test_a_run_stopped_inside_a_generation_batch_ends_like_the_straight_one(tmp_path, stop, replay):
     """A rollout serves two steps, an epoch has four; saves wait for a rollout's end."""
     options = {"max_steps": 7, "save_strategy": "steps", "save_steps": 1, "logging_steps": 2}
