@@ -97,10 +97,10 @@ def peak_of(setting: dict[str, Any], folder: Path) -> int:
     import torch
     from transformers import AutoConfig
 
-    from moe_finetune.models import native
+    from moe_finetune.models.deepseek_moe import register
     from moe_finetune.recipe.schema import Recipe
 
-    native.register("deepseek")
+    register()
     recipe = few_steps(Recipe.model_validate(setting["recipe"]))
     values = dict(setting["config"])
     kind = values.pop("model_type")
