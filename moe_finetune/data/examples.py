@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moe_finetune.data.chat import RenderingError
+from moe_finetune.data.chat import RenderingError, field_reader
 from moe_finetune.data.sources import (
     DROP_REMEDY,
     SourceReader,
@@ -35,7 +35,7 @@ from moe_finetune.data.sources import (
     source_identity,
 )
 from moe_finetune.data.tokenize import IGNORED, Tokens, set_chat_template, tokenize_row
-from moe_finetune.data.turns import each_answer, until_last_answer
+from moe_finetune.data.turns import TurnCounts, each_answer, until_last_answer
 from moe_finetune.errors import DataError, DiskSpaceError, OutputError
 from moe_finetune.io import output_folder, output_lock, sync
 from moe_finetune.io.cache_folder import cache_folder
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 log = logging.getLogger(__name__)
-FORMAT = 8
+FORMAT = 9
 """Increase this when the code gives different tokens, labels or counts for the same input."""
 COLUMNS = ("input_ids", "labels")
 _COUNTS = "counts.json"
@@ -92,8 +92,8 @@ class Examples:
 @dataclass
 class Counts:
     """Counts of one dataset's rows: ``rows`` that could be used, ``tokens`` and ``learned`` of kept
-    rows, ``cut`` tokens, kept rows of each source in order, rows to which something happened, and
-    columns that nothing reads.
+    rows, ``cut`` tokens, kept rows of each source in order, rows to which something happened,
+    columns that nothing reads, and sentences about ``turns``.
     """
 
     rows: int
@@ -104,6 +104,7 @@ class Counts:
     notes: dict[str, int]
     first_malformed: str = ""
     unread: list[str] = dataclasses.field(default_factory=list)
+    turns: list[str] = dataclasses.field(default_factory=list)
 
     def lines(self, max_length: int) -> list[str]:
         """Sentences for the log: the first always, the others if something happened."""
@@ -112,6 +113,7 @@ class Counts:
             f"{self.rows} rows, {self.tokens} tokens, {self.learned} of them learned",
             *(sentence.format(n=self.notes[name], **values)
               for name, sentence in _SAID.items() if self.notes[name]),
+            *self.turns,
             *unread_lines(self.unread),
         ]  # fmt: skip
 
@@ -246,12 +248,14 @@ def _write(
     from datasets.arrow_writer import ArrowWriter
 
     readers = [SourceReader(source, data, seed + n) for n, source in enumerate(chosen)]
-    unanswered = 0
+    unanswered, turns = 0, TurnCounts()
     read = Features({"place": Value("string"), "source": Value("int32"), "row": Value("string")})
     with ArrowWriter(path=str(folder / "read.arrow"), features=read) as writer:
         for source, location, row in rows_of(readers, data, name, seed):
             _check_form(chosen[source].path, readers[source].former.form, data)
             used = row
+            if "messages" in row:
+                turns.add(row)
             if "messages" in row and data.completion_only_loss is not False:
                 used = until_last_answer(row)
                 unanswered += used is not row
@@ -311,6 +315,7 @@ def _write(
         notes=notes,
         first_malformed=next((r.first_malformed for r in readers if r.malformed), first),
         unread=sorted(set[str]().union(*(reader.unread for reader in readers))),
+        turns=turns.lines(field_reader(tokenizer)),
     )
 
 

@@ -13,11 +13,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from moe_finetune.data.chat import field_reader
 from moe_finetune.data.examples import Examples, load_examples, malformed_line, unread_lines
 from moe_finetune.data.rows import renamed, with_values
 from moe_finetune.data.sources import SourceReader, files_line, listed, rows_of
 from moe_finetune.data.tokenize import Tokens, rendered, set_chat_template, tokenize_row
-from moe_finetune.data.turns import COLUMNS, conversation, unlearned
+from moe_finetune.data.turns import COLUMNS, TurnCounts, conversation, unlearned
 from moe_finetune.errors import DataError, did_you_mean
 from moe_finetune.io.rows import Row, short
 from moe_finetune.recipe.data import DataSection, Paths
@@ -48,6 +49,7 @@ class StageFormer:
 
     Attributes:
         unread: columns with values that nothing has read so far; rewards may read any.
+        turns: counts of what its turns have.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class StageFormer:
         self.rewards = {READ_BY[name]: name for name in rewards if name in READ_BY}
         self.form, self.columns, self.fields = stage.form, columns or {}, FIELDS[stage.form]
         self.unread: set[str] = set()
+        self.turns = TurnCounts()
         for field in self.columns:
             if field not in self.fields and self.form == "preference":
                 raise DataError(f"data.columns.{field}: unknown{did_you_mean(field, self.fields)}")
@@ -115,6 +118,7 @@ class StageFormer:
         if not isinstance(value, list) or not value:
             raise DataError(f"{location}: '{field}': must have text or turns, not {short(value)}")
         formed = conversation(location, value, {} if answer else row, field)
+        self.turns.add(formed, tools=row.get("tools"))
         turns = formed["messages"]
         last = turns[-1]["role"]
         if answer != (last == "assistant"):
@@ -272,7 +276,9 @@ def _read(
     log.info("%s data: %d rows of %s", name, len(rows), ", ".join(FIELDS[stage.form]))
     for former, source in zip(formers, chosen, strict=True):
         unread |= former.unread - {*source.where, *source.words}
-    for line in unread_lines(unread):
+    reads = field_reader(tokenizer)
+    counted = [line for former in formers for line in former.turns.lines(reads)]
+    for line in [*counted, *unread_lines(unread)]:
         log.warning("%s data: %s", name, line)
     malformed = [reader for reader in readers if reader.malformed]
     if malformed:

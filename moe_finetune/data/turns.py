@@ -4,10 +4,12 @@ OpenAI's (``messages``, ``tools``, ``tool_calls`` with arguments as JSON text), 
 objects, ``chat_template_kwargs``) and ShareGPT's (``from`` and ``value``, ``function_call``,
 ``observation``, a column ``system``) become one: ``role``, ``content`` (text, or null with a call),
 ``tool_calls``, ``reasoning_content`` and any other fields of a turn. ``train: False`` marks an
-answer that is not learned.
+answer that is not learned; :data:`MASKS` has the fields by which other trainers say so.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from moe_finetune.errors import DataError, did_you_mean
@@ -31,8 +33,25 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 COLUMNS = ("messages", "tools", "system", "chat_template_kwargs")
 """Columns of a conversation."""
 _UNREAD = ("functions", "image", "images", "video", "videos", "audio", "audios")
-_UNREAD_IN_TURNS = ("weight", "training", "loss", "train_detail")
-"""Keys of other layouts that decide what is learned of a turn."""
+MASKS = {
+    "train": True,
+    "trainable": True,  # agent trajectories of AReaL, rLLM
+    "loss_mask": True,  # verl, slime, ScaleSWE
+    "step_loss_mask": True,  # slime
+    "train_on_turn": True,  # torchtune's and axolotl's datasets
+    "masked": False,  # torchtune's Message
+    "weight": True,  # OpenAI, Together
+    "training": True,  # axolotl's message_field_training
+    "loss": True,  # ms-swift
+    "loss_scale": True,  # ms-swift
+    "loss_weight": True,
+}
+"""Field of a turn -> whether a true value means that the turn is learned; with who writes it."""
+_WEIGHTS = ("weight", "training", "loss", "loss_scale", "loss_weight")
+"""Of these, 1 is a usual value in turns of any role."""
+_AMBIGUOUS = ("mask", "train_detail")
+"""These mean opposite things in different layouts, or a part of a turn."""
+_KNOWN = {"role", "content", "tool_calls", "train", *REASONING}
 
 
 def conversation(
@@ -42,6 +61,8 @@ def conversation(
     field: str = "messages",
 ) -> Row:
     """Return ``messages``, and the template's ``tools`` and ``variables`` if the row has them.
+
+    Answers that a field of another trainer excludes are counted in ``hidden``.
 
     Args:
         where: the row's location, for messages.
@@ -61,8 +82,9 @@ def conversation(
     if not isinstance(turns, list) or not turns:
         raise DataError(f"{where}: '{field}': must be a list of turns, not {short(turns)}")
     checked: list[Row] = []
+    hidden: Counter[str] = Counter()
     for index, turn in enumerate(turns):
-        formed = turn_of(f"{where}: {field}[{index}]", turn)
+        formed = turn_of(f"{where}: {field}[{index}]", turn, hidden)
         calls = index and _is_call(turn) and _is_call(turns[index - 1])
         if calls and checked[-1].get("train") == formed.get("train"):
             # This layout has one turn per call; consecutive calls are one answer.
@@ -85,7 +107,11 @@ def conversation(
         raise DataError(
             f"{where}: 'chat_template_kwargs': must be an object, not {short(variables)}"
         )
-    beside = {"tools": _tools(f"{where}: 'tools'", row.get("tools")), "variables": variables}
+    tools = _tools(f"{where}: 'tools'", row.get("tools"))
+    for index, turn in enumerate(checked):  # DeepSeek-V3.2's layout has them in the first turn
+        if not tools and turn["role"] in ("system", "developer") and "tools" in turn:
+            tools = _tools(f"{where}: {field}[{index}]: 'tools'", turn.pop("tools"))
+    beside = {"tools": tools, "variables": variables, "hidden": dict(hidden)}
     return {"messages": checked, **{name: value for name, value in beside.items() if value}}
 
 
@@ -111,8 +137,52 @@ def unlearned(turns: Sequence[Row]) -> list[Row]:
     return [{**t, "train": False} if t.get("role") == "assistant" else t for t in turns]
 
 
-def turn_of(where: str, turn: Any) -> Row:
-    """One turn, checked; ``where`` is its location, for messages."""
+@dataclass
+class TurnCounts:
+    """Counts over rows: turns hidden by a field of :data:`MASKS`, turns with other fields, and rows
+    that call tools without definitions.
+    """
+
+    hidden: Counter[str] = field(default_factory=Counter)
+    fields: Counter[str] = field(default_factory=Counter)
+    undefined: int = 0
+
+    def add(self, formed: Row, tools: Any = None) -> None:
+        """Count a row of :func:`conversation`, which may have its ``tools`` elsewhere."""
+        turns = formed["messages"]
+        self.hidden.update(formed.get("hidden", {}))
+        for turn in turns:
+            # The rule that names a result reads its call's id and its name.
+            known = {*_KNOWN, "name", "tool_call_id"} if turn["role"] == "tool" else _KNOWN
+            self.fields.update(turn.keys() - known)
+        called = any(turn.get("tool_calls") for turn in turns)
+        self.undefined += called and not (tools or formed.get("tools"))
+
+    def lines(self, reads: Callable[[str], bool | None]) -> list[str]:
+        """Sentences for the log.
+
+        Args:
+            reads: whether the chat template reads a field of turns; None if it may.
+        """
+        lines = [
+            f"{count} answers are not learned, because of their field '{name}'"
+            for name, count in sorted(self.hidden.items())
+        ]
+        for answer, text in ((False, "not used"), (None, "perhaps used (the template reads turns "
+                                                         "whole)")):  # fmt: skip
+            names = [name for name in sorted(self.fields) if reads(name) is answer]
+            counted = ", ".join(f"{name} (in {self.fields[name]} turns)" for name in names)
+            lines += [f"fields of turns {text}: {counted}"] if names else []
+        if self.undefined:
+            lines.append(f"{self.undefined} rows call tools that no 'tools' define")
+        return lines
+
+
+def turn_of(where: str, turn: Any, hidden: Counter[str] | None = None) -> Row:
+    """One turn, checked; ``where`` is its location, for messages.
+
+    ``hidden`` counts fields of other trainers that exclude an answer.
+    """
     if not isinstance(turn, dict):
         raise DataError(f"{where}: expected {{role, content}}, got {short(turn)}")
     # A table adds null for fields that only other rows have.
@@ -136,7 +206,7 @@ def turn_of(where: str, turn: Any) -> Row:
                 f"{where}: 'tool_calls' in a turn of '{role}'; only the assistant may call tools"
             )
         fields["tool_calls"] = _calls(f"{where}: tool_calls", calls)
-    train = _trained(where, role, fields)
+    train = _trained(where, role, fields, hidden if hidden is not None else Counter())
     content = _content(where, role, content, fields)
     checked = {"role": role, "content": content, **fields}
     return checked if train else {**checked, "train": False}
@@ -158,22 +228,30 @@ def _is_call(turn: Mapping[str, Any]) -> bool:
     return (turn.get("role") or turn.get("from")) in _CALLS
 
 
-def _trained(where: str, role: str, fields: Row) -> bool:
+def _trained(where: str, role: str, fields: Row, hidden: Counter[str]) -> bool:
     """Return whether the turn is learned; remove the keys that decide this from ``fields``."""
-    for name in _UNREAD_IN_TURNS:
-        if fields.pop(name, 1) != 1:
-            raise DataError(
-                f"{where}: '{name}': is not read; for an answer that is context only, write train: "
-                "false"
-            )
-    train = fields.pop("train", None)
-    if train not in (None, 0, 1):
-        raise DataError(f"{where}: 'train': must be true or false, not {short(train)}")
-    if train and role != "assistant":
-        raise DataError(
-            f"{where}: 'train' is set on a turn of '{role}'; only the assistant's turns are learned"
-        )
-    return train is None or bool(train) or role != "assistant"
+    remedy = "for an answer that is context only, write train: false"
+    for name in _AMBIGUOUS:
+        if name in fields:
+            raise DataError(f"{where}: '{name}': is not read; {remedy}")
+    learned = True
+    for name, polarity in MASKS.items():
+        value = fields.pop(name, None)
+        if value is None:
+            continue
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            must = "must be true or false" if name == "train" else "is not read; it must be 0 or 1"
+            raise DataError(f"{where}: '{name}': {must}, not {short(value)}; {remedy}")
+        if role != "assistant":
+            if bool(value) is polarity and name not in _WEIGHTS:
+                raise DataError(
+                    f"{where}: '{name}' is set on a turn of '{role}', as if it were learned; only "
+                    "the assistant's turns are; remove the field"
+                )
+        elif bool(value) is not polarity:
+            learned = False
+            hidden.update([] if name == "train" else [name])
+    return learned
 
 
 def _content(where: str, role: str, content: Any, fields: Row) -> str | None:
@@ -226,6 +304,8 @@ def _calls(where: str, calls: Any) -> list[Row]:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise DataError(f"{location}: the call has no function name: {short(function)}")
         written = function.get("arguments", function.get("parameters"))
+        if isinstance(written, str) and not written.strip():  # a tool without parameters
+            written = None
         arguments = {} if written is None else _parsed(f"{location}: arguments", written)
         if not isinstance(arguments, dict):
             raise DataError(f"{location}: arguments: must be an object, not {short(written)}")

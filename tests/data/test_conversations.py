@@ -325,6 +325,70 @@ def test_a_turn_may_say_that_it_is_not_learned():
     )
 
 
+@pytest.mark.parametrize(
+    "mark",
+    [
+        {"trainable": False}, {"loss_mask": 0}, {"step_loss_mask": 0.0}, {"train_on_turn": False},
+        {"masked": True}, {"weight": 0}, {"training": False}, {"loss": False}, {"loss_scale": 0},
+        {"loss_weight": 0.0},
+    ],
+    ids=lambda mark: next(iter(mark)),
+)  # fmt: skip
+def test_what_other_trainers_exclude_is_not_learned_and_counted(tmp_path, caplog, mark):
+    ((name, value),) = mark.items()
+    learned_too = {name: type(value)(1 - value)}
+    shown = [{**ASK, **mark} if name != "masked" else ASK, {**YES, **mark}]
+    rows = [{"messages": [*shown, ASK, {"role": "assistant", "content": "No.", **learned_too}]}] * 2
+    text = learned(rows[0], tiny.tokenizer())
+    assert text.endswith("Yes.<|im_end|><|im_start|>user\nWet?<|im_end|>"
+                         "<|im_start|>assistant\n⟦No.<|im_end|>⟧")  # fmt: skip
+    assert text.count("⟦") == 1
+    load_dataset_for(DataSection(train=write(tmp_path, *rows)), tiny.tokenizer(), 0)
+    line = f"train data: 2 answers are not learned, because of their field '{name}'"
+    assert line in caplog.messages and "fields of turns" not in caplog.text
+
+
+def test_fields_of_turns_that_nothing_reads_are_counted(tmp_path, caplog):
+    thought = {**YES, "reasoning_details": [{"text": "It rains."}], "note": 3}
+    rows = [{"messages": [{**ASK, "name": "Ada"}, thought, ASK, {**YES, "note": 4}]}]
+    file, tokenizer = write(tmp_path, *rows), tiny.tokenizer()
+    load_dataset_for(DataSection(train=file), tokenizer, 0)
+    unread = "name (in 1 turns), note (in 2 turns), reasoning_details (in 1 turns)"
+    assert f"train data: fields of turns not used: {unread}" in caplog.messages
+    caplog.clear()
+    own = tokenizer.chat_template.replace("{{ m['content'] }}", "{{ m['content'] }}{{ m.note }}")
+    assert own != tokenizer.chat_template
+    tokenizer.chat_template = own
+    load_dataset_for(DataSection(train=file), tokenizer, 0)
+    assert "note" not in caplog.text and "reasoning_details (in 1 turns)" in caplog.text
+    caplog.clear()
+    tokenizer.chat_template = (
+        own + "{% for m in messages %}{% if m | tojson %}{% endif %}{% endfor %}"
+    )
+    load_dataset_for(DataSection(train=file), tokenizer, 0)
+    assert "fields of turns perhaps used (the template reads turns whole): name" in caplog.text
+
+
+def test_tools_of_a_turn_are_those_of_the_row_and_calls_without_any_are_counted(tmp_path, caplog):
+    system = {"role": "system", "content": "Be brief."}
+    tokenizer = tokenizer_of("qwen3_instruct_2507")
+    inside = {"messages": [{**system, "tools": TOOLS}, *TRL["messages"]]}
+    beside = {"messages": [system, *TRL["messages"]], "tools": TOOLS}
+    assert learned(inside, tokenizer) == learned(beside, tokenizer)
+    rows = [inside, beside, {"messages": beside["messages"]}]
+    load_dataset_for(DataSection(train=write(tmp_path, *rows)), tokenizer, 0)
+    assert "train data: 1 rows call tools that no 'tools' define" in caplog.messages
+    assert "fields of turns" not in caplog.text
+
+
+@pytest.mark.parametrize("arguments", ["", " ", None, {}])
+def test_a_call_of_a_tool_without_parameters(arguments):
+    calls = [{"type": "function", "function": {"name": "rain", "arguments": arguments}}]
+    row = {"messages": [ASK, {"role": "assistant", "tool_calls": calls}], "tools": TOOLS}
+    call = '⟦<tool_call>\n{"name": "rain", "arguments": {}}\n</tool_call><|im_end|>⟧\n'
+    assert learned(row, tokenizer_of("qwen3_instruct_2507")).endswith(call)
+
+
 def test_a_template_that_rewrites_answers_learns_each_of_them_on_request(tmp_path, caplog):
     turns = [ASK, THOUGHT, {"role": "user", "content": "Why?"}, {**YES, "content": "Clouds."}]
     tokenizer = tokenizer_of("qwen3_5_think")
@@ -411,7 +475,13 @@ def test_trls_variant_of_a_template_is_a_name():
          r"'weight': is not read; .*train: false"),
         ("qwen3", {"messages": [ASK, YES], "functions": [TOOLS[0]["function"]]},
          r"'functions': only text can be trained, with the column 'tools'"),
-        ("qwen3", {"messages": [ASK, {**YES, "loss": False}]}, r"'loss': is not read"),
+        ("qwen3", {"messages": [ASK, {**YES, "loss": 0.3}]}, r"'loss': is not read; .*train: fal"),
+        ("qwen3", {"messages": [ASK, {**YES, "loss_scale": 0.5}]}, r"'loss_scale': is not read"),
+        ("qwen3", {"messages": [ASK, {**YES, "loss_mask": "no"}]}, r"'loss_mask': .*train: false"),
+        ("qwen3", {"messages": [ASK, {**YES, "mask": True}]}, r"'mask': is not read; .*train: fal"),
+        ("qwen3", {"messages": [{**ASK, "loss_mask": 1}, YES]},
+         r"messages\[0\]: 'loss_mask' is set on a turn of 'user'"),
+        ("qwen3", {"messages": [{**ASK, "masked": False}, YES]}, r"'masked' is set on a turn of"),
         ("qwen3", {"messages": [{**ASK, "train": True}, YES]},
          r"'train' is set on a turn of 'user'"),
         ("qwen3", {"messages": [ASK, YES], "tools": "[{"}, r"'tools': not JSON"),

@@ -165,3 +165,17 @@ def test_a_limit_counts_the_rows_of_all_sources(tokenizer, tmp_path):
     loaded = load_stage_rows(STAGES["dpo"], section, tokenizer, seed=0)
     assert len(loaded.train) == 4
     assert sum(len(rows) for _, rows in loaded.sources) == 4
+
+
+@pytest.mark.parametrize("stage", ["dpo", "grpo"])
+def test_fields_of_turns_that_nothing_reads_are_counted(stage, tokenizer, tmp_path, caplog):
+    ask = {**ASK, "note": 3}
+    rows = {
+        "dpo": {"prompt": [ask], "chosen": [{**YES, "why": "x"}], "rejected": [{**NO, "loss": 1}]},
+        "grpo": {"prompt": [ask, {**YES, "trainable": 0, "why": "x"}, ASK]},
+    }
+    load(stage, rows[stage], tokenizer, tmp_path)
+    unread = "train data: fields of turns not used: note (in 2 turns), why (in 2 turns)"
+    assert unread in caplog.messages
+    hidden = "train data: 2 answers are not learned, because of their field 'trainable'"
+    assert (hidden in caplog.messages) is (stage == "grpo")
