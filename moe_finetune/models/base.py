@@ -84,9 +84,9 @@ class Family:
         backbone: path of the decoder in the loaded model.
         block_path: the module with router and experts; empty if the decoder layer itself has them.
         router_weight: path of the weight in the router's module.
-        router_returns: what that module returns, in order; names other than "logits", "weights" and
-            "index" are passed through. If it does not return weights and index, they are the
-            experts' arguments.
+        router_returns: what that module returns, in order; in a version in which it does not, the
+            default is tried. Names other than "logits", "weights" and "index" are passed through.
+            If it does not return weights and index, they are the experts' arguments.
         router_logits: the module in the router whose output is the logits, if the router returns
             none.
         gated: whether experts have a gate projection, ``gate_up_proj``, or only ``up_proj``.

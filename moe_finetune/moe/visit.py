@@ -30,6 +30,7 @@ from moe_finetune.moe.lora_factors import (
     variants,
 )
 from moe_finetune.moe.perturbation import Perturbation
+from moe_finetune.moe.router_results import named_results
 from moe_finetune.moe.spread import local, run_spread, spread_of
 
 
@@ -54,6 +55,9 @@ class LayerVisits:
     ):
         self.layer, self.perturbation = layer, perturbation
         self.dropout, self.kernel = dropout, kernel
+        # Whether the router itself returns the selected experts; its last visit shows it.
+        self.router_selects = "index" in layer.family.router_returns
+        self._num_experts = layer.family.num_experts(layer.experts.config)
         self._first = layers[0].index == layer.index
         higher = [other.index for other in layers if other.index > layer.index]
         self._above: int | None = min(higher, default=None)
@@ -75,28 +79,26 @@ class LayerVisits:
         path = layer.family.router_logits
         return [router.get_submodule(path) for router in variants(layer.router)] if path else []
 
-    @property
-    def router_selects(self) -> bool:
-        """Whether the router itself returns the selected experts."""
-        return "index" in self.layer.family.router_returns
-
     def after_router(self, module: nn.Module, args: tuple, output: Any) -> Any:
         layer = self.layer
-        returns = layer.family.router_returns
         outputs = output if isinstance(output, tuple) else (output,)
-        if len(outputs) != len(returns):
+        declared = layer.family.router_returns
+        named = named_results(declared, outputs, self._num_experts)
+        if named is None:
+            results = (f"{tuple(r.shape)} {r.dtype}" for r in outputs if torch.is_tensor(r))
             raise CaptureError(
-                f"layer {layer.index}: the router of this {layer.family.title} does not return "
-                f"({', '.join(returns)}); this transformers version is not supported"
+                f"layer {layer.index}: the router of this {layer.family.title} returns "
+                f"({'; '.join(results)}), which is not ({', '.join(declared)}); this transformers "
+                "version is not supported"
             )
-        named = dict(zip(returns, outputs, strict=True))
         if "logits" in named:
             layer.router_logits = named["logits"]
+        self.router_selects = "index" in named
         if not self.router_selects:
             return output  # selected between router and experts: taken at the experts
         routed = self._route(named["weights"], named["index"])
         named["weights"], named["index"] = routed
-        return tuple(named[name] for name in returns)
+        return tuple(named.values())
 
     def _route(self, weights: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         """Return the experts' weights and index, and record them with the logits."""
@@ -118,6 +120,8 @@ class LayerVisits:
 
     def before_experts(self, module: nn.Module, args: tuple) -> tuple:
         """Reroute the arguments of experts that run themselves after a router of scores."""
+        if self.router_selects:
+            return args
         hidden_TH, index_TK, weights_TK = args
         weights_TK, index_TK = self._route(weights_TK, index_TK)
         return hidden_TH, index_TK, weights_TK

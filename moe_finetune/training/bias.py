@@ -70,11 +70,10 @@ class KeptBias:
             hooks += [
                 head.register_forward_hook(visits.note_logits) for head in visits.logits_modules()
             ]
-            if not visits.router_selects:
-                hooks += [
-                    experts.register_forward_pre_hook(visits.before_experts)
-                    for experts in layer.every_experts
-                ]
+            hooks += [
+                experts.register_forward_pre_hook(visits.before_experts)
+                for experts in layer.every_experts
+            ]
             self._unhook += [hook.remove for hook in hooks]
 
     def remove(self) -> None:

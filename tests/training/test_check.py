@@ -33,7 +33,7 @@ def problem_of(name, wrong):
         ("block_path", "block_sparse_moe", "the class has 'mlp'"),
         ("router_name", "router", "router"),
         ("router_weight", "wg.weight", "wg"),
-        ("router_returns", ("index", "weights", "logits"), ""),
+        ("router_returns", ("probabilities", "weights", "index"), "ran without their router"),
         ("experts_name", "routed", "the class has 'experts'"),
         ("shared_targets", (), "mlp.shared_experts.down_proj"),
         ("shared_targets", ("mlp.shared.up_proj",), "mlp.shared_experts.down_proj"),
