@@ -26,6 +26,10 @@ class CheckpointError(MoeFinetuneError, ValueError):
     """A checkpoint folder that is missing, incomplete or damaged."""
 
 
+class NoSmallModelError(CheckpointError):
+    """No small model of a checkpoint's type can be built to compare anything on."""
+
+
 class UnsupportedModelError(MoeFinetuneError, NotImplementedError):
     """A model type, layout or option that no family supports."""
 

@@ -61,6 +61,15 @@ AROUND: dict[str, dict[str, Any]] = {
     },
     "glm4v_moe": {"vision_config": _TOWER} | _IDS,
     "glm5_next": {"vision_config": _TOWER | {"projection_intermediate_size": 60}} | _IDS,
+    "hy_v4_vl": {
+        "vision_config": _VIT | {"out_hidden_size": HIDDEN},
+        "image_token_id": 390,
+        "video_token_id": 391,
+    },
+    "inkling2": {
+        "vision_config": _VIT | {"text_hidden_size": HIDDEN, "projection_hidden_dim": 44},
+        "image_token_id": 390,
+    },
     "inkling_mm_model": {
         "vision_config": _VIT | {"patch_size": 40, "text_hidden_size": HIDDEN},
         "audio_config": {"n_mel_bins": 5, "mel_vocab_size": 7, "text_hidden_size": HIDDEN},
@@ -84,6 +93,10 @@ AROUND: dict[str, dict[str, Any]] = {
         "projector_hidden_size": 64,
         "image_token_index": 390,
         "video_token_index": 391,
+    },
+    "mistral_large4": {
+        "vision_config": {"model_type": "pixtral"} | _VIT,
+        "image_token_index": 390,
     },
     "mistral3": {
         "vision_config": {"model_type": "pixtral"} | _VIT,
@@ -114,6 +127,10 @@ AROUND: dict[str, dict[str, Any]] = {
     }
     | _IDS,
     "qwen3_vl_moe": {"vision_config": _TOWER | {"deepstack_visual_indexes": [0]}} | _IDS,
+    "unlimited_ocr": {
+        "vision_config": {"sam_config": _SAM, "encoder_config": _VIT},
+        "image_token_id": 390,
+    },
     "qwen4_exp": {"vision_config": _TOWER} | _IDS,
 }
 """Of a composite's config, by ``model_type``, all but the language part."""

@@ -78,6 +78,30 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "moe_num_shared_experts": 3,
     },
     "axk1": _MLA,
+    "bailing_hybrid": _MLA
+    | {
+        "num_local_experts": EXPERTS,
+        "q_lora_rank": None,
+        "layer_group_size": 2,
+        "short_conv_kernel_size": 3,
+    },
+    "beam": {
+        "num_experts": EXPERTS,
+        "mlp_layer_types": ["dense", *["sparse"] * (LAYERS - 1)],
+        "routed_scaling_factor": 1.7,
+        "sliding_window": 20,
+    },
+    "dots3_note_text": _MLA
+    | _INDEXER
+    | {"mlp_layer_types": ["dense", *["sparse"] * (LAYERS - 1)], "n_group": 1},
+    "flint": {"num_experts": EXPERTS, "mlp_only_layers": [0], "sliding_window": 20},
+    "lara_mini": _LINEAR
+    | {
+        "num_experts": EXPERTS,
+        "layer_types": ["linear_attention", "sliding_attention"] * 2,
+        "sliding_window": 20,
+    },
+    "sarvam_mla": _MLA,
     "axk2": _MLA | _INDEXER | {"n_group": None, "topk_group": None},
     "cohere2_moe": {"intermediate_size": WIDTH, "num_experts": EXPERTS, "pad_token_id": 3},
     "deepseek_ocr2_text": {
@@ -174,6 +198,30 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
         "route_scale": 1.7,
     },
+    "hy_v4_vl_text": _MLA
+    | _INDEXER
+    | {
+        "swiglu_limit": 0.3,
+        "mlp_layer_types": ["dense", *["sparse"] * (LAYERS - 1)],
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "mrope_section": [4, 2, 2],
+        },
+    },
+    "inkling2_text": {
+        "swa_num_attention_heads": 6,
+        "swa_num_key_value_heads": 3,
+        "swa_head_dim": 32,
+        "d_rel": 7,
+        "rel_extent": 30,
+        "layer_types": ["hybrid_sliding", "hybrid"] * 2,
+        "sliding_window_size": 20,
+        "conv_kernel_size": 3,
+        "route_scale": 1.7,
+        "n_layers_per_attn_res_block": 2,
+        "unpadded_vocab_size": 400,
+    },
     "jamba": {
         "num_experts": EXPERTS,
         "intermediate_size": WIDTH,
@@ -193,6 +241,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "linear_num_heads": 2,
         "linear_conv_kernel_dim": 3,
     },
+    "kolibri1": {"num_experts": EXPERTS, "norm_topk_prob": False, "sliding_window": 20},
     "laguna": {"num_experts": EXPERTS, "moe_routed_scaling_factor": 1.7},
     "lfm2_moe": {
         "num_experts": EXPERTS,
@@ -212,6 +261,9 @@ _CHANGES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 8,
         },
     },
+    "mistral_large4_text": _MLA
+    | _INDEXER
+    | {"n_group": 1, "mlp_layer_types": ["dense", *["sparse"] * (LAYERS - 1)]},
     "mimo_v2_flash": {
         "num_key_value_heads": 3,  # twice as many where attention slides
         "v_head_dim": 20,
@@ -242,6 +294,11 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "moe_latent_size": 88,
     },
     "phimoe": {"num_local_experts": EXPERTS, "intermediate_size": WIDTH, "num_experts_per_tok": 2},
+    "unlimited_ocr_text": {
+        "mlp_layer_types": ["dense", *["sparse"] * (LAYERS - 1)],
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    },
     "qwen2_moe": {"num_experts": EXPERTS, "norm_topk_prob": False},
     "qwen3_5_moe_text": _LINEAR | {"num_experts": EXPERTS},
     "qwen3_moe": {"num_experts": EXPERTS},

@@ -8,10 +8,11 @@ without importing it.
 import ast
 import importlib.util
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 from moe_finetune.io.config_file import SAME_CLASS
-from moe_finetune.models import FAMILIES, Family, find_family
+from moe_finetune.models import FAMILIES, Family, find_family, newer
 from moe_finetune.models.base import CORRECTION_BIASES
 from moe_finetune.models.structure import part_of, without_weights
 from tests import tiny, tiny_families
@@ -108,6 +109,19 @@ def full(registry: dict[str, set[str]]) -> Iterator[str]:
         )
 
 
+def later() -> Iterator[str]:
+    """The table of families whose classes came with a later transformers than the tables' own."""
+    yield "| `model_type` | models | transformers | score | trains and merges |"
+    yield "| --- | --- | --- | --- | --- |"
+    for family in sorted(newer.FAMILIES, key=lambda family: family.model_type):
+        shared = " with shared experts" if family.shared_targets else ""
+        part = ", the language part" if family.part else ""
+        yield (
+            f"| `{family.model_type}` | {family.title} | {family.since} | {family.score} | "
+            f"yes{part}{shared} |"
+        )
+
+
 def packed() -> Iterator[str]:
     """The table of what keeps sequences of a row apart."""
     how = {
@@ -133,7 +147,8 @@ def tables() -> dict[Path, str] | None:
     if file is None:
         return None
     registry = architectures(file)
-    made = {MODELS: full(registry), PACKED: packed()}
+    words = "From later transformers versions, each from the class only:"
+    made = {MODELS: chain(full(registry), ("", words, ""), later()), PACKED: packed()}
     return {page: "\n".join(lines) + "\n" for page, lines in made.items()}
 
 

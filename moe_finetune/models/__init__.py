@@ -9,15 +9,18 @@ from collections.abc import Iterable
 from typing import Any
 
 from moe_finetune.errors import UnsupportedModelError
-from moe_finetune.models import composites, table
+from moe_finetune.models import composites, newer, table
 from moe_finetune.models.base import FAMILIES, Family
 from moe_finetune.models.find import find_family, using
 from moe_finetune.models.structure import part_of
 from moe_finetune.plugins import installed_names
 from moe_finetune.registry import old_declaration
 
-OURS = (*table.CORE, *table.FAMILIES, *composites.FAMILIES)
-"""The package's families, without a plugin's."""
+ROWS = (*table.CORE, *table.FAMILIES, *composites.FAMILIES, *newer.FAMILIES)
+"""The package's families, those of newer transformers versions included."""
+
+OURS = tuple(family for family in ROWS if family.available)
+"""Those that the installed version has."""
 
 for _family in OURS:
     FAMILIES.register(_family.name, _family)
@@ -118,6 +121,9 @@ def _refusal(config: dict[str, Any]) -> str:
             f"'{model_type}' is supported with a language model of type {' or '.join(parts)}, "
             f"but this checkpoint's is '{part_of(config)}'"
         )
+    for row in ROWS:
+        if row.model_type == model_type and not row.available:
+            return f"'{model_type}' needs transformers {row.since} or newer; install it"
     if isinstance(model_type, str) and model_type in composites.REFUSED:
         return f"'{model_type}' cannot be trained: {composites.REFUSED[model_type]}"
     model_types = sorted({family.model_type for family in FAMILIES.values()})

@@ -5,7 +5,10 @@ Shape legend: L decoder layers, E routed experts, K selected per token, H hidden
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any, Literal
+
+from packaging.version import Version
 
 from moe_finetune.errors import UnsupportedModelError
 from moe_finetune.models.structure import layers_with_experts
@@ -97,7 +100,9 @@ class Family:
         separate_spaces: whether router and experts read vectors from different spaces.
         check: raises UnsupportedModelError for options of a config that are not supported.
         bias_export: where a checkpoint stores a bias on the selection.
+        bias_on_logits: whether that bias is added to the logits, in place of the scores.
         architecture: the causal language model's class if transformers has none.
+        since: the first transformers version with the class, if that is above the lowest supported.
         rows: requirements of packed rows and padding.
     """
 
@@ -127,7 +132,9 @@ class Family:
     separate_spaces: Callable[[Any], bool] = lambda config: False
     check: Callable[[Any], None] = lambda config: None
     bias_export: Literal["tensor", "noaux_tc", "none"] = "none"
+    bias_on_logits: bool = False
     architecture: str = ""
+    since: str = ""
     part: str = ""
     rows: Rows = field(default_factory=Rows)
 
@@ -140,6 +147,11 @@ class Family:
         if self.part:
             return auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[self.model_type]
         return auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.model_type]
+
+    @property
+    def available(self) -> bool:
+        """Whether the installed transformers has its class."""
+        return not self.since or Version(version("transformers")) >= Version(self.since)
 
     @property
     def experts_path(self) -> str:

@@ -131,6 +131,10 @@ FAMILIES = (
     composite("qwen4_exp", "Qwen4-Exp", _ALONE["qwen4_exp_text"]),
 )
 
+LOOP = (
+    "its layers run several times in a forward, of which losses and records would count one; "
+    "inkling2 is supported"
+)
 NO_INTERFACE = "its experts do not follow transformers' experts interface"
 REFUSED = {
     "deepseek_vl_v2": (
@@ -143,11 +147,15 @@ REFUSED = {
         "its files store text and vision experts in one list, which a merge cannot separate; "
         "ernie4_5_moe is supported"
     ),
+    "inkling2_loop": LOOP,
+    "inkling2_loop_text": LOOP,
     "kimi_k25": (
         "transformers 5.19 saves its layers under names that differ from the published ones; "
         "only its language model, a deepseek_v3, is supported"
     ),
     "llama4": NO_INTERFACE,
+    "muse_spark": "its experts normalize their outputs, which the experts' products here do not",
+    "nemotron3_5_transcribe": "it is a speech model; nemotron_h is supported",
     "qwen3_omni_moe": (
         "it consists of several language models, for text and speech; qwen3_vl_moe and "
         "qwen3_moe are supported"
@@ -157,4 +165,4 @@ REFUSED = {
     ),
     "step3p7": NO_INTERFACE,
 }
-"""Why other composites with a MoE language part cannot be trained, by ``model_type``."""
+"""Why other types with experts cannot be trained, by ``model_type``."""

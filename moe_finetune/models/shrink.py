@@ -2,11 +2,12 @@
 
 import copy
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 
-from moe_finetune.errors import CheckpointError
+from moe_finetune.errors import NoSmallModelError
 from moe_finetune.models.base import TOP_K, Family
 from moe_finetune.models.structure import class_of, meta_model, sites
 
@@ -21,27 +22,45 @@ _WIDTHS = (72, 40, 56, 88, 104)
 def shrunk_config(config: Any, family: Family) -> Any:
     """``config`` itself if its model is small, else one with fewer and narrower layers.
 
-    Expert groups, head sizes, kinds of layers and everything that is not a size are unchanged.
+    Expert groups, head sizes, kinds of layers and everything that is not a size are unchanged. If
+    16 layers suffice for it, the model has every class of decoder layer with experts, and two such
+    layers that follow each other, as the whole one has.
 
     Raises:
-        CheckpointError: no smaller config of this type builds a model that runs.
+        NoSmallModelError: no smaller config of this type builds a model that runs.
     """
-    if sum(p.numel() for p in meta_model(config).parameters()) <= SMALL:
+    whole = meta_model(config)
+    if sum(p.numel() for p in whole.parameters()) <= SMALL:
         return config
     problem: Exception | None = None
+    running: Any = None
     for changes in _attempts(config, family):
         try:
             smaller = changed(config, changes)
             model = meta_model(smaller)
             size = sum(p.numel() for p in model.parameters())
+            complete = _kinds(model) >= _kinds(whole)
+            if running is not None and not complete:
+                continue
             if size <= 20 * SMALL and len(sites(model)) >= 2 and _runs(smaller):
-                return smaller
+                if complete:
+                    return smaller
+                running = smaller
         except Exception as error:  # the class may raise anything for sizes that it rejects
             problem = error
-    raise CheckpointError(
+    if running is not None:
+        return running
+    raise NoSmallModelError(
         f"this config.json cannot be reduced to a small {config.model_type} for comparison "
         f"({problem}); give a small checkpoint of the same type"
     )
+
+
+def _kinds(model: Any) -> set[Any]:
+    """Classes of the decoder layers with experts, and whether two of them are neighbours."""
+    found = sites(model)
+    neighbours = {b.index - a.index for a, b in pairwise(found)} & {1}
+    return {type(site.layer) for site in found} | neighbours
 
 
 def first_layers(config: Any, first_moe: int) -> int:

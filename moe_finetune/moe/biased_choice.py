@@ -25,7 +25,8 @@ def select_with_bias(
     are kept, so a bias of 0 changes nothing.
     """
     scores_TE = rule.scores(logits_TE)
-    choice_TE = scores_TE + rule.own_bias(scores_TE) + bias_E
+    choice_TE = logits_TE.float() if rule.bias_on_logits else scores_TE
+    choice_TE = choice_TE + rule.own_bias(scores_TE) + bias_E
     if rule.groups > 1:
         choice_TE = _best_groups(choice_TE, rule)
     index_TK = choice_TE.topk(own_index_TK.shape[1], dim=-1).indices
@@ -84,6 +85,7 @@ class Rule(Weighting):
         super().__init__(layer)
         family, config = layer.family, layer.experts.config
         self.groups, self.kept_groups = family.groups(config)
+        self.bias_on_logits = family.bias_on_logits
         self._block = layer.block
         if family.own_weights:
             raise CaptureError(

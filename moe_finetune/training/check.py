@@ -12,7 +12,7 @@ import contextlib
 import io
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_finetune.errors import reason_of
+from moe_finetune.errors import NoSmallModelError, reason_of
 from moe_finetune.models.base import Family
 from moe_finetune.models.find import using
 from moe_finetune.models.shrink import shrunk_config
@@ -58,12 +58,24 @@ class Check:
 
 @dataclass
 class FamilyCheck:
-    """The comparisons of one family; ``sizes`` describe the model that ran."""
+    """The comparisons of one family.
+
+    Attributes:
+        sizes: of the model that ran.
+        notes: what was not compared, and why.
+        unbuilt: why there is no small model, so that nothing was compared.
+    """
 
     family: str
     model_type: str
     sizes: dict[str, int]
     checks: list[Check] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    unbuilt: str = ""
+    ends: tuple[str, str] = (
+        "proved: the declared facts are those of transformers' class",
+        "not proved: correct the family's facts by the code of transformers' class",
+    )
 
     @property
     def ok(self) -> bool:
@@ -74,15 +86,21 @@ class FamilyCheck:
         return [check.line() for check in self.checks if not check.ok]
 
     def to_mapping(self) -> dict[str, Any]:
-        return asdict(self) | {"ok": self.ok}
+        mapping = asdict(self) | {"ok": None if self.unbuilt else self.ok}
+        del mapping["ends"]
+        return mapping
 
     def text(self) -> str:
+        if self.unbuilt:
+            return f"not compared: {self.unbuilt}"
         sizes = ", ".join(f"{value} {name}" for name, value in self.sizes.items())
-        end = "proved: the declared facts are those of transformers' class"
-        if not self.ok:
-            end = "not proved: correct the family's facts by the code of transformers' class"
+        end = self.ends[not self.ok]
         head = f"{self.model_type} as declared by family {self.family}, on a model of {sizes}"
-        return "\n".join([head, *(check.line() for check in self.checks), end])
+        notes = (f"note   not covered: {note}" for note in self.notes)
+        return "\n".join([head, *(check.line() for check in self.checks), *notes, end])
+
+
+Comparison = Callable[[Any, Family], Iterator[Check]]
 
 
 def check_family(config: Any, family: Family) -> FamilyCheck:
@@ -92,29 +110,28 @@ def check_family(config: Any, family: Family) -> FamilyCheck:
 
     Args:
         config: transformers' config of a checkpoint; a small one is used unchanged.
-
-    Raises:
-        CheckpointError: no small model of this type can be built.
     """
-    compared: dict[str, Callable[[Any, Family], Iterator[Check]]] = {
-        "facts": _facts,
-        "record": _recorded,
-        "gradients": _gradients,
-        "merged = base + adapter": _merged,
-        "packed rows = rows alone": _packed,
-    }
+    return compare(config, family, FIVE)
+
+
+def compare(config: Any, family: Family, comparisons: Mapping[str, Comparison]) -> FamilyCheck:
+    """:func:`check_family` by these comparisons, each of a new random model."""
     with torch.random.fork_rng(devices=[]), using(family):
-        smaller = shrunk_config(config, family)
+        result = FamilyCheck(family.name, config.model_type, {})
+        try:
+            smaller = shrunk_config(config, family)
+        except NoSmallModelError as error:
+            result.unbuilt = str(error)
+            return result
         text = smaller.get_text_config()
-        sizes = {
+        result.sizes = {
             "layers": text.num_hidden_layers,
             "hidden": text.hidden_size,
             "tokens of vocabulary": text.vocab_size,
         }
-        result = FamilyCheck(family.name, config.model_type, sizes)
-        for name, compare in compared.items():
+        for name, comparison in comparisons.items():
             try:
-                result.checks += compare(random_model(smaller), family)
+                result.checks += comparison(random_model(smaller), family)
             except Exception as error:  # a wrong fact can lead anywhere
                 result.checks.append(Check(name, problem=reason_of(error)))
             if not result.ok:
@@ -226,7 +243,9 @@ def _selected(family: Family, text: Any, block: nn.Module, record: Any) -> Tenso
     from moe_finetune.losses.record import scores_of
     from moe_finetune.moe.biased_choice import correction_bias
 
-    choice_TE = scores_of(record.logits_TE.float(), family.score)
+    choice_TE = record.logits_TE.float()
+    if not family.bias_on_logits:
+        choice_TE = scores_of(choice_TE, family.score)
     if (bias_E := correction_bias(block)) is not None:
         choice_TE = choice_TE + bias_E.float()
     count, top_groups = family.groups(text)
@@ -294,6 +313,15 @@ def _packed(model: nn.Module, family: Family) -> Iterator[Check]:
     yield Check("packed rows = rows alone", difference, PACKED, problem)
 
 
+FIVE: dict[str, Comparison] = {
+    "facts": _facts,
+    "record": _recorded,
+    "gradients": _gradients,
+    "merged = base + adapter": _merged,
+    "packed rows = rows alone": _packed,
+}
+
+
 def batch(model: Any) -> dict[str, Any]:
     """Random tokens as a training batch of text."""
     most = min(260, model.config.get_text_config().vocab_size)
@@ -309,12 +337,17 @@ def adapted(model: nn.Module) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         peft_model = add_lora(model, LoraSection(rank=4, alpha=12.0), "lora")
+    return random_factors(peft_model)
+
+
+def random_factors(model: nn.Module) -> nn.Module:
+    """``model`` with LoRA factors that do something."""
     torch.manual_seed(3)
     with torch.no_grad():
-        for name, parameter in peft_model.named_parameters():
+        for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.normal_(0, 0.05)
-    return peft_model
+    return model
 
 
 def _run(model: nn.Module) -> dict[str, Tensor]:

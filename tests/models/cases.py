@@ -2,12 +2,12 @@
 
 import torch
 
-from moe_finetune.models import FAMILIES, composites, table
+from moe_finetune.models import FAMILIES, OURS, composites, table
 from tests import tiny_adapter
 from tests import tiny_families as tiny
 
 COMPOSITES = [family.name for family in composites.FAMILIES]
-NAMES = [family.name for family in table.FAMILIES] + COMPOSITES
+NAMES = [family.name for family in OURS if family not in table.CORE]
 NEEDS_A_FILE = {"supervised_routing"}
 STANDARD_WEIGHTS = [name for name in NAMES if FAMILIES[name].own_weights is None]
 
@@ -23,6 +23,7 @@ KINDS = (
     "hunyuan_v1_moe",  # padding moves positions
     "inkling_mm_model",  # rows of gate and up alternate, weights normalized with shared experts'
     "jamba",  # a router that returns logits alone
+    "kolibri1",  # its bias is on the logits
     "nemotron_h_omni",  # experts without a gate, in a space of their own
     "phimoe",  # experts are sampled one after another
     "qwen3_next",  # delta nets, a gated shared expert

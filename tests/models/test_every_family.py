@@ -70,7 +70,17 @@ def values(family):
 
 
 NAMED = {
-    *("name", "title", "model_type", "num_experts", "top_k", "expert_width", "check", "rows"),
+    *(
+        "name",
+        "title",
+        "model_type",
+        "num_experts",
+        "top_k",
+        "expert_width",
+        "check",
+        "rows",
+        "since",
+    ),
     *("backbone", "block_path", "router_name", "experts_name", "router"),
     *("attention_targets", "moe_layers"),
 }
@@ -84,7 +94,7 @@ WHETHER = {
 def test_every_value_of_a_fact_occurs_among_the_kinds():
     missing = {value for family in FAMILIES for value in values(family)}
     assert len(missing) > 50
-    assert missing == {value for family in KINDS for value in values(family)}
+    assert missing == {value for f in KINDS if f in FAMILIES for value in values(f)}
 
 
 @pytest.mark.parametrize("family", NAMES)
@@ -160,7 +170,8 @@ def test_merged_equals_base_and_adapter(family, tmp_path):
     # PEFT's own merge of a linear attention is off by 3e-5 of the largest logit.
     assert torch.allclose(wanted, found, rtol=0, atol=1e-4 * float(wanted.abs().max()))
     assert float((wanted - untouched).abs().max()) > 1e-2
-    check_changed(family, base, tmp_path / "merged")
+    if not FAMILIES[family].since:  # no earlier code merged the others
+        check_changed(family, base, tmp_path / "merged")
     if family in KINDS:
         report = verify_merge(base, tmp_path / "adapter", tmp_path / "merged")
         assert report.error < 1e-4 < 1e-2 < report.moved

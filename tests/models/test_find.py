@@ -70,6 +70,15 @@ def test_a_type_that_transformers_lacks_has_none():
         family_of({"model_type": "llama"})  # not: did you mean 'jamba'?
 
 
+@pytest.mark.parametrize("row", models.newer.FAMILIES, ids=lambda row: row.name)
+def test_a_type_of_a_later_transformers_names_the_version(row):
+    if row.available:
+        assert find.find_family(row.model_type, row.part or None) is row
+        return
+    with pytest.raises(UnsupportedModelError, match=f"needs transformers {row.since} or newer"):
+        family_of({"model_type": row.model_type})
+
+
 def test_a_composite_is_refused_as_one():
     composite = CONFIG_MAPPING["qwen3_vl"]().to_dict()
     with pytest.raises(UnsupportedModelError, match="only some types can be trained"):

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from moe_finetune.errors import CaptureError
+from moe_finetune.models import newer
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.kept_choice import in_backward
 from moe_finetune.moe.layers import backbone_of, moe_layers
@@ -19,6 +20,14 @@ from tests import tiny, tiny_adapter, tiny_families
 from tests.moe.cases import TERMS, gradients
 from tests.near_ties import disturb_recomputations, near_tied
 
+LATER = [family.name for family in newer.FAMILIES if family.available]
+EVERY_TERM = {
+    name: {"weight": 1e-3 if name == "z_loss" else 0.1}
+    for name in (
+        *("load_balance", "z_loss", "orthogonality", "variance", "specialization", "coupling"),
+        *("router_orthogonality", "dpp", "ncl"),
+    )
+}
 METHODS = {
     "none": "none",
     "terms": {"terms": TERMS},
@@ -162,6 +171,23 @@ def test_a_decoder_layer_that_is_the_block_keeps_nothing_for_its_losses():
         return sum(sizes)
 
     assert kept({"terms": TERMS, "strength": {"first": False}}) == kept("none") > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "gemma4_text", *LATER])
+def test_every_term_at_once_has_the_gradients_without_checkpointing(name):
+    """All families of later transformers versions that are installed, too."""
+
+    def run(checkpointing: bool) -> dict:
+        model = tiny_adapter.adapted(tiny_families.model(name)).train()
+        model.enable_input_require_grads()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        batch = {**packed_batch(), "use_cache": False}
+        return step(model, {"terms": EVERY_TERM, "strength": {"first": False}}, batch)[0]
+
+    assert far(run(True), wanted := run(False)) < 1e-6
+    model = tiny_adapter.adapted(tiny_families.model(name)).train()
+    assert far(step(model, "none", {**packed_batch(), "use_cache": False})[0], wanted) > 1e-3
 
 
 def test_a_layer_that_runs_twice_in_a_forward_is_refused():
