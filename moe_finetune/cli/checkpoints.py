@@ -16,6 +16,7 @@ from moe_finetune.io.terminal import terminal
 from moe_finetune.io.versions import untested
 
 if TYPE_CHECKING:
+    from moe_finetune.recipe.schema import Recipe
     from moe_finetune.training.check import FamilyCheck
 
 
@@ -39,7 +40,9 @@ def inspect(
     prove: Annotated[
         bool,
         typer.Option(
-            "--prove", help="Compare the family with transformers' class; 1 if it differs."
+            "--prove",
+            help="Compare the family with transformers' class on a small model; with --recipe also "
+            "its gradients and a short training with plain transformers. 1 if they differ.",
         ),
     ] = False,
     gpu: Annotated[
@@ -71,7 +74,7 @@ def inspect(
     checkpoint = str(checkpoint_in(checkpoint))
     if prove:
         read = load_recipe(recipe) if recipe else None  # may declare the family
-        proof = _prove(checkpoint)
+        proof = _prove(checkpoint, read)
         print(dumps(proof.to_mapping(), indent=2) if json else proof.text())
         if not proof.ok:
             raise typer.Exit(1)
@@ -90,8 +93,13 @@ def inspect(
         raise typer.Exit(1)
 
 
-def _prove(checkpoint: str) -> FamilyCheck:
+def _prove(checkpoint: str, recipe: Recipe | None) -> FamilyCheck:
     from moe_finetune.models.loading import open_config
+
+    if recipe is not None:
+        from moe_finetune.training.prove import prove
+
+        return prove(*open_config(checkpoint), recipe)
     from moe_finetune.training.check import check_family
 
     return check_family(*open_config(checkpoint))
