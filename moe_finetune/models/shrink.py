@@ -29,8 +29,8 @@ def shrunk_config(config: Any, family: Family) -> Any:
     Raises:
         NoSmallModelError: no smaller config of this type builds a model that runs.
     """
-    whole = meta_model(config)
-    if sum(p.numel() for p in whole.parameters()) <= SMALL:
+    full_model = meta_model(config)
+    if sum(p.numel() for p in full_model.parameters()) <= SMALL:
         return config
     problem: Exception | None = None
     running: Any = None
@@ -39,7 +39,7 @@ def shrunk_config(config: Any, family: Family) -> Any:
             smaller = changed(config, changes)
             model = meta_model(smaller)
             size = sum(p.numel() for p in model.parameters())
-            complete = _kinds(model) >= _kinds(whole)
+            complete = _kinds(model) >= _kinds(full_model)
             if running is not None and not complete:
                 continue
             if size <= 20 * SMALL and len(sites(model)) >= 2 and _runs(smaller):
@@ -57,10 +57,10 @@ def shrunk_config(config: Any, family: Family) -> Any:
 
 
 def _kinds(model: Any) -> set[Any]:
-    """Classes of the decoder layers with experts, and whether two of them are neighbours."""
-    found = sites(model)
-    neighbours = {b.index - a.index for a, b in pairwise(found)} & {1}
-    return {type(site.layer) for site in found} | neighbours
+    """Classes of the decoder layers with experts, and whether two of them are adjacent."""
+    moe_sites = sites(model)
+    adjacent = {b.index - a.index for a, b in pairwise(moe_sites)} & {1}
+    return {type(site.layer) for site in moe_sites} | adjacent
 
 
 def first_layers(config: Any, first_moe: int) -> int:

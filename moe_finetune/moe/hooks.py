@@ -173,16 +173,16 @@ class Recorder:
         }
         facts = self.layers[0].family.rows
         for module in map(inside, self.backbone.layers):
-            here, in_layer = every_visits.get(id(module)), InLayer()
-            moe_layer = here.layer if here else None
-            again = RunsAgain(
+            visits_of_layer, in_layer = every_visits.get(id(module)), InLayer()
+            moe_layer = visits_of_layer.layer if visits_of_layer else None
+            rerun = RunsAgain(
                 module,
-                after=here.after_layer if here else lambda output: output,
+                after=visits_of_layer.after_layer if visits_of_layer else lambda output: output,
                 finish=moe_layer.clear if moe_layer else lambda: None,
             )
-            take = partial(self._take_context, moe_layer, in_layer, again)
+            take = partial(self._take_context, moe_layer, in_layer, rerun)
             self._hook(module.register_forward_pre_hook(take, with_kwargs=True))
-            self._hook(module.register_forward_hook(again.end, always_call=True))
+            self._hook(module.register_forward_hook(rerun.end, always_call=True))
             for part in module.modules():
                 if runs_alone(part, facts):
                     self._attach(part, "forward", partial(in_layer.run, part.forward))
@@ -270,8 +270,8 @@ class Recorder:
             token_kwargs = {**kwargs, "attention_mask": self._mask}
         dtype = next(module.parameters()).dtype
         kwargs, sequences, packed = separate(kwargs, like_BL, module.config, dtype, facts)
-        again = torch.is_grad_enabled() and checkpoints(self.backbone.layers)
-        if again and (own_weights := self.layers[0].family.own_weights) and not self._said:
+        checkpointed = torch.is_grad_enabled() and checkpoints(self.backbone.layers)
+        if checkpointed and (own_weights := self.layers[0].family.own_weights) and not self._said:
             self._said = True
             log.warning(
                 "WARNING: under gradient checkpointing, %s selects experts again in the backward "
@@ -289,7 +289,7 @@ class Recorder:
             overrides=plan.overrides(len(like_BL)),
             sequences=sequences,
             packed=packed,
-            checkpoints=again,
+            checkpoints=checkpointed,
         )
         if context.wanted:
             context.tokens = read_tokens(
@@ -306,7 +306,7 @@ class Recorder:
         self,
         layer: MoeLayer | None,
         in_layer: InLayer,
-        again: RunsAgain,
+        rerun: RunsAgain,
         module: nn.Module,
         args: tuple,
         kwargs: dict,
@@ -319,7 +319,7 @@ class Recorder:
             )
         enter = partial(_enter, layer, in_layer, context)
         enter()
-        again.begin(enter)
+        rerun.begin(enter)
         return args, kwargs
 
     def _expects_context(self, module: nn.Module) -> bool:

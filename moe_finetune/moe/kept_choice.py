@@ -32,8 +32,8 @@ def keep_choice(
         return weights_TK, index_TK
     first_visit = layer.index not in context.choices
     if first_visit:
-        kept = packed_index(index_TK, logits_TE.shape[1]) if context.checkpoints else None
-        context.choices[layer.index] = kept
+        packed = packed_index(index_TK, logits_TE.shape[1]) if context.checkpoints else None
+        context.choices[layer.index] = packed
     elif not in_backward():
         raise CaptureError(
             f"layer {layer.index} of {type(layer.decoder_layer).__name__} runs more than once in a "
@@ -44,9 +44,9 @@ def keep_choice(
         return weights_TK, index_TK
     kept_TK = index_TK
     if not first_visit:
-        kept = context.choices[layer.index]
-        assert kept is not None
-        kept_TK = kept.long()
+        packed = context.choices[layer.index]
+        assert packed is not None
+        kept_TK = packed.long()
         context.plan.note_repeated(~same_experts(kept_TK, index_TK))
     if layer.family.own_weights or not context.plan.keeps_choice:
         return weights_TK, index_TK

@@ -20,7 +20,7 @@ def named_results(
     """The results by name, in the order ``declared`` by the family or in :data:`STANDARD`.
 
     None if they fit neither. Only the index has integers, so an order is never mistaken for its
-    reverse; what else differs in meaning only, such as logits and probabilities, is told by name.
+    reverse. What differs in meaning only, such as logits and probabilities, is decided by name.
     """
     for order in (declared, STANDARD):
         if len(order) == len(results) and all(isinstance(value, Tensor) for value in results):

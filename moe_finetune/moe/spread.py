@@ -124,12 +124,12 @@ def place_experts(model: Any, ranks: int, device: str) -> Any:
     Generation then continues until every rank has finished, because each takes part in the others'
     forwards.
     """
-    place, plan = _transformers_placement(model)
+    place_by, plan = _transformers_placement(model)
     world = distributed.get_world_size()
     shape = (world // ranks, ranks, 1)
     mesh = init_device_mesh(device, shape, mesh_dim_names=("copies", "ep", "tp"))
     # `from_pretrained` requires ep_size == tp_size, which this plan does not need.
-    place(model, mesh["ep"], mesh["tp"], plan)
+    place_by(model, mesh["ep"], mesh["tp"], plan)
     model.generate = partial(model.generate, synced_gpus=True)
     return model
 

@@ -58,8 +58,8 @@ def prove(config: Any, family: Family, recipe: Recipe) -> FamilyCheck:
     try:
         with tempfile.TemporaryDirectory() as folder, torch.device("cpu"):
             proof = _Proof(recipe, Path(folder))
-            before = {BY_HAND: proof.injected, CHECKPOINTED: proof.checkpointed}
-            result = compare(config, family, before | FIVE | {STEPS_OF_TRAINER: proof.trained})
+            first = {BY_HAND: proof.injected, CHECKPOINTED: proof.checkpointed}
+            result = compare(config, family, first | FIVE | {STEPS_OF_TRAINER: proof.trained})
     finally:
         set_random_state(state)
     result.notes += proof.notes
@@ -112,8 +112,8 @@ class _Proof:
         def same_draws(module: nn.Module, args: tuple, kwargs: dict) -> None:
             kwargs[CONTEXT_KEY].draws.update(draws)
 
-        def add_draws(work: Specialization) -> None:
-            work.recorder.backbone.register_forward_pre_hook(same_draws, with_kwargs=True)
+        def add_draws(running: Specialization) -> None:
+            running.recorder.backbone.register_forward_pre_hook(same_draws, with_kwargs=True)
 
         actual = self._gradients(model, self._method(noise=False), 0.0, add_draws)
         for group, difference in _differences(expected, actual, family).items():
@@ -150,9 +150,9 @@ class _Proof:
     def checkpointed(self, base: Any, family: Family) -> Iterator[Check]:
         dropout = self.recipe.lora.dropout if self.recipe.lora else 0.0
         runs = []
-        for again in (False, True):
+        for checkpoints in (False, True):
             model = self._adapted(copy.deepcopy(base), dropout)
-            if again:
+            if checkpoints:
                 checkpoint_layers(model)
             runs.append(self._gradients(model, self._method(noise=True), dropout, _with_bias))
         worst = max(_differences(runs[0], runs[1], family).values())
@@ -169,14 +169,14 @@ class _Proof:
         trained = [p for p in looped.parameters() if p.requires_grad]
         optimizer = torch.optim.SGD(trained, lr=LEARNING_RATE)
         options = {"accumulation": ACCUMULATION, "total_steps": STEPS}
-        with Specialization(looped, method, kernel=self._kernel, **options) as work:
+        with Specialization(looped, method, kernel=self._kernel, **options) as running:
             for first in range(0, len(batches), ACCUMULATION):
                 for ids in batches[first : first + ACCUMULATION]:
                     loss = looped(input_ids=ids, labels=ids, use_cache=False).loss
                     (loss / ACCUMULATION).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                work.step()
+                running.step()
         expected, actual = (
             {n: p.detach() - start[n] for n, p in one.named_parameters() if n in start}
             for one in (looped, model)
@@ -293,8 +293,8 @@ class _Proof:
     ) -> Gradients:
         """Gradients of one recorded forward."""
         model.zero_grad()
-        with Specialization(model, method, dropout=dropout, kernel=self._kernel) as work:
-            prepared(work)
+        with Specialization(model, method, dropout=dropout, kernel=self._kernel) as running:
+            prepared(running)
             torch.manual_seed(1)
             model(**batch(model)).loss.backward()
         return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -312,11 +312,11 @@ def _seed_forwards(model: nn.Module) -> list[Tensor]:
     return batches
 
 
-def _with_bias(work: Specialization) -> None:
+def _with_bias(running: Specialization) -> None:
     """Give the experts other biases, as after some steps."""
-    if work.balancer is not None:
-        for layer, bias in work.balancer.bias.items():
-            work.balancer.bias[layer] = torch.linspace(-0.05, 0.05, len(bias)).roll(layer)
+    if running.balancer is not None:
+        for layer, bias in running.balancer.bias.items():
+            running.balancer.bias[layer] = torch.linspace(-0.05, 0.05, len(bias)).roll(layer)
 
 
 def _differentiated(model: nn.Module, value: Tensor) -> Gradients:
@@ -345,8 +345,8 @@ def _differences(expected: Gradients, actual: Gradients, family: Family) -> dict
     differences = {}
     for group, pairs in sorted(groups.items()):
         size = sum(float(one.double().square().sum()) for one, _ in pairs)
-        apart = sum(float((one - other).double().square().sum()) for one, other in pairs)
-        differences[group] = (apart / (size + 1e-24)) ** 0.5
+        distance = sum(float((one - other).double().square().sum()) for one, other in pairs)
+        differences[group] = (distance / (size + 1e-24)) ** 0.5
     return differences
 
 

@@ -43,8 +43,8 @@ class TrainingStatistics:
     def note_repeated(self, changed_T: Tensor) -> None:
         """Count the tokens of a layer that ran again in the backward."""
         changed = changed_T.sum(dtype=torch.float64)
-        before = self._changed
-        self._changed = changed if before is None else before + changed.to(before.device)
+        total = self._changed
+        self._changed = changed if total is None else total + changed.to(total.device)
         self._repeated += len(changed_T)
 
     def note_strength(self, rows: Sequence[Any]) -> None:

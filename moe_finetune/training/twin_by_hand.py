@@ -38,16 +38,16 @@ class Seen:
 def seeing(model: nn.Module) -> Iterator[list[Seen]]:
     """Hooks that take the tensors of each MoE layer in the next forward."""
     seen, hooks = [Seen(layer) for layer in moe_layers(model)], []
-    for each in seen:
-        layer = each.layer
+    for one in seen:
+        layer = one.layer
         path = layer.family.router_logits
-        hooks.append(layer.router.register_forward_hook(partial(_after_router, each)))
+        hooks.append(layer.router.register_forward_hook(partial(_after_router, one)))
         for router in variants(layer.router) if path else []:
             head = router.get_submodule(path)
-            hooks.append(head.register_forward_hook(partial(_after_head, each)))
+            hooks.append(head.register_forward_hook(partial(_after_head, one)))
         for experts in layer.every_experts:
-            before = partial(_before_experts, each)
-            hooks.append(experts.register_forward_pre_hook(before, with_kwargs=True))
+            take = partial(_before_experts, one)
+            hooks.append(experts.register_forward_pre_hook(take, with_kwargs=True))
     try:
         yield seen
     finally:
@@ -82,7 +82,7 @@ def _before_experts(seen: Seen, module: Any, args: tuple, kwargs: dict) -> None:
 
 def records(seen: list[Seen], tokens: Tokens) -> list[RoutingRecord]:
     """The records of a forward, with everything that a loss may read."""
-    return [_record(each, tokens) for each in seen]
+    return [_record(one, tokens) for one in seen]
 
 
 def _record(seen: Seen, tokens: Tokens) -> RoutingRecord:
@@ -139,12 +139,12 @@ def losses(
     """Each term's sum over layers at weight 1, and the random numbers that it drew, by layer."""
     totals: dict[str, Tensor] = {}
     draws: dict[int, dict[str, Tensor]] = {}
-    below: PreviousLayer | None = None
+    previous: PreviousLayer | None = None
     for record in layers:
-        context = LayerContext(previous=below, draws=draws.setdefault(record.layer, {}))
+        context = LayerContext(previous=previous, draws=draws.setdefault(record.layer, {}))
         result = objective(record, context)
         for name, loss in result.losses.items():
             value = loss * result.at_one[name]
             totals[name] = totals[name] + value if name in totals else value
-        below = PreviousLayer(record.layer, record.distribution_TE, record.index_TK)
+        previous = PreviousLayer(record.layer, record.distribution_TE, record.index_TK)
     return totals, draws

@@ -73,7 +73,7 @@ def test_a_type_that_transformers_lacks_has_none():
 @pytest.mark.parametrize("row", models.newer.FAMILIES, ids=lambda row: row.name)
 def test_a_type_of_a_later_transformers_names_the_version(row):
     if row.available:
-        assert find.find_family(row.model_type, row.part or None) is row
+        assert models.find_family(row.model_type, row.part or None) is row
         return
     with pytest.raises(UnsupportedModelError, match=f"needs transformers {row.since} or newer"):
         family_of({"model_type": row.model_type})
