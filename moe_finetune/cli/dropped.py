@@ -15,7 +15,7 @@ VERBS: dict[str, str] = {
 """A verb that was dropped -> what replaces it."""
 
 OPTIONS: dict[str, dict[str, str]] = {
-    "": {"--log-format": "a run's metrics.jsonl and `report --format json` are for programs"},
+    "": {"--log-format": "a run's metrics.jsonl is for programs"},
     "eval": {
         "--judge": VALIDATE,
         "--judge-url": VALIDATE,

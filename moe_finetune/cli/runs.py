@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moe_finetune.cli.app import Output, RecipeItems, app, split_items, write_json
+from moe_finetune.cli.app import Output, RecipeItems, app, split_items
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.io.terminal import terminal
 
@@ -21,13 +21,6 @@ class Backend(enum.StrEnum):
 
     vllm = "vllm"
     hf = "hf"
-
-
-class Format(enum.StrEnum):
-    """Forms of a report."""
-
-    html = "html"
-    json = "json"
 
 
 @app.command()
@@ -175,21 +168,15 @@ def report(
     labels: Annotated[
         str | None, typer.Option("--labels", metavar="A,B,...", help="A label for each run.")
     ] = None,
-    format: Annotated[
-        Format, typer.Option("--format", help="A page, or numbers as JSON.")
-    ] = Format.html,
 ) -> None:
-    """Draw runs on one offline HTML page, or print their numbers.
+    """Draw runs on one offline HTML page.
 
     Example: moe-finetune report runs/aux_loss runs/erc --labels aux,ERC --output report
     """
-    from moe_finetune.report import report_numbers, write_report
+    from moe_finetune.report import write_report
 
     names = [name.strip() for name in labels.split(",")] if labels is not None else None
-    if format is Format.html:
-        print(f"report: {write_report(runs, output or Path('report'), title, names)}")
-        return
-    write_json(report_numbers(runs, names), output)
+    print(f"report: {write_report(runs, output or Path('report'), title, names)}")
 
 
 @app.command()

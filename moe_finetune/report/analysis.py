@@ -203,19 +203,11 @@ def trace_snapshot(
     matrix_EE = pairs_LEE[middle] if middle + 1 < len(info.layers) else None
     tokens = summary["trace"]["domains"]
     counts_GLE = arrays["domain_shares_GLE"] * info.top_k
-    embeddings = None
-    if trace.num_embeddings:
-        chunks = list(trace.chunks("embeddings", "embedding_labels"))
-        embeddings = (
-            np.concatenate([chunk["embeddings"][:, middle] for chunk in chunks]),
-            np.concatenate([chunk["embedding_labels"][:, middle] for chunk in chunks]),
-        )
     text = tokenizer is not None and trace.has("token_ids") and trace.has("weights")
     return snapshot(
         routing_path(info.layers, arrays["load_LE"], info.tokens, info.top_k, matrix_EE),
         summary["per_layer"],
         measures,
-        embeddings,
         {
             name: np.rint(shares_LE * tokens[name]).astype(int)
             for name, shares_LE in zip(info.domains, counts_GLE, strict=True)

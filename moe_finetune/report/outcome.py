@@ -13,61 +13,17 @@ from moe_finetune.evaluation.score import Score
 from moe_finetune.io.run_folder import RESULTS_FILE
 from moe_finetune.io.tables import aligned
 from moe_finetune.io.terminal import terminal
-from moe_finetune.metrics.words import word
 from moe_finetune.report.context import Report
 from moe_finetune.report.markup import DASH
-from moe_finetune.report.runs import Run, read_results, read_runs
+from moe_finetune.report.runs import read_results, read_runs
 from moe_finetune.report.sections.answer import answer_text
 
 WIDTH = 100
 PROGRAM = "moe-finetune"
-CHANGES = ("expert_overlap", "score_variance", "max_violation", "entropy")
-"""Routing metrics in the outcome of a run."""
-LOGGED = tuple(
-    head + name
-    for name in ("loss", "reward", "rewards/accuracies", "rewards/margins")
-    for head in ("", "eval_")
-)
-"""Logged values of a stage's objective."""
-
-Changes = dict[str, dict[str, float]]
-"""Metric -> ``before``, ``after`` and, for logged values, the ``step`` of the first log."""
 
 
-def changes_of(run: Run) -> Changes:
-    """Routing before and after on one sample, and the first and last log of the objective."""
-    changes: Changes = {}
-    if run.routing_before and run.routing_after:
-        starts, ends = run.routing_before.metrics(), run.routing_after.metrics()
-        for key in (key for key in CHANGES if key in starts and key in ends):
-            pair = {"before": starts[key].mean, "after": ends[key].mean}
-            if all(map(math.isfinite, pair.values())):
-                changes[key] = pair
-    for key in LOGGED:
-        if curve := run.curves.get(key):
-            first, last = curve.values[0], curve.values[-1]
-            if key.endswith("rewards/accuracies") and curve.steps[0] <= 1:
-                first = math.nan  # the policy still is the reference: every pair is a tie
-            changes[key] = {"before": first, "after": last, "step": curve.steps[0]}
-    if "reward" in changes:  # a policy gradient's loss stays near 0 whatever is learned
-        changes.pop("loss", None)
-        changes.pop("eval_loss", None)
-    return changes
-
-
-def outcome_text(runs: Mapping[str, Run], base: Mapping[str, Score]) -> str:
-    """Tables of the scores and changes of runs as text; empty if nothing was measured.
-
-    Args:
-        runs: the runs by label.
-        base: scores of the checkpoint before training.
-    """
-    scores = {"base": base, **{label: run.scores for label, run in runs.items()}}
-    changes = {label: changes_of(run) for label, run in runs.items()}
-    return "\n\n".join(filter(None, [_score_table(scores), _change_table(changes)]))
-
-
-def _score_table(scores: Mapping[str, Mapping[str, Score]]) -> str:
+def score_table(scores: Mapping[str, Mapping[str, Score]]) -> str:
+    """Scores by label as a table; empty if there are none."""
     by_label = {label: by_task for label, by_task in scores.items() if by_task}
     if not by_label:
         return ""
@@ -88,42 +44,6 @@ def _score(score: Score | None) -> str:
     return f"{score.value:.3f}{error}"
 
 
-def _change_table(changes: Mapping[str, Changes]) -> str:
-    rows = []
-    for key in (*CHANGES, *LOGGED):
-        name = word(key if key in LOGGED else f"routing/{key}").name
-        pairs = [change[key] for change in changes.values() if key in change]
-        if not pairs:
-            continue
-        step = max(pair.get("step", 0) for pair in pairs)
-        shared = len({f"{pair['before']:.4g}" for pair in pairs}) == 1
-        rows.append([
-            f"{name}, first log (step {step:g}) and last" if step else name,
-            _value(pairs[0]["before"]) if shared else "differs",
-            *(_after(change.get(key), shared, "accuracies" in key) for change in changes.values()),
-        ])  # fmt: skip
-    if not rows:
-        return ""
-    labels = ["after"] if len(changes) == 1 else [f"after {label}" for label in changes]
-    return aligned([["what training changed", "before", *labels], *rows])
-
-
-def _value(value: float) -> str:
-    return f"{value:.4g}" if math.isfinite(value) else DASH
-
-
-def _after(pair: Mapping[str, float] | None, shared_start: bool, rate: bool = False) -> str:
-    """The value after training; with its change in percent, unless it is a ``rate``."""
-    if pair is None:
-        return DASH
-    start, end = pair["before"], pair["after"]
-    notes = [] if shared_start else [f"from {_value(start)}"]
-    if start and math.isfinite(start) and math.isfinite(end) and not rate:
-        share = 100 * (end - start) / abs(start)
-        notes.append(f"{share:+.{0 if abs(share) >= 10 else 1}f} %")
-    return f"{end:.4g} ({', '.join(notes)})" if notes else f"{end:.4g}"
-
-
 def end_run(runs: Mapping[str, Path], base: Path | None, following: str) -> None:
     """Print the results of runs on standard output.
 
@@ -134,10 +54,10 @@ def end_run(runs: Mapping[str, Path], base: Path | None, following: str) -> None
     """
     labels = list(runs) if len(runs) > 1 else None  # a single run is named by its folder
     report = Report(read_runs(runs.values(), labels), "")
-    by_label = dict(zip(runs, report.runs, strict=True))
     answer = answer_text(report)
-    scores = read_results(base / RESULTS_FILE)[1] if base else report.runs[0].base_scores
-    if text := outcome_text(by_label, scores):
+    scores = {"base": read_results(base / RESULTS_FILE)[1] if base else report.runs[0].base_scores}
+    scores |= {label: run.scores for label, run in zip(runs, report.runs, strict=True)}
+    if text := score_table(scores):
         print(f"\n{text}")
     for paragraph in answer:
         title, *findings = paragraph.splitlines()

@@ -108,12 +108,6 @@ class Routing:
             "experts get no token. Changes in the experts are not specialization."
         )
 
-    def mean_probability_LE(self) -> np.ndarray | None:
-        """Return each expert's mean probability before top-k."""
-        values = self.data.get("mean_probability")
-        shape = (len(self.layers), self.num_experts)
-        return None if values is None else _matrix(values, shape, self.path, "mean_probability")
-
     def conditional(self) -> tuple[list[int], np.ndarray] | None:
         """Return the two layers and the E x E matrix P(next layer's expert given this one's)."""
         entry = self.data.get("conditional_activation")

@@ -240,3 +240,12 @@ def read_results(path: Path) -> tuple[dict[str, Any], dict[str, Score]]:
             raise DataError(f"{path}: task '{name}' has no 'value'; evaluate again")
         scores[name] = Score.parse(task, path.parent)
     return results, scores
+
+
+def ends(curve: Curve) -> tuple[float, float]:
+    """Return a curve's start and end: means of its first and last twentieth, NaN if empty."""
+    known = [v for v in curve.values if math.isfinite(v)]
+    if not known:
+        return math.nan, math.nan
+    count = max(1, len(known) // 20)
+    return sum(known[:count]) / count, sum(known[-count:]) / count

@@ -1,6 +1,6 @@
 """Sums over a model's records per MoE layer, and metrics computed from them.
 
-Shape legend: T tokens, L MoE layers, E experts, K selected, D expert width, H hidden.
+Shape legend: T tokens, L MoE layers, E experts, K selected.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,6 @@ from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.metrics import coherence_barrier, gram_cosine, noise_level, router_cosine
 from moe_finetune.metrics.arrays import from_layer
 from moe_finetune.metrics.coherence import gram_coherence
-from moe_finetune.metrics.projections import gate_experts
 from moe_finetune.metrics.router import erc_of_norms
 
 GATES_AT_ONCE = 8
@@ -27,7 +26,6 @@ class Measures:
 
     Args:
         gate_values: also compute norms and ERC of the gates, which takes a pass over them.
-        gate_rows: keep some experts' gate rows of the middle layer for a picture.
     """
 
     def __init__(
@@ -36,19 +34,16 @@ class Measures:
         num_experts: int,
         top_k: int,
         gate_values: bool = True,
-        gate_rows: bool = True,
     ):
         count = len(layers)
         self.layers, self.top_k = list(layers), top_k
-        self.gate_values, self.gate_rows = gate_values, gate_rows
+        self.gate_values = gate_values
         self.tokens_L = np.zeros(count)
         self.probability_LE = np.zeros((count, num_experts))
         self.entropy_L = np.zeros(count)
         self.cosines_L = {"activation_cosine": np.zeros(count), "output_cosine": np.zeros(count)}
         self.coherence_L, self.below_L = np.zeros(count), np.zeros(count)
         self.router_L: dict[str, np.ndarray] = {}
-        self.middle = count // 2
-        self.gate_rows_EDH: np.ndarray | None = None
 
     def add(self, record: RoutingRecord, at_T: Tensor | None = None) -> None:
         """Add a record's tokens, or those at the positions ``at_T``."""
@@ -65,10 +60,6 @@ class Measures:
         self.tokens_L[row] += tokens
         self.probability_LE[row] += distribution_TE.sum(0).cpu().numpy()
         self.entropy_L[row] += torch.special.entr(distribution_TE).sum().item()
-        if self.gate_rows and row == self.middle and self.gate_rows_EDH is None:
-            assert record.expert_factors is not None
-            gate_EDH = record.expert_factors("gate").of(gate_experts(self.probability_LE.shape[1]))
-            self.gate_rows_EDH = gate_EDH.cpu().numpy()
         if self.top_k == 1 or not tokens:
             return
         assert record.activations_gram_TKK is not None and record.outputs_gram_TKK is not None

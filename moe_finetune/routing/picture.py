@@ -1,7 +1,7 @@
 """A routing snapshot as JSON, in a run's ``routing/before.json`` and ``after.json``.
 
 The report reads it (:mod:`moe_finetune.report.routing`). Parts that were not measured are absent.
-Shape legend: L MoE layers, E experts, N tokens with an embedding, H hidden, D expert width.
+Shape legend: L MoE layers, E experts.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from moe_finetune.metrics.arrays import mean_known
-from moe_finetune.metrics.projections import gate_experts, gate_row_points, principal_points
 from moe_finetune.routing.measures import Measures
 
 PASSAGE = 150
@@ -42,7 +41,6 @@ def snapshot(
     path: Mapping[str, Any],
     metrics: Mapping[str, Sequence[float | None]],
     measures: Measures | None = None,
-    embeddings: tuple[np.ndarray, np.ndarray] | None = None,
     domains: Mapping[str, Any] | None = None,
     passages: Iterable[Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
@@ -52,12 +50,9 @@ def snapshot(
         path: the result of :func:`routing_path`.
         metrics: lists over layers, by name.
         measures: measures of the same tokens.
-        embeddings: embeddings of the middle layer ``(N, H)`` and their top experts ``(N,)``.
         domains: selections ``(L, E)`` by domain; omitted if there is only one.
         passages: results of :func:`passage` for at most ``PASSAGES`` domains.
     """
-    layers, load = path["layers"], path["load"]
-    row = len(layers) // 2
     picture: dict[str, Any] = {
         **path,
         "metrics": {
@@ -68,14 +63,7 @@ def snapshot(
     if domains is not None and len(domains) > 1:
         picture["domains"] = {name: np.asarray(c).tolist() for name, c in domains.items()}
     if measures is not None:
-        picture["mean_probability"] = measures.mean_probability_LE().round(6).tolist()
         picture["coherence"] = measures.coherence()
-        if measures.gate_rows_EDH is not None:
-            experts = gate_experts(path["num_experts"])
-            rows = gate_row_points(layers[row], measures.gate_rows_EDH, experts)
-            picture["gate_rows_tsne"] = rows
-    if embeddings is not None:
-        picture["embeddings"] = principal_points(layers[row], *embeddings, np.asarray(load[row]))
     if passages is not None:
         picture["colored_text"] = list(passages)
     return picture

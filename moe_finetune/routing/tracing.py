@@ -55,7 +55,7 @@ def trace_model(
 
     total = sum(len(ids) for texts in sequences.values() for ids in texts)
     gated = facts.has_gate and facts.shared_input_space
-    measures = Measures(facts.moe_layers, facts.num_experts, facts.top_k, gated, gated)
+    measures = Measures(facts.moe_layers, facts.num_experts, facts.top_k, gated)
     writer = TraceWriter(
         folder,
         model_type=config.model_type,

@@ -64,16 +64,14 @@ class Sample:
         measures: sums over the same tokens.
     """
 
-    def __init__(self, facts: ModelFacts, max_tokens: int = MAX_TOKENS, pictures: bool = True):
+    def __init__(self, facts: ModelFacts, max_tokens: int = MAX_TOKENS):
         self.layers = list(facts.moe_layers)
         self.middle = self.layers[len(self.layers) // 2]
         self.num_experts, self.top_k = facts.num_experts, facts.top_k
         self._priority_T = np.random.default_rng(0).permutation(max_tokens)
         self._seen = dict.fromkeys(self.layers, 0)
         self._kept: dict[str, dict[int, list[np.ndarray]]] = {}
-        self.measures = Measures(
-            self.layers, self.num_experts, self.top_k, False, pictures and facts.has_gate
-        )
+        self.measures = Measures(self.layers, self.num_experts, self.top_k, gate_values=False)
 
     def __call__(self, record: RoutingRecord, _: LayerLoss) -> None:
         layer = record.layer
@@ -253,7 +251,6 @@ def _picture(sample: Sample, rows: list[Example], tokenizer: Any) -> dict[str, A
         sample.routing(),
         sample.metrics(),
         sample.measures,
-        sample.embeddings(sample.middle),
         {name: _counts(sample, domain_T == name) for name in names},
         None if tokenizer is None else _passages(sample, rows, tokenizer, names),
     )
@@ -293,7 +290,7 @@ def evaluation_sample(recorder: Recorder, batches: Iterable[Any]) -> Sample | No
     others' forwards.
     """
     model: Any = recorder.model
-    sample = Sample(model_facts(model), pictures=False)
+    sample = Sample(model_facts(model))
     has_tokens = False
     with (
         recorder.using(observers=(sample,), needs=NEEDS, observe="all"),

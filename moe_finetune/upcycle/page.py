@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from moe_finetune.report.charts.scatter import largest_groups
 from moe_finetune.report.context import Report, Section, figure, folded, table
 from moe_finetune.report.markup import Markup, join, tag
 from moe_finetune.report.page import render_page
@@ -15,7 +14,7 @@ from moe_finetune.report.runs import Run, read_run
 from moe_finetune.report.sections.curves import CURVES
 from moe_finetune.report.sections.routing import ROUTING
 from moe_finetune.report.sections.specialization import SPECIALIZATION
-from moe_finetune.report.sections.text import COLORED, color_key, colored
+from moe_finetune.report.sections.text import COLORED, color_key, colored, largest_groups
 from moe_finetune.study.page import study_sections, table_markup
 from moe_finetune.study.results import StudyResults
 from moe_finetune.study.table import Table

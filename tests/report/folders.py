@@ -41,9 +41,6 @@ def routing(
         "silhouette": rng.uniform(-0.1, 0.2, layers).tolist(),
         "router_cosine": rng.uniform(0.1, 0.2, layers).tolist(),
     }
-    centers = rng.normal(size=(experts, 2)) * 2 * sharpness
-    owners = rng.choice(experts, size=420, p=probs_LE[0])
-    points = centers[owners] + rng.normal(size=(420, 2))
     words = WORDS
     return {
         "layers": list(range(layers)),
@@ -51,24 +48,11 @@ def routing(
         "top_k": top_k,
         "tokens": 20_000,
         "load": load_LE.tolist(),
-        "mean_probability": probs_LE.tolist(),
         "conditional_activation": {"layers": [1, 2], "matrix": transition_EE.tolist()},
         "domains": {name: counts.tolist() for name, counts in domains.items()},
         "metrics": {
             name: {"per_layer": values, "mean": float(np.mean(values))}
             for name, values in per_layer.items()
-        },
-        "embeddings": {
-            "layer": 2,
-            "points": [[*p, int(e)] for p, e in zip(points.tolist(), owners, strict=True)],
-        },
-        "gate_rows_tsne": {
-            "layer": 2,
-            "points": [
-                [*(centers[e] * 3 + rng.normal(size=2)).tolist(), e]
-                for e in range(0, experts, 8)
-                for _ in range(40)
-            ],
         },
         "coherence": {
             "per_layer": [

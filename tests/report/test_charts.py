@@ -1,4 +1,4 @@
-"""Scales, lines, heat maps and scatters."""
+"""Scales, lines and heat maps."""
 
 import base64
 import html
@@ -14,7 +14,6 @@ from moe_finetune import report
 from moe_finetune.report.charts.frame import Scale, tick_text
 from moe_finetune.report.charts.heatmap import heat_map, shared_limits
 from moe_finetune.report.charts.lines import KEPT, Series, _thin, line_chart, moving_mean
-from moe_finetune.report.charts.scatter import largest_groups
 from moe_finetune.report.markup import number
 
 
@@ -118,10 +117,6 @@ def test_one_very_busy_expert_does_not_darken_the_rest():
     (low, high), clipped = shared_limits([even, busy])
     assert (low, clipped) == (0.0, True)
     assert high < 1.6
-
-
-def test_largest_groups():
-    assert largest_groups([3, 1, 1, 2, 3, 5], 3) == [1, 3, 2]
 
 
 @pytest.mark.parametrize(

@@ -86,14 +86,12 @@ def test_damaged_file_is_named(tmp_path: Path, name: str, text: str, place: str 
         ({"load": [[1, 2, 3]]}, r"'load' has shape \(1, 3\), expected \(2, 5\)"),
         ({"load": None}, r"'load' has shape \(\), expected \(2, 5\)"),
         ({"load": [[1, 2], [3]]}, "'load' is missing or malformed"),
-        ({"mean_probability": [[0.2] * 4] * 2}, r"'mean_probability' has shape \(2, 4\)"),
         ({"domains": {"code": [[1] * 5]}}, r"'domains\.code' has shape \(1, 5\)"),
         (
             {"conditional_activation": {"layers": [0, 1], "matrix": [[1]]}},
             r"'conditional_activation\.matrix' has shape \(1, 1\), expected \(5, 5\)",
         ),
         ({"coherence": {"per_layer": [0.1, 0.2]}}, "'coherence' is missing or malformed"),
-        ({"embeddings": {"points": [[1, 2]]}}, "'embeddings' is missing or malformed"),
         ({"colored_text": [{"tokens": ["a"]}]}, "'colored_text' is missing or malformed"),
     ],
 )

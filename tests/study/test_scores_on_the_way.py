@@ -11,7 +11,7 @@ import yaml
 from moe_finetune.evaluation.results import load_results, step_results
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.recipe.schema import load_recipe
-from moe_finetune.report.numbers import report_numbers
+from moe_finetune.report.runs import read_run
 from moe_finetune.run import lost_steps, plan_run, run_recipe
 from moe_finetune.study import load_results as load_study_results
 from moe_finetune.study import load_study, run_study
@@ -74,10 +74,10 @@ def test_what_is_scored_on_the_way_is_what_a_shorter_run_leaves(finished, traine
 
 def test_runs_and_studies_draw_a_curve_for_each_task(finished):
     run = finished / "runs" / "adapter-long" / "seed_1"
-    curves = report_numbers([run])["runs"][0]["curves"]
-    assert curves["scores/sums"]["points"] == curves["scores/colours"]["points"] == 3
+    curves = read_run(run).curves
+    assert len(curves["scores/sums"].steps) == len(curves["scores/colours"].steps) == 3
     results = load_results(run / "eval")
-    assert curves["scores/colours"]["end"] == results["tasks"]["colours"]["value"]
+    assert curves["scores/colours"].values[-1] == results["tasks"]["colours"]["value"]
     assert "colours over training steps" in (run / "report" / "index.html").read_text()
     page = (finished / "report" / "index.html").read_text()
     drawn = page[page.index("colours, %, over training steps") :].partition("</figure>")[0]

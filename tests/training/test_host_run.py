@@ -60,7 +60,7 @@ def test_every_verb_takes_the_folder_of_a_plain_trainer(base, tmp_path, capsys):
         json.loads((runs[1] / "routing" / f"{name}.json").read_text())
         for name in ("before", "after")
     )
-    assert before["embeddings"] != after["embeddings"]
+    assert before["metrics"] != after["metrics"]
     assert any("losses/orthogonality" in row for row in log_of(runs[1]))
     recipe = yaml.safe_load((runs[1] / "recipe.yaml").read_text())
     assert recipe["method"]["preset"] == "orthogonal_variance" and "data" not in recipe

@@ -78,9 +78,7 @@ def test_rows_together_give_what_they_give_alone(model, tmp_path, monkeypatch):
         monkeypatch.setattr(sampling, "BATCH", size)
         ids = [row["input_ids"] for row in rows]
         assert len(list(sampling._batches(ids))) == forwards
-        taken = take_snapshot(model, rows, tmp_path / "s.json")
-        taken.pop("embeddings"), taken.pop("gate_rows_tsne")  # drawings, not measurements
-        found.append(taken)
+        found.append(take_snapshot(model, rows, tmp_path / "s.json"))
     for other in found[1:]:
         assert other["load"] == found[0]["load"] and other["domains"] == found[0]["domains"]
         assert list(numbers(other)) == pytest.approx(list(numbers(found[0])), rel=1e-5, abs=1e-7)
@@ -119,20 +117,20 @@ def test_a_snapshot_is_what_the_layers_computed(model, tmp_path, monkeypatch):
     assert (law["domain"], math["domain"]) == ("law", "math") and law["layer"] == 1
     assert law["experts"] == middle[:23] and math["experts"] == middle[32:]
     assert law["tokens"] == [tiny.tokenizer().decode([i]) for i in rows[0]["input_ids"]]
-    points = found["gate_rows_tsne"]["points"]
-    assert {point[2] for point in points} == {0, 8} and found["gate_rows_tsne"]["layer"] == 1
 
 
 def test_gate_rows_have_the_adapter_in_them(model):
-    sample = Sample(model_facts(model))
-    recorder = Recorder(model, observers=[sample], observe="all",
-                        needs=frozenset({"activations_gram", "outputs_gram"}))  # fmt: skip
-    with torch.no_grad(), recorder:
+    found = {}
+
+    def keep(record, _):
+        found[record.layer] = record.expert_factors("gate").of([0, 8])
+
+    with torch.no_grad(), Recorder(model, observers=[keep], observe="all"):
         model(input_ids=torch.arange(4, 15)[None])
     merged = add_lora(tiny.model("qwen3_moe"), LoraSection(rank=4, alpha=12.0), "full")
     merged.load_state_dict(model.state_dict())
     whole = merged.merge_and_unload().model.layers[1].mlp.experts.gate_up_proj[[0, 8], :48]
-    np.testing.assert_allclose(sample.measures.gate_rows_EDH, whole.detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[1], whole.detach(), rtol=1e-4, atol=1e-5)
 
 
 def test_a_sample_keeps_to_its_limit(model):

@@ -10,10 +10,9 @@ from moe_finetune.metrics.words import Word, word
 from moe_finetune.report.compare import Difference, score_text
 from moe_finetune.report.context import Report, Section, differ, folded, group
 from moe_finetune.report.markup import DASH, Markup, breakable, is_number, join, number, tag
-from moe_finetune.report.numbers import ends
-from moe_finetune.report.runs import Run, losses_compare
+from moe_finetune.report.runs import Run, ends, losses_compare
 from moe_finetune.report.sections.experts import Change, expert_changes, experts_table
-from moe_finetune.report.sections.goal import goal_text
+from moe_finetune.report.sections.goal import goal_text, goal_word
 from moe_finetune.report.sections.scores import baseline_label, comparisons, score_table
 
 # The logged objective of each stage: a reward, the margin of preferences, or the loss.
@@ -52,10 +51,12 @@ def answer_text(report: Report) -> list[str]:
 def _answer(report: Report, run: Run) -> Answer:
     changes, scores = expert_changes(report, run), comparisons(report, run)
     load = [c for c in changes if c.word == word("routing/max_violation")]
+    method = goal_text(run) if report.baseline is None else None
+    goal = goal_word(run) if method else None  # with a baseline, changes are against that
     parts = [("Warning", run.collapse), *_objective(report, run),
              ("Scores", _scores(report, run, scores)),
-             ("Experts", _experts([c for c in changes if c not in load])),
-             ("Method", goal_text(run)), ("Load", load[0].describe() if load else None),
+             ("Experts", _experts([c for c in changes if c not in load and c.word != goal])),
+             ("Method", method), ("Load", load[0].describe() if load else None),
              ("Cost", _cost(run))]  # fmt: skip
     findings = [(label, text) for label, text in parts if text]
     if {label for label, _ in findings} <= {"Cost"}:

@@ -3,9 +3,8 @@
 from typing import Any
 
 from moe_finetune.losses.presets import PRESETS, Preset
-from moe_finetune.metrics.words import word
-from moe_finetune.report.numbers import ends
-from moe_finetune.report.runs import Run
+from moe_finetune.metrics.words import Word, word
+from moe_finetune.report.runs import Run, ends
 from moe_finetune.report.sections.experts import Change, before_and_after
 
 STRONGER = 3
@@ -23,10 +22,24 @@ MOVED_BY = {
 """A preset's metric -> the losses that move it; a logged loss moves itself."""
 
 
+def _preset(run: Run) -> Preset | None:
+    method = run.recipe.get("method") or {}
+    return PRESETS.get(str(method.get("preset"))) if isinstance(method, dict) else None
+
+
+def goal_word(run: Run) -> Word | None:
+    """The metric that the run's preset is for."""
+    preset = _preset(run)
+    if preset is None or preset.goal is None:
+        return None
+    name = preset.goal[0]
+    return word(name if "/" in name else f"routing/{name}")
+
+
 def goal_text(run: Run) -> str | None:
     """The preset's own metric before and after training; None if it has none or has no values."""
     method = run.recipe.get("method") or {}
-    preset = PRESETS.get(str(method.get("preset"))) if isinstance(method, dict) else None
+    preset = _preset(run)
     if preset is None or preset.goal is None:
         return None
     name, direction = preset.goal

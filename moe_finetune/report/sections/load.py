@@ -1,17 +1,15 @@
-"""Load: how often each expert is selected, how that changed, how steeply it falls off."""
+"""Load: how often each expert is selected, and how that changed."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
 from moe_finetune.report.charts.heatmap import legend, shared_limits
-from moe_finetune.report.charts.lines import Series, line_chart
-from moe_finetune.report.context import END, START, Report, Snapshot, Timeline, figure, listed
-from moe_finetune.report.markup import Markup, number, tag
+from moe_finetune.report.context import Snapshot, Timeline, figure, listed
+from moe_finetune.report.markup import Markup, number
 from moe_finetune.report.routing import Routing
 from moe_finetune.report.sections.panels import expert_map, over_time, panel, panels, slider
 
-LINES = 8  # layers drawn as curves
 UNIT = "× even share"
 
 
@@ -59,88 +57,3 @@ def load_title(shots: Sequence[Snapshot]) -> str:
             "became more even" if last < first else "became less even")  # fmt: skip
         return f"The load {verb} in {shots[1].run}: MaxVio {number(first)} → {number(last)}"
     return f"Load of each expert in each layer, MaxVio {listed(shots, values)}"
-
-
-def load_change(report: Report) -> Markup | None:
-    """Difference of relative load, after minus before, of each run."""
-    changes = {}
-    for line in report.timelines():
-        start, end = line.routings.get(START), line.routings.get(END)
-        if start is not None and end is not None and start.layers == end.layers:
-            changes[line.shot] = end.relative_load_LE() - start.relative_load_LE()
-    if not changes:
-        return None
-    reach = max(float(np.nanpercentile(np.abs(c), 99.5)) for c in changes.values()) or 1.0
-    beyond = any(float(np.nanmax(np.abs(c))) > reach * 1.0001 for c in changes.values())
-    parts, moved = [], []
-    for shot, change_LE in changes.items():
-        # half the sum of absolute changes: the share of dispatches that went to another expert
-        share = f"{number(50 * float(np.nanmean(np.abs(change_LE))), 2)} %"
-        moved.append(share if len(changes) == 1 else f"{share} ({shot.label})")
-        picture = expert_map(
-            f"Change of load: {shot.label}", f"{share} of all load moved between experts.",
-            shot.routing, change_LE, (-reach, reach), UNIT, differences=True,
-        )  # fmt: skip
-        parts.append(panel(shot, picture, f"{share} moved"))
-    return figure(
-        f"Fine-tuning moved part of the load to other experts: {', '.join(moved)}",
-        panels(parts, next(iter(changes)).routing.num_experts),
-        legend(
-            (-reach, reach), "change of load (after − before)", differences=True, clipped=beyond
-        ),
-        note="Blue: selected less often than before; orange: more often.",
-        wide=True,
-    )
-
-
-def frequencies(shots: Sequence[Snapshot]) -> Markup:
-    """Return the selection frequency of the experts of each layer, most selected first."""
-    parts = []
-    most = max(len(shot.routing.layers) for shot in shots)
-    top = max(float(np.nanmax(shot.routing.relative_load_LE())) for shot in shots)
-    for shot in shots:
-        ranked_LE = -np.sort(-shot.routing.relative_load_LE(), axis=1)
-        ranks = [float(e) for e in range(1, shot.routing.num_experts + 1)]
-        last = max(1, len(ranked_LE) - 1)
-        # a few layers, evenly spaced: more lines would be indistinguishable
-        drawn = {round(i * last / (LINES - 1)) for i in range(LINES)} & set(range(len(ranked_LE)))
-        series = [
-            Series(
-                f"layer {layer}",
-                f"color-mix(in oklab, var(--shallow), var(--deep) {round(100 * i / last)}%)",
-                ranks,
-                ranked_LE[i].tolist(),
-            )
-            for i, layer in enumerate(shot.routing.layers)
-            if i in drawn
-        ]
-        # a flat line at 1 is an even load; a long tail at 0 means unused experts
-        chart = line_chart(
-            f"Selection frequency, experts ranked in each layer: {shot.label}",
-            f"The most selected expert has up to {number(top)} times an even share.",
-            series,
-            x_label="expert, most selected first",
-            smooth=False,
-            zero=True,
-            reference=1.0,
-            reference_label="even",
-            y_reach=(0.0, top),
-        )
-        parts.append(panel(shot, chart))
-    heads = listed(shots, [_top_share(shot) for shot in shots])
-    few = f" ({LINES} of {most} layers)" if most > LINES else ""
-    ends = [tag("span", "first layer"), tag("span", class_="bar depth"), tag("span", "last layer")]
-    return figure(
-        f"Load of the busiest eighth of the experts, times an even share: {heads}",
-        panels(parts),
-        tag("div", ends, class_="legend"),
-        note=f"Selection frequency as a multiple of an even share, one line a layer{few}; the "
-        "dashed level is an even load.",
-        wide=True,
-    )
-
-
-def _top_share(shot: Snapshot) -> float:
-    """Return the mean relative load of the busiest eighth of a layer's experts, over layers."""
-    ranked_LE = -np.sort(-shot.routing.relative_load_LE(), axis=1)
-    return float(np.nanmean(ranked_LE[:, : max(1, shot.routing.num_experts // 8)]))

@@ -1,4 +1,4 @@
-"""How the router spreads tokens: load, probabilities, and the path from layer to layer."""
+"""How the router spreads tokens: load, and the path from layer to layer."""
 
 import math
 
@@ -18,9 +18,8 @@ from moe_finetune.report.context import (
     names,
 )
 from moe_finetune.report.markup import DASH, Markup, join, number, tag
-from moe_finetune.report.sections.load import frequencies, load, load_change, load_title
+from moe_finetune.report.sections.load import load, load_title
 from moe_finetune.report.sections.panels import (
-    expert_map,
     experts,
     over_time,
     panel,
@@ -46,9 +45,6 @@ def _render(report: Report) -> Markup | None:
         _measured(report, shots),
         group("Load", load(report.timelines(), load_title(shots))),
         _paths(report),
-        folded("Change of load, expert by expert", load_change(report)),
-        folded("How steeply the load falls off", frequencies(shots)),
-        folded("Mean routing probabilities", _probabilities(report, shots)),
         folded("Layer by layer", _per_layer(shots)),
     ])  # fmt: skip
 
@@ -74,37 +70,6 @@ def _measured(report: Report, shots: list[Snapshot]) -> Markup:
             "tokens than before and after fine-tuning."
         )
     return tag("p", " ".join(sentences), class_="intro")
-
-
-def _probabilities(report: Report, shots: list[Snapshot]) -> Markup | None:
-    matrices = {
-        shot: matrix_LE
-        for shot in shots
-        if (matrix_LE := shot.routing.mean_probability_LE()) is not None
-    }
-    if not matrices:
-        remedy = "the snapshots have no 'mean_probability'"
-        report.note_missing("Mean routing probabilities", remedy)
-        return None
-    limits, clipped = shared_limits(list(matrices.values()))
-    num_experts = next(iter(matrices)).routing.num_experts
-    even = number(1 / num_experts)
-    parts = []
-    for shot, matrix_LE in matrices.items():
-        least, top = (number(float(end(matrix_LE))) for end in (np.nanmin, np.nanmax))
-        picture = expert_map(
-            f"Mean probability of each expert in each layer: {shot.label}",
-            f"From {least} to {top}; even would be {even}.",
-            shot.routing, matrix_LE, limits,
-        )  # fmt: skip
-        parts.append(panel(shot, picture, f"up to {top}"))
-    tops = listed(list(matrices), [float(np.nanmax(m)) for m in matrices.values()])
-    return figure(
-        f"Highest mean probability of an expert: {tops} against an even {even}",
-        panels(parts, num_experts),
-        legend(limits, "mean probability before top-k", clipped=clipped),
-        wide=True,
-    )
 
 
 def _per_layer(shots: list[Snapshot]) -> Markup | None:

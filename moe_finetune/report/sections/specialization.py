@@ -1,16 +1,10 @@
-"""What the experts specialize in: domains, coherence, then pictures of single layers."""
-
-import math
-from collections import Counter
-from typing import Any
+"""What the experts specialize in: domains, coherence, then the text of single layers."""
 
 import numpy as np
 
 from moe_finetune.metrics.domains import domain_information
-from moe_finetune.metrics.projections import spread_between
 from moe_finetune.report.charts.heatmap import heat_map, legend, shared_limits
 from moe_finetune.report.charts.lines import line_chart
-from moe_finetune.report.charts.scatter import key, largest_groups, scatter
 from moe_finetune.report.context import (
     Cell,
     Report,
@@ -24,36 +18,15 @@ from moe_finetune.report.context import (
     table,
 )
 from moe_finetune.report.markup import Markup, join, number
-from moe_finetune.report.routing import reading
 from moe_finetune.report.sections.panels import experts, panel, panels
 from moe_finetune.report.sections.text import text
-
-POINTS = 1500  # points of a scatter; more would hide each other
-LEAST_SEPARATION = 0.05
-"""Below this share of the variance, groups are not visible, however many points there are."""
-SHUFFLES = 20
-
-# name in a snapshot -> title, experts in color, what a picture shows, how to read it
-SCATTERS = {
-    "embeddings": (
-        "PCA of embeddings", 3, "Tokens of the busiest experts",
-        "Two principal components. Clusters of one color are tokens of one expert only.",
-    ),
-    "gate_rows_tsne": (
-        "t-SNE of gate rows", 6, "Gate projection rows of single experts",
-        "t-SNE. Clusters of one color are experts whose rows resemble no other expert's.",
-    ),
-}  # fmt: skip
-Point = tuple[float, float, int]
 
 
 def _render(report: Report) -> Markup | None:
     shots = report.snapshots()
     if not shots:
         return None
-    parts = [_domains(report, shots), _coherence(report, shots)]
-    parts += [_scatters(report, shots, name) for name in SCATTERS]
-    parts += [text(report, shots)]
+    parts = [_domains(report, shots), _coherence(report, shots), text(report, shots)]
     return join(parts) if any(parts) else None
 
 
@@ -144,67 +117,6 @@ def _coherence(report: Report, shots: list[Snapshot]) -> Markup | None:
         "distinguishable; above it there is no such guarantee."
     )
     return group("Coherence", figure(title, names(holders), chart, grid, note=note, wide=True))
-
-
-def _scatters(report: Report, shots: list[Snapshot], name: str) -> Markup | None:
-    """The scatters of ``name``; folded if no panel has visible groups."""
-    title, most, what, note = SCATTERS[name]
-    points_of = {shot: points for shot in shots if (points := _read_points(shot, name))}
-    if not points_of:
-        report.note_missing(title, f"the snapshots have no '{name}'")
-        return None
-    # the same expert has the same color in every picture
-    named = largest_groups([expert for _, _, expert in next(iter(points_of.values()))], most)
-    parts, separations, visible = [], [], False
-    for shot, points in points_of.items():
-        sample = points if len(points) <= POINTS else points[:: -(-len(points) // POINTS)]
-        sampled = None
-        if len(sample) < len(points):
-            sampled = f"{number(len(sample))} of {number(len(points))} points"
-        separation, noise = _separation([p for p in points if p[2] in named])
-        separations.append(separation)
-        visible = visible or separation > noise
-        counts = Counter(expert for _, _, expert in sample)
-        described = ", ".join(f"expert {e}: {counts[e]} points" for e in named if counts[e])
-        picture = scatter(f"{title}: {shot.label}", described, sample, named=named)
-        parts.append(panel(shot, picture, sampled))
-    values = listed(list(points_of), separations, 2)
-    layer = next(iter(points_of)).routing.data[name].get("layer")
-    where = f" in layer {layer}" if layer is not None else ""
-    result = f"separation {values}" if visible else f"no visible structure (separation {values})"
-    others = any(expert not in named for points in points_of.values() for _, _, expert in points)
-    content = figure(
-        f"{what}{where}: {result}",
-        panels(parts, square=True),
-        key(named, others=others),
-        note=f"{note} Separation: the share of the spread that is between experts, 0 to 1.",
-        wide=True,
-    )
-    if visible:
-        return group(title, content)
-    return folded(f"{title}: no visible structure", content)
-
-
-def _separation(points: list[Point]) -> tuple[float, float]:
-    """The between-expert share of the variance, and the largest share that chance may give.
-
-    Chance is the largest share over shuffles of the labels, and at least :data:`LEAST_SEPARATION`.
-    """
-    finite = [point for point in points if math.isfinite(point[0] + point[1])]
-    where_N2 = np.array([point[:2] for point in finite]).reshape(-1, 2)
-    expert_N = np.array([point[2] for point in finite])
-    rng = np.random.default_rng(0)
-    shuffled = [spread_between(where_N2, rng.permutation(expert_N)) for _ in range(SHUFFLES)]
-    return spread_between(where_N2, expert_N), max(LEAST_SEPARATION, *shuffled)
-
-
-def _read_points(shot: Snapshot, name: str) -> list[Point]:
-    entry: Any = shot.routing.data.get(name)
-    if not entry:
-        return []
-    with reading(shot.routing.path, name):
-        return [(math.nan if x is None else float(x), math.nan if y is None else float(y), int(e))
-                for x, y, e in entry["points"]]  # fmt: skip
 
 
 SPECIALIZATION = Section("specialization", "Specialization", _render)

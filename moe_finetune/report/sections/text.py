@@ -6,7 +6,6 @@ from typing import Any
 
 from moe_finetune.metrics.tokens import token_consistency
 from moe_finetune.report.charts.frame import nth_color
-from moe_finetune.report.charts.scatter import largest_groups
 from moe_finetune.report.context import Cell, Report, Snapshot, figure, group, listed, table
 from moe_finetune.report.markup import DASH, Markup, join, number, tag
 from moe_finetune.report.routing import reading
@@ -46,6 +45,12 @@ def text(report: Report, shots: list[Snapshot]) -> Markup | None:
         wide=True,
     )
     return group("Text", content, _token_table(texts_of, where))
+
+
+def largest_groups(groups: Sequence[int], count: int) -> list[int]:
+    """Return the most frequent groups, the most frequent first; ties by number."""
+    ordered = sorted(Counter(groups).items(), key=lambda item: (-item[1], item[0]))
+    return [group for group, _ in ordered[:count]]
 
 
 def _tokens(texts: Texts) -> Iterator[tuple[str, int, list[int]]]:
