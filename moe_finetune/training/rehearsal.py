@@ -221,7 +221,7 @@ def toy_step(recipe: Recipe, tokenizer: Any) -> None:
 
 
 def check_generation(trainer: Mapping[str, Any]) -> None:
-    """Build the generator's own parameters from ``generation_kwargs`` and the keys beside it."""
+    """Build the generator's own parameters from ``generation_kwargs`` and the keys next to it."""
     from transformers import GenerationConfig
 
     options = trainer.get("generation_kwargs") or {}

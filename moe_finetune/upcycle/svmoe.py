@@ -85,35 +85,35 @@ def run_upcycle(recipe: UpcycleRecipe, output: str | Path, resume: bool = False)
         "tokenizer": _tokenizer_key(dense) if dense else recipe.dense.pretrained.vocab_size,
     }
     texts = make("texts", inputs, partial(_make_texts, recipe, categories, dense))
-    work = Upcycle(recipe, output, dense or output / "dense")
+    upcycle = Upcycle(recipe, output, dense or output / "dense")
     shared = {"dtype": recipe.dense.dtype, "length": recipe.texts.max_length, "texts": texts}
     if pretrain is not None:
-        shared["dense"] = make("dense", {**shared, **pretrain.model_dump()}, work.pretrain)
+        shared["dense"] = make("dense", {**shared, **pretrain.model_dump()}, upcycle.pretrain)
     else:
         digest = KnownDigests(output / "made" / "digests.json")
-        shared["dense"] = checkpoint_hash(work.dense, digest)
+        shared["dense"] = checkpoint_hash(upcycle.dense, digest)
         digest.save()
 
     # 2. Categories in N clusters, and the table of token frequencies (section 3.1).
     inputs = {**recipe.clusters.model_dump(), **shared}
-    shared["clusters"] = make("clusters", inputs, work.make_clusters)
+    shared["clusters"] = make("clusters", inputs, upcycle.make_clusters)
     for seed in recipe.seeds:
         at, of_seed = f"seed-{seed}", {**shared, "seed": seed}
 
         # 3. The dense model trained on each cluster, and the mixture of them (section 3.2).
         inputs = {**of_seed, **recipe.experts.model_dump()}
         jobs: Jobs = {
-            f"{at}/experts/{n}": (inputs, partial(work.train_expert, seed, n))
+            f"{at}/experts/{n}": (inputs, partial(upcycle.train_expert, seed, n))
             for n in range(recipe.clusters.count)
         }
         inputs = {**recipe.merge.model_dump(), "seed": seed, "experts": _divide(make, jobs)}
         starts = {"dense": shared["dense"]}
-        starts["merged"] = make(f"{at}/merged", inputs, partial(work.merge, seed))
+        starts["merged"] = make(f"{at}/merged", inputs, partial(upcycle.merge, seed))
 
         # 4. Only the routers, on token frequencies.
         if any(arm.start == "router" for arm in recipe.arms.values()):
             inputs = {**of_seed, **recipe.router.model_dump(), "merged": starts["merged"]}
-            starts["router"] = make(f"{at}/router", inputs, partial(work.train_router, seed))
+            starts["router"] = make(f"{at}/router", inputs, partial(upcycle.train_router, seed))
 
         # 5. Every arm on all texts, measured.
         jobs = {
@@ -124,14 +124,17 @@ def run_upcycle(recipe: UpcycleRecipe, output: str | Path, resume: bool = False)
                     "trainer": recipe.trainer_of(arm),
                     "from": starts[arm.start],
                 },
-                partial(work.train_arm, seed, name),
+                partial(upcycle.train_arm, seed, name),
             )
             for name, arm in recipe.arms.items()
         }
         measures = _evaluation_key(recipe)
         trained = zip(recipe.arms, _divide(make, jobs), strict=True)
         jobs = {
-            f"{at}/measured/{name}": ({**measures, "arm": key}, partial(work.measure, seed, name))
+            f"{at}/measured/{name}": (
+                {**measures, "arm": key},
+                partial(upcycle.measure, seed, name),
+            )
             for name, key in trained
         }
         _divide(make, jobs)
@@ -195,7 +198,7 @@ def _make_texts(
     categories: dict[str, Category],
     dense: Path | None,
     target: Path,
-    work: Path,
+    scratch: Path,
 ) -> None:
     from moe_finetune.upcycle.tokenizer import train_tokenizer
 
@@ -219,15 +222,15 @@ class Upcycle:
         self.recipe, self.output, self.dense = recipe, output, dense
         self.texts = Texts.load(output / "texts")
 
-    def pretrain(self, target: Path, work: Path) -> None:
+    def pretrain(self, target: Path, scratch: Path) -> None:
         """Pretrain the small dense model."""
-        section, start = self.recipe.dense.pretrained, work / "start"
+        section, start = self.recipe.dense.pretrained, scratch / "start"
         tokenizer = load_tokenizer(self.output / "texts")
         new_llama(section, tokenizer, self.recipe.texts.max_length).save_pretrained(start)
         tokenizer.save_pretrained(start)
-        self._train(start, section.trainer, section.seed, "dense", target, work)
+        self._train(start, section.trainer, section.seed, "dense", target, scratch)
 
-    def make_clusters(self, target: Path, work: Path) -> None:
+    def make_clusters(self, target: Path, scratch: Path) -> None:
         """Assign categories to clusters and count the table of token frequencies."""
         section, names = self.recipe.clusters, self.texts.categories
         counts_CV = self.texts.counts(int(load_dense_config(self.dense).vocab_size))
@@ -255,22 +258,22 @@ class Upcycle:
             table.save(product / TABLE)
             write_atomic(product / CLUSTERS, text + "\n")
 
-    def train_expert(self, seed: int, expert: int, target: Path, work: Path) -> None:
+    def train_expert(self, seed: int, expert: int, target: Path, scratch: Path) -> None:
         """Train the dense model on one cluster's texts."""
         assigned = read_object(self.output / "clusters" / CLUSTERS, RecipeError, REMEDY)["cluster"]
         members = [c for c, name in enumerate(self.texts.categories) if assigned[name] == expert]
         trainer, curve = self.recipe.experts.trainer, f"seed-{seed}.expert-{expert}"
         training_seed = 1000 * seed + 1 + expert
-        self._train(self.dense, trainer, training_seed, curve, target, work, members)
+        self._train(self.dense, trainer, training_seed, curve, target, scratch, members)
 
-    def merge(self, seed: int, target: Path, work: Path) -> None:
+    def merge(self, seed: int, target: Path, scratch: Path) -> None:
         """Feed-forwards side by side, the rest averaged, routers random (Branch-Train-MiX)."""
         section, experts = self.recipe.merge, self.output / f"seed-{seed}" / "experts"
         folders = [experts / str(n) for n in range(self.recipe.clusters.count)]
         options: dict[str, Any] = {"top_k": section.top_k, "router_std": section.router_std}
         merge_experts(folders, target, **options, seed=seed)
 
-    def train_router(self, seed: int, target: Path, work: Path) -> None:
+    def train_router(self, seed: int, target: Path, scratch: Path) -> None:
         """Train only the routers of the merged model."""
         term = {"supervised_routing": {"table": str(self.output / "clusters" / TABLE)}}
         # Shares need a language loss, and there is none here.
@@ -278,9 +281,9 @@ class Upcycle:
         trainer, curve = self.recipe.router.trainer, f"seed-{seed}.router"
         start = self.output / f"seed-{seed}" / "merged"
         options: dict[str, Any] = {"method": method, "routers_only": True}
-        self._train(start, trainer, 1000 * seed, curve, target, work, **options)
+        self._train(start, trainer, 1000 * seed, curve, target, scratch, **options)
 
-    def train_arm(self, seed: int, name: str, target: Path, work: Path) -> None:
+    def train_arm(self, seed: int, name: str, target: Path, scratch: Path) -> None:
         """Fine-tune one of the compared models on all texts."""
         arm: ArmSection = self.recipe.arms[name]
         dense = arm.start == "dense"
@@ -290,9 +293,9 @@ class Upcycle:
             "router_learning_rate": arm.router_learning_rate,
         }
         trainer, curve = self.recipe.trainer_of(arm), f"seed-{seed}.{name}"
-        self._train(start, trainer, 1000 * seed, curve, target, work, **options)
+        self._train(start, trainer, 1000 * seed, curve, target, scratch, **options)
 
-    def measure(self, seed: int, name: str, target: Path, work: Path) -> None:
+    def measure(self, seed: int, name: str, target: Path, scratch: Path) -> None:
         """Measure one arm, and write its routing on test in the report's format."""
         from moe_finetune.upcycle.measure import measure
 
@@ -318,7 +321,7 @@ class Upcycle:
         seed: int,
         curve: str,
         target: Path,
-        work: Path,
+        scratch: Path,
         categories: list[int] | None = None,
         **options: Any,
     ) -> None:
@@ -327,6 +330,6 @@ class Upcycle:
 
         chosen = range(len(self.texts.categories)) if categories is None else categories
         length = self.recipe.texts.max_length
-        rows = self.texts.blocks(chosen, length, seed, work / "rows.arrow")
+        rows = self.texts.blocks(chosen, length, seed, scratch / "rows.arrow")
         job = Job(start, rows, trainer, seed, self.recipe.dense.dtype, **options)
-        run_job(job, work, target, RunFolder(self.output / CURVES / curve).metrics)
+        run_job(job, scratch, target, RunFolder(self.output / CURVES / curve).metrics)
