@@ -192,6 +192,7 @@ def merge(recipe: Recipe, run: RunFolder, base: Path | Checkpoint | None = None)
         overwrite=True,
         progress=terminal().progress,
         bias=exported_bias(recipe, run),
+        tokenizer="adapter",
     )
     log.info(
         "merged: %d tensors changed, %d copied, %.2f GB in %.1f s",
@@ -201,6 +202,9 @@ def merge(recipe: Recipe, run: RunFolder, base: Path | Checkpoint | None = None)
         result.seconds,
     )
     log.debug("%s", "\n".join([*result.kinds(), *result.notes]))
+    for note in result.notes:
+        if note.startswith("tokenizer: "):
+            log.info("%s", note)
     run.note(merge={"seconds": result.seconds})
 
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_finetune.checkpoint.open import Checkpoint, open_checkpoint
+from moe_finetune.checkpoint.open import Checkpoint, only_weights, open_checkpoint
 from moe_finetune.errors import (
     CheckpointError,
     DependencyError,
@@ -141,14 +141,15 @@ def read_weights(
 
         read = partial(load_spread, type(meta_model(config)), expert_ranks)
     try:
-        loaded: Any = read(
-            source,
-            config=config,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-            **options,
-        )
+        with only_weights(folder) as weights:
+            loaded: Any = read(
+                None if source is None else weights,
+                config=config,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+                **options,
+            )
     except (RuntimeError, OSError) as error:
         raise CheckpointError(f"{folder}: the tensors do not fit config.json: {error}") from error
     model, report = loaded
@@ -158,10 +159,9 @@ def read_weights(
             f"{folder}: {len(missing)} tensors that config.json describes are missing, the first "
             f"is '{missing[0]}'; copy the checkpoint again"
         )
-    if source is None:
-        model.name_or_path = str(folder)
-        if (folder / "generation_config.json").is_file():
-            model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.name_or_path = model.config.name_or_path = str(folder)
+    if source is None and (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
 
 

@@ -28,6 +28,7 @@ from moe_finetune.checkpoint.files import (
     write_checkpoint,
 )
 from moe_finetune.checkpoint.open import Checkpoint, open_checkpoint, stale_head
+from moe_finetune.checkpoint.tokenizer_files import GENERATION, for_merge, is_tokenizer_file
 from moe_finetune.checkpoint.updates import Replace, parts_in_files, read_updates
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io import check_output, one_writer
@@ -105,6 +106,7 @@ def merge_adapter(
     overwrite: bool = False,
     bias: Mapping[int, Sequence[float]] | None = None,
     progress: Progress | None = None,
+    tokenizer: str | None = None,
 ) -> Merge:
     """Write ``base + adapter`` as an ordinary checkpoint with the base's names, files and config.
 
@@ -119,6 +121,8 @@ def merge_adapter(
         bias: loss-free routing bias by decoder layer, a number per expert, written where the family
             stores it. Without it the output keeps the base's.
         progress: called with (bytes done, total bytes).
+        tokenizer: "base" or "adapter": whose tokenizer, chat template and end tokens; None takes
+            the adapter folder's where it has one that says something else.
 
     Raises:
         CheckpointError, AdapterError, UnsupportedModelError: see :func:`plan_merge`.
@@ -132,6 +136,12 @@ def merge_adapter(
     trained = open_adapter(adapter)
     merge = plan_merge(opened, trained, output, dtype, bias)
     check_belongs(trained, opened)
+    own_tokenizer, note = for_merge(opened, trained.folder, tokenizer)
+    if own_tokenizer:
+        replaced = {n for n in merge.small_files if n != GENERATION and is_tokenizer_file(n)}
+        kept = {n: content for n, content in merge.small_files.items() if n not in replaced}
+        merge.small_files = kept | own_tokenizer
+        merge.notes.append(note)
     merge.small_files[CARD_FILE] = _card(opened, trained).encode()
     if not dry_run:
         files, contents = merge.files, merge.contents

@@ -8,17 +8,20 @@ copies their bytes.
 
 from __future__ import annotations
 
+import logging
 import re
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_finetune.errors import CheckpointError, UnsupportedModelError, did_you_mean
-from moe_finetune.io.checkpoint_files import read_config, read_headers, tensors_of
+from moe_finetune.io.checkpoint_files import INDEX, SINGLE, read_config, read_headers, tensors_of
 from moe_finetune.io.config_file import QUANTIZATION, UNQUANTIZED
-from moe_finetune.io.safetensors_header import FLOATS, INTEGERS, Header, TensorInfo
+from moe_finetune.io.safetensors_header import FLOATS, INTEGERS, Header, TensorInfo, read_header
 from moe_finetune.models import Family, check_supported, family_of, find_family
 from moe_finetune.models.structure import ignored_names, part_of
 
@@ -28,6 +31,9 @@ if TYPE_CHECKING:
     from moe_finetune.checkpoint.names import Names
     from moe_finetune.checkpoint.stored import QuantizedTensors
 
+log = logging.getLogger(__name__)
+ADAPTER_CONFIG = "adapter_config.json"
+_reported: set[Path] = set()
 RESTORE = "restore the checkpoint's own config.json"
 MTP = "the MTP head"
 COMPUTED = "buffers that loaders compute"
@@ -125,6 +131,7 @@ def open_checkpoint(
     config.pop(QUANTIZATION, None)
     family = family_of(config)
     files = read_headers(folder)
+    check_only_weights(folder, files)
     tensors, quantized = tensors_of(files), None
     if form is None:
         _check_unpacked(folder, tensors)
@@ -142,6 +149,50 @@ def open_checkpoint(
     if values:
         _check_values(tensors_of(files))
     return Checkpoint(folder, config, parsed, family, files, tensors, names, quantized, untrained)
+
+
+def check_only_weights(folder: Path, files: Mapping[str, Header]) -> None:
+    """Refuse a single weight file that contradicts the shards; report an adapter left beside them.
+
+    Raises:
+        CheckpointError: ``model.safetensors`` and the index's shards have other content.
+    """
+    if (folder / INDEX).is_file() and SINGLE not in files and (folder / SINGLE).is_file():
+        from moe_finetune.checkpoint.files import fingerprint
+
+        single = read_header(folder / SINGLE, CheckpointError).tensors.values()
+        if fingerprint(single) != fingerprint(tensors_of(dict(files)).values()):
+            raise CheckpointError(
+                f"{folder}: {SINGLE} has other weights than the shards that {INDEX} lists, and "
+                "programs differ in which they read; remove the one that does not belong"
+            )
+    if (folder / ADAPTER_CONFIG).is_file() and folder not in _reported:
+        _reported.add(folder)
+        log.warning(
+            "%s: %s lies beside the weights and is not applied; move the adapter into a folder of "
+            "its own, to merge it or to continue it with lora.start",
+            folder,
+            ADAPTER_CONFIG,
+        )
+
+
+@contextmanager
+def only_weights(folder: Path) -> Iterator[Path]:
+    """``folder`` for ``from_pretrained``, which would also apply an adapter and prefer one file.
+
+    Where it could find anything but the weights that :func:`open_checkpoint` reads, a temporary
+    folder of links to these takes its place.
+    """
+    ambiguous = (folder / INDEX).is_file() and (folder / SINGLE).is_file()
+    if not ambiguous and not (folder / ADAPTER_CONFIG).is_file():
+        yield folder
+        return
+    names = [*read_headers(folder), INDEX, "config.json", "generation_config.json"]
+    with tempfile.TemporaryDirectory(prefix="moe-finetune-") as view:
+        for name in names:
+            if (folder / name).is_file():
+                (Path(view) / name).symlink_to((folder / name).resolve())
+        yield Path(view)
 
 
 def check_folder(folder: Path, config: Any) -> None:

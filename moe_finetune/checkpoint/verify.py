@@ -24,7 +24,7 @@ from moe_finetune.checkpoint.adapter_layout import OLD_EXPERT
 from moe_finetune.checkpoint.bias import plan_bias
 from moe_finetune.checkpoint.files import DTYPES, digest, read_tensor
 from moe_finetune.checkpoint.names import on_meta
-from moe_finetune.checkpoint.open import Checkpoint, open_checkpoint
+from moe_finetune.checkpoint.open import Checkpoint, only_weights, open_checkpoint
 from moe_finetune.checkpoint.packings import as_peft, with_adapter
 from moe_finetune.checkpoint.peft_model import LoraModule, modules_of, wrap
 from moe_finetune.checkpoint.updates import read_updates
@@ -353,7 +353,8 @@ def load(checkpoint: Checkpoint, layers: int) -> Any:
             return kind.from_pretrained(
                 None, config=config, dtype=torch.float32, state_dict=state
             ).eval()
-        return kind.from_pretrained(checkpoint.folder, config=config, dtype=torch.float32).eval()
+        with only_weights(checkpoint.folder) as weights:
+            return kind.from_pretrained(weights, config=config, dtype=torch.float32).eval()
     finally:
         transformers_log.set_verbosity(verbosity)
 

@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     from moe_finetune.training.check import FamilyCheck
 
 
+class Tokenizer(StrEnum):
+    """Whose tokenizer a merged checkpoint has."""
+
+    base = "base"
+    adapter = "adapter"
+
+
 def _refuse_format(value: str | None) -> str | None:
     if value is not None:
         raise typer.BadParameter(
@@ -213,6 +220,13 @@ def merge(
     drop_bias: Annotated[
         bool, typer.Option("--drop-bias", help="Leave a learned routing bias out.")
     ] = False,
+    tokenizer: Annotated[
+        Tokenizer | None,
+        typer.Option(
+            "--tokenizer",
+            help="Whose tokenizer and template; default: the adapter's if it differs.",
+        ),
+    ] = None,
 ) -> None:
     """Write base + adapter as an ordinary checkpoint, shard by shard.
 
@@ -241,6 +255,8 @@ def merge(
             dtype=dtype,
             dry_run=dry_run,
             bias=bias,
+            # What a run trained with is known to fit its base.
+            tokenizer=tokenizer or ("adapter" if adapter == run.adapter else None),
         )
         if dry_run:
             print(report.text())

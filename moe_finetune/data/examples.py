@@ -82,11 +82,25 @@ class Examples:
         validation: in the files' order; None without ``data.validation``.
         sources: by path, the rows of each validation source, or of each training source if there is
             no validation data, in the source's order.
+        known_largest: the largest token id of rows that the stage's trainer tokenizes.
     """
 
     train: Dataset
     validation: Dataset | None
     sources: list[tuple[str, Dataset]]
+    known_largest: int = 0
+
+    @property
+    def largest_id(self) -> int:
+        """The largest token id of all rows."""
+        import pyarrow.compute as pc
+
+        largest = self.known_largest
+        for rows in (self.train, self.validation):
+            if rows is not None and "input_ids" in rows.column_names and len(rows):
+                column = rows.data.column("input_ids")
+                largest = max(largest, *(pc.max(pc.list_flatten(c)).as_py() for c in column.chunks))
+        return largest
 
 
 @dataclass

@@ -50,7 +50,10 @@ class StageFormer:
     Attributes:
         unread: columns with values that nothing has read so far; rewards may read any.
         turns: counts of what its turns have.
+        largest_id: the largest token id so far.
     """
+
+    largest_id = 0
 
     def __init__(
         self,
@@ -65,6 +68,11 @@ class StageFormer:
         for field in self.columns:
             if field not in self.fields and self.form == "preference":
                 raise DataError(f"data.columns.{field}: unknown{did_you_mean(field, self.fields)}")
+
+    def longest(self, ids: list[list[int]]) -> int:
+        """Length of the longest of a row's texts; their largest id is noted."""
+        self.largest_id = max(self.largest_id, *(max(text, default=0) for text in ids))
+        return max(map(len, ids))
 
     def __call__(self, location: str, row: Row) -> Row:
         """Return the row in its form; raise DataError with ``location`` if it has none."""
@@ -214,13 +222,16 @@ def load_stage_rows(
     """
     set_chat_template(tokenizer, data.chat_template)
     order = data.seed if data.seed is not None else seed
-    train, measured = _read(stage, data.train, data, tokenizer, "train", order, room, rewards)
+    train, measured, largest_id = _read(
+        stage, data.train, data, tokenizer, "train", order, room, rewards
+    )
     validation = None
     if data.validation is not None:
-        validation, measured = _read(
+        validation, measured, largest = _read(
             stage, data.validation, data, tokenizer, "validation", 0, room, rewards
         )
-    return Examples(train.shuffle(order), validation, measured)
+        largest_id = max(largest_id, largest)
+    return Examples(train.shuffle(order), validation, measured, largest_id)
 
 
 def _read(
@@ -232,8 +243,8 @@ def _read(
     seed: int,
     room: int,
     rewards: Sequence[str | None],
-) -> tuple[Dataset, list[tuple[str, Dataset]]]:
-    """The rows of all sources, and the tokens of each source's first rows.
+) -> tuple[Dataset, list[tuple[str, Dataset]], int]:
+    """The rows of all sources, the tokens of each source's first rows, and the largest id.
 
     A truncated answer could change the preference, so none is truncated.
     """
@@ -289,7 +300,8 @@ def _read(
                     name, overlong, data.max_length)  # fmt: skip
     measured = [[_measured(row, tokenizer, data) for row in part[:MEASURED]] for part in parts]
     paths = [source.path for source in chosen]
-    return _table(rows, name), list(zip(paths, map(Dataset.from_list, measured), strict=True))
+    sources_measured = list(zip(paths, map(Dataset.from_list, measured), strict=True))
+    return _table(rows, name), sources_measured, max(former.largest_id for former in formers)
 
 
 def _adapted(former: StageFormer, tokenizer: Any, location: str, row: Row) -> tuple[Row, int]:
@@ -301,7 +313,7 @@ def _adapted(former: StageFormer, tokenizer: Any, location: str, row: Row) -> tu
     answers = [name for name in ANSWERS if name in row]
     if isinstance(row["prompt"], str):
         texts = [row["prompt"] + row[name] for name in answers] or [row["prompt"]]
-        return row, max(len(tokenizer(text)["input_ids"]) for text in texts)
+        return row, former.longest([tokenizer(text)["input_ids"] for text in texts])
     prompt, adapted = row["prompt"], dict(row)
     try:
         text, adapted["prompt"] = rendered(_chat(row, prompt), tokenizer, True)
@@ -314,8 +326,8 @@ def _adapted(former: StageFormer, tokenizer: Any, location: str, row: Row) -> tu
         raise type(error)(f"{location}: {error}") from error
     if "tools" in row:
         adapted["tools"] = json.dumps(row["tools"])
-    lengths = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
-    return adapted, max(lengths)
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    return adapted, former.longest(ids)
 
 
 def _chat(row: Row, turns: list[Row]) -> Row:
@@ -338,7 +350,7 @@ def _table(rows: list[Row], name: str) -> Dataset:
         inferred = Dataset.from_list(others).features if others[0] else {}
         features = Features({**inferred, **{field: Json() for field in turns}})
         return Dataset.from_list(rows, features=features)
-    except (TypeError, ValueError) as error:  # pyarrow's errors are ValueErrors or TypeErrors
+    except (TypeError, ValueError, OverflowError) as error:  # pyarrow's
         raise DataError(
             f"data.{name}: a field has values of different types in different rows: {error}"
         ) from error

@@ -91,6 +91,7 @@ def prepare(recipe: Recipe, ignore_memory: bool = False, activations: bool = Fal
                 "model.tokenizer"
             ) from None
         model = build_model(start)
+        check_ids(start, model, rows.largest_id, arguments)
         check_reach(model, Objective.from_options(recipe.method.options, model_facts(model)))
         inputs = Inputs(
             start,
@@ -181,6 +182,7 @@ def check_optimizer(recipe: Recipe, arguments: Any) -> None:
 def check_start(start: Start) -> None:
     """Refuse what the checkpoint's architecture or its files rule out; warn of surprises."""
     from moe_finetune.checkpoint.bias import bias_config
+    from moe_finetune.checkpoint.export import carried_files
     from moe_finetune.checkpoint.open import stale_head
     from moe_finetune.checkpoint.updates import check_adapter
     from moe_finetune.evaluation.catalog import prepare as prepare_suite
@@ -194,6 +196,8 @@ def check_start(start: Start) -> None:
     method, lora = recipe.method, recipe.lora
     for line in () if checkpoint is None else stale_head(checkpoint, start.adapted):
         log.warning("%s", line)
+    if recipe.export.merge or not start.adapted:
+        carried_files(start.folder)  # what cannot be copied at the end is refused now
     if lora is not None and lora.start is not None:
         if checkpoint is None:
             raise RecipeError(
@@ -226,6 +230,30 @@ def check_start(start: Start) -> None:
         suite = load_suite(section.suite)
         suite = suite if section.only is None else select(suite, section.only)
         prepare_suite(suite, section.data_dir)
+
+
+def check_ids(start: Start, model: Any, largest_id: int, arguments: Any) -> None:
+    """Refuse a token without a row in the embedding: the batch that has it would end the run.
+
+    Args:
+        largest_id: of all rows; ids that no row uses are fine.
+    """
+    embedding, tokenizer = model.get_input_embeddings(), start.tokenizer
+    rows, source = embedding.num_embeddings, start.recipe.model.tokenizer or start.folder
+    named = getattr(arguments, "pad_token", None)
+    pad = tokenizer.pad_token_id if named is None else tokenizer.convert_tokens_to_ids(named)
+    batches = [arguments.per_device_train_batch_size]
+    if start.recipe.data.validation is not None:
+        batches.append(arguments.per_device_eval_batch_size)
+    padded = max(batches) > 1 and not start.recipe.data.packing
+    for what, token in (("the data have", largest_id), ("batches are padded with", pad)):
+        if token is None or token < rows or (token == pad != largest_id and not padded):
+            continue
+        raise DataError(
+            f"{source}: {what} token {token} ({tokenizer.convert_ids_to_tokens(token)!r}), but the "
+            f"checkpoint's embedding has {rows} rows; use the tokenizer of the checkpoint, or "
+            + ("set trainer.pad_token" if token == pad else "remove the token from the rows")
+        )
 
 
 # -- the run on the meta device -------------------------------------------------------------------

@@ -9,10 +9,23 @@ import torch
 from safetensors.torch import save_file
 
 from moe_finetune.checkpoint.adapter import WEIGHTS as ADAPTER_FILE
-from moe_finetune.checkpoint.export import public_name, write_card
+from moe_finetune.checkpoint.export import carried_files, public_name, write_card
 from moe_finetune.checkpoint.open import Checkpoint
-from moe_finetune.io import output_folder, sync
+from moe_finetune.checkpoint.tokenizer_files import (
+    GENERATION,
+    differences,
+    end_tokens,
+    has_tokenizer,
+    is_tokenizer_file,
+    saved_tokenizer,
+    tokenizer_files,
+)
+from moe_finetune.data.tokenize import TRAINING
+from moe_finetune.errors import MoeFinetuneError
+from moe_finetune.io import output_folder, sync, write_small
+from moe_finetune.io.config_file import QUANTIZATION
 from moe_finetune.io.run_folder import RunFolder
+from moe_finetune.models.loading import load_tokenizer, local_folder
 from moe_finetune.moe.bias import BiasBalancer
 from moe_finetune.moe.layers import moe_layers
 from moe_finetune.moe.lora_selected import for_all_experts, selected_experts
@@ -34,6 +47,7 @@ def save_trained(
     balancer: BiasBalancer | None = None,
     metadata: Mapping[str, Any] | None = None,
     overwrite: bool = False,
+    base: Checkpoint | None = None,
 ) -> Path:
     """Write ``adapter/``, or ``merged/`` when the model trained without an adapter.
 
@@ -41,7 +55,8 @@ def save_trained(
     the adapter in ``router_bias.safetensors``; a merge moves it into the checkpoint. The folder is
     written whole or not at all. Every rank must call this, because sharded tensors are gathered;
     rank 0 writes. ``metadata``: the result of an earlier :func:`run_metadata`. ``overwrite``:
-    replace the folder of a training that ended earlier.
+    replace the folder of a training that ended earlier. ``base``: the recipe's base, if open, whose
+    small files a whole model then keeps.
     """
     from peft import PeftModel
 
@@ -62,10 +77,10 @@ def save_trained(
             assert recipe.lora is not None
             metadata = metadata or run_metadata(recipe)
             describe_adapter(model, partial, recipe.lora.dropout, balancer, metadata, packed=False)
-            tokenizer.save_pretrained(partial)
+            write_files(partial, training_tokenizer(tokenizer, recipe))
             _card(recipe, partial, "adapter", library="peft", origin=_ADAPTER)
         else:
-            _write_model(model, tokenizer, weights, recipe, partial, balancer)
+            _write_model(model, tokenizer, weights, recipe, partial, balancer, base)
         for path in partial.rglob("*"):
             sync(path)
     ranks.barrier()
@@ -79,17 +94,58 @@ def _write_model(
     recipe: Recipe,
     folder: Path,
     balancer: BiasBalancer | None,
+    base: Checkpoint | None,
 ) -> None:
     exported = balancer if recipe.method.export_bias == "write" else None
     if exported is not None:
         weights = add_bias(exported, moe_layers(model), weights)
     model.save_pretrained(folder, state_dict=weights)
-    if exported is not None:
-        name_bias(moe_layers(model), folder)
     # transformers names the type that was trained.
     change_config(folder, lambda _: {"dtype": recipe.model.dtype})
-    tokenizer.save_pretrained(folder)
+    files = training_tokenizer(tokenizer, recipe)
+    if base is not None:
+        # Names of keys, which readers of other versions know, and whatever training changed there.
+        keys = [key for key in ("dtype", "torch_dtype") if key in base.config] or ["dtype"]
+        changes = dict.fromkeys(keys, recipe.model.dtype) | {QUANTIZATION: None}
+        carried = carried_files(base.folder, changes)
+        (folder / GENERATION).unlink(missing_ok=True)
+        write_files(folder, {n: c for n, c in carried.items() if not is_tokenizer_file(n)})
+        if has_tokenizer(base.folder):
+            theirs = load_tokenizer(base.folder)
+            if differences(tokenizer, theirs):
+                files |= end_tokens(base, tokenizer)
+    write_files(folder, files)
+    if exported is not None:
+        name_bias(moe_layers(model), folder)
     _card(recipe, folder, "trained")
+
+
+def training_tokenizer(tokenizer: Any, recipe: Recipe) -> dict[str, bytes]:
+    """The files of the tokenizer that training read, with its chat template and end token.
+
+    A tokenizer that is not that of the files, as another trainer may have one, is saved anew.
+    """
+    path = recipe.model.tokenizer or recipe.model.path
+    try:
+        source = local_folder(
+            path, False, None if recipe.model.tokenizer else recipe.model.revision
+        )
+        stored = load_tokenizer(source)
+    except MoeFinetuneError:
+        return saved_tokenizer(tokenizer)
+    differing = differences(tokenizer, stored)
+    if "tokens" in differing:
+        return saved_tokenizer(tokenizer)
+    own = "chat template" in differing and recipe.data.chat_template != TRAINING
+    end = tokenizer.eos_token if tokenizer.eos_token != stored.eos_token else None
+    return tokenizer_files(source, tokenizer.chat_template if own else None, end)
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write small files, by path in ``folder``."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        write_small(folder, name, content)
 
 
 def _card(recipe: Recipe, folder: Path, what: str, **words: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,13 +108,30 @@ def start_model(start: Start) -> Any:
     recipe, attention = start.recipe, start.recipe.model.attn_implementation
     if start.checkpoint is None:
         return opened_as(start.family, fresh_model(start.config, recipe.seed, attention))
-    return load_model(
+    model = load_model(
         start.checkpoint,
         dtype=recipe.model.dtype if recipe.lora is not None else "float32",
         quantization=recipe.model.quantization,
         expert_ranks=expert_ranks(recipe),
         attn_implementation=attention,
     )
+    if not start.adapted:
+        keep_writable(model, start.tokenizer)
+    return model
+
+
+def keep_writable(model: Any, tokenizer: Any) -> None:
+    """Drop generation defaults that transformers reads but would refuse to save with the weights.
+
+    Exports have the base's own file.
+    """
+    from moe_finetune.checkpoint.load import forget_generation_defaults
+
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            model.generation_config.save_pretrained(folder)
+    except ValueError:
+        forget_generation_defaults(model, tokenizer.pad_token_id)
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,8 @@ def train(recipe: Recipe, run: RunFolder, inputs: Inputs, resume: bool = False) 
         method = callback.specialization
         assert method is not None
         metadata = callback.run_metadata
-        save_trained(model, start.tokenizer, recipe, folder.path, method.balancer, metadata)
+        parts = model, start.tokenizer, recipe, folder.path, method.balancer, metadata
+        save_trained(*parts, base=start.checkpoint)
 
     ending = EndsAsPlanned()
     add_callbacks(trainer, KeepSteps(recipe, run, save), ending)

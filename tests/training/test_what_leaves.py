@@ -1,0 +1,215 @@
+"""What leaves a run is what was trained with, and no save fails for a reason known at the start."""
+
+import json
+import shutil
+
+import jinja2
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moe_finetune import cli
+from moe_finetune.checkpoint.load import load_model
+from moe_finetune.checkpoint.merge import merge_adapter
+from moe_finetune.checkpoint.tokenizer_files import without_generation
+from moe_finetune.data.tokenize import CHAT_TEMPLATES
+from moe_finetune.errors import AdapterError, CheckpointError, DataError
+from moe_finetune.io.rows import write_jsonl
+from moe_finetune.io.run_folder import RunFolder
+from moe_finetune.models.loading import load_tokenizer
+from moe_finetune.recipe.schema import recipe_from_tree
+from moe_finetune.recipe.tree import Tree
+from moe_finetune.run import plan_run, run_recipe
+from tests import tiny
+from tests.checkpoint.helpers import adapter
+
+CHAT = [
+    {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}!"}]}
+    for n in range(7)
+]
+SMALL = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+
+
+def edit(file, drop=(), **values):
+    content = json.loads(file.read_text()) if file.exists() else {}
+    content = {k: v for k, v in {**content, **values}.items() if k not in drop}
+    file.write_text(json.dumps(content))
+
+
+@pytest.fixture
+def base(tmp_path):
+    """As the published base models: no chat template, and three end tokens for generation."""
+    folder = tmp_path / "qwen3_moe"
+    tiny.save("qwen3_moe", folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    edit(folder / "tokenizer_config.json", drop=("chat_template",))
+    edit(folder / "generation_config.json", eos_token_id=[0, 7, 9], temperature=0.5, do_sample=True)
+    write_jsonl(tmp_path / "chat.jsonl", CHAT)
+    return folder
+
+
+def recipe(base, **sections):
+    tree = {
+        "model": {"path": str(base), "dtype": "float32"},
+        "method": {"preset": "none"},
+        "lora": {"rank": 3, "alpha": 6},
+        "data": {"train": str(base.parent / "chat.jsonl"), "chat_template": "chatml"},
+        "trainer": {"max_steps": 2, "per_device_train_batch_size": 2, "report_to": []},
+    }
+    for name, values in sections.items():
+        tree[name] = {**tree.get(name, {}), **values} if isinstance(values, dict) else values
+    return recipe_from_tree(Tree(tree))
+
+
+@pytest.mark.parametrize("lora", [{}, None], ids=["adapter", "whole"])
+def test_the_template_and_its_end_token_leave_with_the_weights(base, tmp_path, lora):
+    """Chats were answered 400, and an answer did not end."""
+    edit(base / "config.json", rope_theta=5e6, use_cache=True, router_aux_loss_coef=0.002)
+    edit(base / "generation_config.json", do_sample=False)  # with a temperature: not to be saved
+    sections = {"trainer": {"save_steps": 1}}
+    run = RunFolder(run_recipe(recipe(base, lora=lora, **sections), tmp_path / "run"))
+    merged = load_tokenizer(run.merged)
+    assert merged.chat_template == CHAT_TEMPLATES["chatml"]
+    assert merged.apply_chat_template(CHAT[0]["messages"], tokenize=False).endswith("!<|im_end|>\n")
+    config = json.loads((run.merged / "config.json").read_text())
+    stored = json.loads((base / "config.json").read_text())
+    same = {key: value for key, value in stored.items() if key != "dtype"}
+    assert {key: config[key] for key in same} == same and config.keys() - {"dtype"} == same.keys()
+    generation = json.loads((run.merged / "generation_config.json").read_text())
+    assert generation.pop("eos_token_id") == [0, 2, 7, 9]
+    assert generation == {"temperature": 0.5, "do_sample": False} | {
+        key: generation[key] for key in generation if key not in ("temperature", "do_sample")
+    }
+    assert (run.merged / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+    with torch.no_grad():
+        logits = load_model(run.merged, dtype="float32")(input_ids=torch.arange(4, 9)[None]).logits
+    assert torch.isfinite(logits).all()
+    if lora is not None:
+        assert load_tokenizer(run.adapter).chat_template == CHAT_TEMPLATES["chatml"]
+        settings = json.loads((run.adapter / "tokenizer_config.json").read_text())
+        assert settings["tokenizer_class"] != "TokenizersBackend"
+
+
+def test_without_a_change_every_small_file_is_the_bases(base, tmp_path):
+    write_jsonl(tmp_path / "chat.jsonl", [{"text": f"{n} words " * 3} for n in range(6)])
+    run = RunFolder(run_recipe(recipe(base, data={"chat_template": None}), tmp_path / "run"))
+    for name in SMALL:
+        assert (run.merged / name).read_bytes() == (base / name).read_bytes(), name
+
+
+def test_a_template_file_leaves_without_the_marks_of_training(base, tmp_path):
+    marked = (
+        "{% for m in messages %}[{{ m.role }}] {%- if m.role == 'assistant' -%}"
+        "{%- generation -%} {{ m.content }}<|im_end|> {%- endgeneration -%}"
+        "{%- else -%} {{ m.content }} {%- endif -%}{% endfor %}"
+    )
+    (tmp_path / "mine.jinja").write_text(marked)
+    chosen = recipe(base, data={"chat_template": str(tmp_path / "mine.jinja")})
+    run = RunFolder(run_recipe(chosen, tmp_path / "run"))
+    template = (run.merged / "chat_template.jinja").read_text()
+    assert template == without_generation(marked) and "generation" not in template
+    messages = CHAT[3]["messages"]
+    text = jinja2.Environment().from_string(template).render(messages=messages)
+    assert text == "[user]3?[assistant]3!<|im_end|>"
+
+
+def test_a_tokenizer_from_elsewhere_leaves_too(base, tmp_path):
+    other = tmp_path / "tokenizer"
+    tiny.tokenizer().save_pretrained(other)
+    for file in (*base.glob("tokenizer*"), *base.glob("special*")):
+        file.unlink()
+    chosen = recipe(base, model={"tokenizer": str(other)}, data={"chat_template": None})
+    run = RunFolder(run_recipe(chosen, tmp_path / "run"))
+    assert load_tokenizer(run.merged).chat_template == load_tokenizer(other).chat_template
+    assert load_tokenizer(run.merged).get_vocab() == load_tokenizer(other).get_vocab()
+
+
+def test_an_adapters_tokenizer_goes_into_its_merge_where_it_says_something_else(base, tmp_path):
+    """As the folders of Unsloth, axolotl and LLaMA-Factory."""
+    trained = adapter(base, tmp_path / "trained")
+    plain = merge_adapter(base, trained, tmp_path / "plain")
+    for file in base.glob("tokenizer*"):
+        shutil.copy(file, trained)
+    edit(trained / "tokenizer_config.json", pad_token="<|endoftext|>", model_max_length=9)
+    same = merge_adapter(base, trained, tmp_path / "same")
+    assert same.small_files == plain.small_files and same.notes == plain.notes
+    (trained / "chat_template.jinja").write_text(CHAT_TEMPLATES["chatml"])
+    cut = {"direction": "Right", "max_length": 9, "strategy": "LongestFirst", "stride": 0}
+    edit(trained / "tokenizer.json", truncation=cut)
+    other = merge_adapter(base, trained, tmp_path / "other")
+    assert other.notes == [*plain.notes, "tokenizer: chat template of trained, not of the base"]
+    assert load_tokenizer(tmp_path / "other").chat_template == CHAT_TEMPLATES["chatml"]
+    assert json.loads((tmp_path / "other" / "tokenizer.json").read_text())["truncation"] is None
+    generation = json.loads((tmp_path / "other" / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == [0, 2, 7, 9] and generation["temperature"] == 0.5
+    kept = merge_adapter(base, trained, tmp_path / "kept", tokenizer="base")
+    assert kept.small_files == plain.small_files
+    exchange = json.loads((trained / "tokenizer.json").read_text())
+    for entry in exchange["added_tokens"]:
+        entry["id"] = {1: 2, 2: 1}.get(entry["id"], entry["id"])
+    vocabulary = exchange["model"]["vocab"]
+    if "<|im_end|>" in vocabulary:
+        vocabulary["<|im_end|>"], vocabulary["<|im_start|>"] = 1, 2
+    (trained / "tokenizer.json").write_text(json.dumps(exchange))
+    with pytest.raises(AdapterError, match=r"its tokenizer has '<\|im_.*--tokenizer base"):
+        merge_adapter(base, trained, tmp_path / "no")
+    command = ["merge", str(trained), "--base", str(base), "--output", str(tmp_path / "yes")]
+    assert cli.main([*command]) == 2
+    assert cli.main([*command, "--tokenizer", "adapter"]) == 0
+
+
+# -- known at the start ---------------------------------------------------------------------------
+
+
+def shrink_embedding(base, rows):
+    file = base / "model.safetensors"
+    tensors = load_file(file)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in tensors:
+            tensors[name] = tensors[name][:rows].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
+    edit(base / "config.json", vocab_size=rows)
+
+
+@pytest.mark.parametrize("case", ["in a row", "the padding", "unused"])
+def test_a_token_without_a_row_in_the_embedding_is_refused(base, tmp_path, case):
+    tokenizer = load_tokenizer(base)
+    tokenizer.add_tokens(["<custom>"])
+    if case == "the padding":
+        tokenizer.pad_token = "<custom>"
+    tokenizer.save_pretrained(base)
+    rows = tiny.model("qwen3_moe").config.vocab_size
+    shrink_embedding(base, min(rows, len(tokenizer) - 1))
+    word = "<custom>" if case == "in a row" else "custom"
+    write_jsonl(tmp_path / "chat.jsonl", [{"text": f"{n} {word} " * 3} for n in range(6)])
+    chosen = recipe(base, data={"chat_template": None})
+    if case == "unused":
+        plan_run(chosen, tmp_path / "run")
+        return
+    with pytest.raises(DataError, match=r"token 260 \('<custom>'\), but the checkpoint's emb"):
+        plan_run(chosen, tmp_path / "run")
+
+
+def test_prompts_of_a_rollout_are_compared_too(base, tmp_path):
+    tokenizer = load_tokenizer(base)
+    tokenizer.add_tokens(["<custom>"])
+    tokenizer.save_pretrained(base)
+    shrink_embedding(base, len(tokenizer) - 1)
+    rows = [{"prompt": f"{n} <custom>", "answer": "4"} for n in range(6)]
+    write_jsonl(tmp_path / "chat.jsonl", rows)
+    chosen = recipe(
+        base,
+        stage="grpo",
+        rewards=["exact_match"],
+        data={"chat_template": None},
+        trainer={"num_generations": 2, "max_completion_length": 4},
+    )
+    with pytest.raises(DataError, match=r"the data have token 260"):
+        plan_run(chosen, tmp_path / "run")
+
+
+def test_a_file_that_cannot_be_copied_at_the_end_is_refused_at_the_start(base, tmp_path):
+    (tmp_path / "secret.txt").write_text("x")
+    (base / "notes.txt").symlink_to(tmp_path / "secret.txt")
+    with pytest.raises(CheckpointError, match="outside the checkpoint"):
+        plan_run(recipe(base), tmp_path / "run")
