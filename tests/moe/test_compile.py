@@ -11,6 +11,24 @@ from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
 from tests import tiny
 from tests.moe.cases import TERMS, adapted, assert_close, gradients
+from tests.moe.test_kept_choice import adapted as near_tied_model
+from tests.moe.test_kept_choice import far, step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["layers", "model"])
+def test_a_compiled_checkpointed_layer_takes_the_experts_of_its_first_visit(what):
+    """Hooks break its graph, so that it runs again in Python."""
+    method, batch = {"terms": TERMS, "strength": {"first": False}}, tiny.batch()
+    expected, _ = step(near_tied_model("olmoe", None), method, batch)
+    torch._dynamo.reset()
+    model = near_tied_model("olmoe", "transformers")
+    for module in model.get_base_model().model.layers if what == "layers" else [model]:
+        module.compile(backend="aot_eager")
+    actual, logged = step(model, method, batch)
+    assert logged["routing/changed_in_recomputation"] > 0.05
+    assert far(actual, expected) < 1e-4
+
 
 METHOD = {**TERMS, "coupling": {"weight": 0.2}, "specialization": {"weight": 0.3}}
 
