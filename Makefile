@@ -27,7 +27,7 @@ GPU_PYTHON := $(BIN)/python
 GPU_READY := $(STAMP)
 endif
 
-.PHONY: help demo test test-eval test-lowest test-newest test-integrations docs tables families plans lint format format-check types bench wheels gpu-check gpu-step clean
+.PHONY: help demo test test-eval test-lowest test-newest test-newest-families test-integrations docs tables families plans lint format format-check types bench wheels gpu-check gpu-step clean
 .DELETE_ON_ERROR:
 
 help:  ## Show the targets
@@ -98,8 +98,16 @@ $(NEWEST)/.set-up: $(STAMP) tests/newest.txt
 	    ln -s "$$path" "$$site/$$name"; done
 	@touch $@
 
+NEWEST_TESTS := tests/newest tests/test_foreign_names.py tests/moe/test_kept_choice.py \
+  tests/moe/test_checkpointing.py tests/training/test_trainers.py tests/training/test_sharded.py \
+  tests/checkpoint/test_verify.py tests/checkpoint/test_makers.py
+
 test-newest: $(NEWEST)/.set-up  ## What reads transformers' classes, on the newest versions, without vLLM
-	$(NEWEST)/bin/python -m pytest -p no:cacheprovider tests/newest
+	$(NEWEST)/bin/python -m pytest -p no:cacheprovider -n 2 --dist loadfile -m "not gpu and not vllm" $(NEWEST_TESTS)
+	$(NEWEST)/bin/python -m pytest -p no:cacheprovider tests/models/test_every_family.py -k "qwen3_moe or deepseek_v3 or gpt_oss or granitemoehybrid or jamba"
+
+test-newest-families: $(NEWEST)/.set-up  ## Every family and all hooks on the newest versions; before a release
+	$(NEWEST)/bin/python -m pytest -p no:cacheprovider -n 2 --dist loadfile -m "not gpu and not vllm" tests/newest tests/models tests/moe tests/lora tests/checkpoint tests/data tests/training/test_every_family.py tests/training/test_check.py tests/test_run.py
 
 test-integrations: $(STAMP)  ## The losses in other trainers and engines, each as pinned
 	@# Each host's own versions lie over the environment; --no-deps, since hosts pin CUDA packages.

@@ -1,6 +1,7 @@
 """Fixtures shared by the whole suite. Nothing here reaches the network."""
 
 import gc
+import importlib.metadata
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -33,6 +34,26 @@ TOGETHER = {
     ),
 }
 """Files that share a fixture of the session which takes long."""
+
+
+def _newest() -> dict[str, dict[str, str]]:
+    """``newest.txt``: word -> package -> version, where it has one."""
+    entries: dict[str, dict[str, str]] = {"install": {}, "hide": {}}
+    for line in (ROOT / "tests" / "newest.txt").read_text().splitlines():
+        word, _, requirement = line.partition(" ")
+        if word in entries:
+            name, _, version = requirement.partition("==")
+            entries[word][name] = version
+    return entries
+
+
+NEWEST = _newest()
+collect_ignore = [
+    "newest"
+    for name, version in NEWEST["install"].items()
+    if importlib.metadata.version(name) != version
+]
+"""``make test-newest`` runs what is in there, in another environment."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -21,7 +21,7 @@ from tests.conftest import ROOT
 
 PACKAGES = ("transformers", "peft", "trl", "accelerate", "vllm")
 LISTED = yaml.safe_load((ROOT / "tests" / "foreign_names.yaml").read_text())
-OURS = {"HF_HUB_OFFLINE", "__file__", "environ", "filename", "dataset_kwargs"}
+OURS = {"HF_HUB_OFFLINE", "daemon", "restype", "__file__", "environ", "filename", "dataset_kwargs"}
 """Assigned on objects of the standard library, of huggingface_hub's constants, or of ours."""
 THEIRS = {"_exit", "_remote_ask", "_remote_id"}
 """Read from the standard library, or from the sandbox's own modules."""
