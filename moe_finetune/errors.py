@@ -103,7 +103,7 @@ _MACHINE = (
     *(errno.EMFILE, errno.ENFILE, errno.EFBIG),
 )
 # From Rust libraries and torch, whose errors are neither OSError nor MemoryError.
-_MACHINE_WORDS = ("(os error 28)", "(os error 5)", "DefaultCPUAllocator")
+_MACHINE_WORDS = ("(os error 28)", "(os error 27)", "(os error 5)", "DefaultCPUAllocator")
 
 
 def is_machine_failure(error: BaseException) -> bool:

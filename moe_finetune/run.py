@@ -92,6 +92,12 @@ def check_content(run: RunFolder, inputs: Inputs, resume: bool) -> dict[str, str
     from moe_finetune.training.inputs import check_inputs, fingerprints
 
     content = fingerprints(inputs.start)
+    if content.get("data.validation") == content["data.train"]:
+        terminal().say(
+            "data.validation has the rows of data.train: it measures what was learned by heart, "
+            "not the method; give rows that are not trained on",
+            "warning",
+        )
     if resume and run.recipe.exists():
         check_inputs(run, inputs.start, content)
     return content

@@ -80,7 +80,9 @@ def init(
         method = _ask("Method", check_method, default=STARTERS[stage])
     answers = Answers(checkpoint, data, validation, method, suite, stage)
     warning = write_starter(answers, output, gpu)
-    train = [program(), "train", str(output), "--output", "runs/first"]
+    names = (name for name in ("first", "second", "third") if not Path("runs", name).exists())
+    run = f"runs/{next(names, output.stem)}"
+    train = [program(), "train", str(output), "--output", run]
     fits = [*train, "--dry-run"]
     if gpu is not None:
         fits = [program(), "inspect", checkpoint, "--recipe", str(output), "--gpu", f"{gpu:g}"]

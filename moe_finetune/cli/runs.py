@@ -162,7 +162,9 @@ def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN|DIR...", help="First: the baseline.")],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Folder, or a .html file; default: report."),
+        typer.Option(
+            "--output", "-o", help="Folder, or a .html file; default: that of one run, or report."
+        ),
     ] = None,
     title: Annotated[str | None, typer.Option("--title", help="The page's heading.")] = None,
     labels: Annotated[
@@ -176,7 +178,9 @@ def report(
     from moe_finetune.report import write_report
 
     names = [name.strip() for name in labels.split(",")] if labels is not None else None
-    print(f"report: {write_report(runs, output or Path('report'), title, names)}")
+    one_run = len(runs) == 1 and (RunFolder(runs[0]).recipe.is_file())
+    default = RunFolder(runs[0]).page.parent if one_run else Path("report")
+    print(f"report: {write_report(runs, output or default, title, names)}")
 
 
 @app.command()

@@ -126,6 +126,13 @@ def _refusal(config: dict[str, Any]) -> str:
             return f"'{model_type}' needs transformers {row.since} or newer; install it"
     if isinstance(model_type, str) and model_type in composites.REFUSED:
         return f"'{model_type}' cannot be trained: {composites.REFUSED[model_type]}"
+    text = config.get("text_config") or {}
+    keys = " ".join([*config, *(text if isinstance(text, dict) else ())])
+    if "expert" not in keys and _known(model_type):
+        return (
+            f"model_type '{model_type}' is dense, without experts; `moe-finetune upcycle` makes a "
+            "MoE of dense checkpoints"
+        )
     model_types = sorted({family.model_type for family in FAMILIES.values()})
     near = _near(str(model_type), model_types)
     remedy = near or suggestion(config)
@@ -137,6 +144,12 @@ def _refusal(config: dict[str, Any]) -> str:
         None if remedy else f"docs/models.md lists the {len(model_types)} supported types",
     ]
     return "\n".join(line for line in lines if line)
+
+
+def _known(model_type: Any) -> bool:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return model_type in CONFIG_MAPPING
 
 
 def _near(model_type: str, names: Iterable[str]) -> str:

@@ -19,6 +19,7 @@ from moe_finetune.errors import RecipeError
 from moe_finetune.io.yaml_file import YamlError, parse_file, parse_yaml
 
 Key = tuple[str | int, ...]
+_DATA = (".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 
 
 @dataclass
@@ -128,6 +129,11 @@ def _parse(path: Path) -> Tree:
         raise RecipeError(f"{path} is a folder; give a recipe file ('moe-finetune init' makes one)")
     if not path.is_file():
         raise RecipeError(f"there is no recipe file {path}")
+    if path.suffix in _DATA:
+        raise RecipeError(
+            f"{path} is data, not a recipe; give a recipe and data.train={path} ('moe-finetune "
+            f"init CHECKPOINT --data {path}' writes one)"
+        )
     node, values = parse_file(path, RecipeError)
     tree = Tree()
     if node is not None:

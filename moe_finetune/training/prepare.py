@@ -91,6 +91,10 @@ def prepare(recipe: Recipe, ignore_memory: bool = False, activations: bool = Fal
                 "model.tokenizer"
             ) from None
         model = build_model(start)
+        if start.checkpoint is not None and recipe.lora is not None and recipe.lora.start:
+            from moe_finetune.training.train import continue_adapter
+
+            continue_adapter(model, Path(recipe.lora.start), start.checkpoint)  # ranks and parts
         check_ids(start, model, rows.largest_id, arguments)
         check_reach(model, Objective.from_options(recipe.method.options, model_facts(model)))
         inputs = Inputs(
@@ -205,7 +209,13 @@ def check_start(start: Start) -> None:
                 "random; leave one of them out"
             )
         check_adapter(lora.start, checkpoint)
-    Objective.from_options(method.options, config_facts(config, family))
+    facts = config_facts(config, family)
+    if facts.num_experts < 2:
+        raise UnsupportedModelError(
+            f"{start.folder}: its MoE layers have one expert, so there is no routing to train or "
+            "measure; train it as a dense model, with TRL"
+        )
+    Objective.from_options(method.options, facts)
     exported = method.export_bias == "write" and (recipe.export.merge or not start.adapted)
     if method.bias_update is not None and exported:
         try:

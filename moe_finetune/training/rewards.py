@@ -8,6 +8,8 @@ function)``.
 
 import functools
 import inspect
+import logging
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +22,9 @@ from moe_finetune.recipe.sections import RewardSection
 from moe_finetune.registry import Registry
 
 Reward = Callable[..., list[float]]
+log = logging.getLogger(__name__)
+SLOW = 60.0
+"""Seconds after which a reward is named that is still at work."""
 LARGEST_REWARD = 1e12
 """Largest weighted reward: its square must fit into float32."""
 REWARDS: Registry[Reward] = Registry(
@@ -151,6 +156,9 @@ def _checked(function: Any, where: str) -> Any:
 
 @contextmanager
 def _faults_said(where: str) -> Iterator[None]:
+    waiting = threading.Timer(SLOW, log.warning, (f"{where} has run for {SLOW:.0f} s",))
+    waiting.daemon = True
+    waiting.start()
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -158,6 +166,8 @@ def _faults_said(where: str) -> Iterator[None]:
         raise RecipeError(
             f"{where} failed: {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
         ) from error
+    finally:
+        waiting.cancel()
 
 
 def _scores(answer: Any, completions: Sequence[Any], where: str) -> list[float | None]:

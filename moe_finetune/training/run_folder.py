@@ -24,7 +24,7 @@ from moe_finetune.recipe.conflicts import check_resumable
 from moe_finetune.recipe.schema import Recipe, load_recipe
 from moe_finetune.training.checkpoint import MANIFEST, checkpoints, written_by
 from moe_finetune.training.inputs import CHECKED_LIBRARIES, note_inputs, read_inputs
-from moe_finetune.training.start import logged_every
+from moe_finetune.training.start import FEW_STEPS, logged_every
 from moe_finetune.training.state import check_continues
 
 log = logging.getLogger(__name__)
@@ -130,10 +130,13 @@ class RunLog(TrainerCallback):
 
     On a GPU, training rows also have ``peak_memory_gib``: the peak memory of tensors on rank 0's
     device since training began.
+
+    Args:
+        every_step_of_few: log every step of a run of fewer than ``FEW_STEPS``.
     """
 
-    def __init__(self, output: Path):
-        self.run = RunFolder(output)
+    def __init__(self, output: Path, every_step_of_few: bool = False):
+        self.run, self.every_step_of_few = RunFolder(output), every_step_of_few
         self._tokens: float | None = 0.0
         self._time = 0.0
 
@@ -153,6 +156,8 @@ class RunLog(TrainerCallback):
             return
         short = args.logging_strategy == "steps" and args.logging_steps > state.max_steps
         due = short and not state.global_step % logged_every(state.max_steps)
+        if self.every_step_of_few and args.logging_strategy == "steps":
+            due = due or state.max_steps < FEW_STEPS
         if due or state.global_step >= state.max_steps:
             control.should_log = True
 

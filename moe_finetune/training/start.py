@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 LOGS_OF_A_SHORT_RUN = 10
+FEW_STEPS = 50
+"""A shorter run logs every step unless the recipe says how often."""
 
 
 def base_folder(recipe: Recipe) -> Path:
@@ -230,7 +232,9 @@ def announce(inputs: Inputs) -> None:
     if inputs.memory is not None:
         needs = f"{inputs.memory.total / GIB:.2f} GiB at its worst moment ({inputs.memory.moment})"
     log.info("memory: %s; this machine has %.1f GiB", needs, machine_bytes() / GIB)
-    if arguments.logging_strategy == "steps" and arguments.logging_steps > steps:
+    usual = steps < FEW_STEPS and "logging_steps" not in recipe.trainer
+    too_few = arguments.logging_strategy == "steps" and arguments.logging_steps > steps
+    if too_few and not usual:
         interval = logged_every(steps)
         log.warning(
             "trainer.logging_steps %g is more than the run's %d steps; the run logs %s instead",

@@ -173,7 +173,7 @@ def build_trainer(
     if isinstance(trainer, PinsExperts):
         trainer.callback = callback
         trainer.replay = recipe.router.replay
-    add_callbacks(trainer, RunLog(output), LiveTable())
+    add_callbacks(trainer, RunLog(output, "logging_steps" not in recipe.trainer), LiveTable())
     return trainer, callback
 
 

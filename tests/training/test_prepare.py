@@ -285,3 +285,49 @@ def test_a_checkpoint_without_an_optimizer_is_announced_and_refused(
     start = f"lora.start={run / 'checkpoints' / 'checkpoint-3'}"
     code, _, err = train(capsys, recipe, start, "--output", tmp_path / "next")
     assert code == 0, err
+
+
+def test_an_adapter_of_a_higher_rank_is_refused_by_the_dry_run(capsys, recipe, tmp_path):
+    assert train(capsys, recipe, "lora.rank=5", "--output", tmp_path / "run")[0] == 0
+    start = f"lora.start={tmp_path / 'run' / 'adapter'}"
+    code, _, err = train(capsys, recipe, start, "--dry-run", "--output", tmp_path / "next")
+    assert code == 2 and "has rank 5, but the recipe gives it 4" in err
+
+
+def test_validation_on_the_training_rows_is_said(capsys, recipe, tmp_path):
+    shutil.copy(recipe.parent / "data.jsonl", tmp_path / "copy.jsonl")
+    held_out = f"data.validation={tmp_path / 'copy.jsonl'}"
+    code, _, err = train(capsys, recipe, held_out, "--output", tmp_path / "run")
+    assert code == 0 and "data.validation has the rows of data.train" in err
+
+
+def test_a_short_run_logs_every_step_unless_the_recipe_says_how_often(capsys, recipe, tmp_path):
+    def steps(run):
+        rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        return [row["step"] for row in rows if row["kind"] == "train"]
+
+    few = ["trainer.max_steps=12"]
+    assert train(capsys, recipe, *few, "--output", tmp_path / "a")[0] == 0
+    assert steps(tmp_path / "a") == list(range(1, 13))
+    every = [*few, "trainer.logging_steps=5"]
+    assert train(capsys, recipe, *every, "--output", tmp_path / "b")[0] == 0
+    assert steps(tmp_path / "b") == [5, 10, 12]
+
+
+def test_data_in_a_recipes_place_is_named(capsys, recipe, tmp_path):
+    data = recipe.parent / "data.jsonl"
+    code, _, err = train(capsys, data, "--output", tmp_path / "run")
+    assert code == 2 and f"{data} is data, not a recipe" in err
+
+
+def test_one_run_has_its_report_in_its_folder(capsys, recipe, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    code, _, err = train(capsys, recipe, "export={merge: true}", "--output", run)
+    assert code == 0, err
+    (run / "report" / "index.html").unlink()
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["report", str(run)]) == 0
+    page = (run / "report" / "index.html").read_text()
+    assert "verified: " in page and not (tmp_path / "report").exists()
+    assert cli.main(["report", str(run), str(run)]) == 0
+    assert (tmp_path / "report" / "index.html").is_file()

@@ -57,9 +57,9 @@ def _answer(report: Report, run: Run) -> Answer:
              ("Scores", _scores(report, run, scores)),
              ("Experts", _experts([c for c in changes if c not in load and c.word != goal])),
              ("Method", method), ("Load", load[0].describe() if load else None),
-             ("Cost", _cost(run))]  # fmt: skip
+             ("Merge", _merge(run)), ("Cost", _cost(run))]  # fmt: skip
     findings = [(label, text) for label, text in parts if text]
-    if {label for label, _ in findings} <= {"Cost"}:
+    if {label for label, _ in findings} <= {"Merge", "Cost"}:
         findings.insert(0, ("Experts", "nothing was measured"))
     compared = scores or any(math.isfinite(change.share) for change in changes)
     reference = baseline_label(report) if compared else ""
@@ -70,6 +70,17 @@ def _experts(changes: list[Change]) -> str | None:
     compared = any(math.isfinite(change.share) for change in changes)
     described = [c.describe() for c in changes if c.moved or not compared]
     return ", ".join(described[:6]) or ("hardly changed" if changes else None)
+
+
+def _merge(run: Run) -> str | None:
+    """That the merge was compared with base + adapter, and how near it is."""
+    verified = run.summary.get("verify")
+    if not isinstance(verified, dict) or not is_number(verified.get("tensors")):
+        return None
+    text = f"verified: {verified['tensors']} changed tensors are base + adapter"
+    error = verified.get("error")
+    near = is_number(error) and math.isfinite(error) and verified.get("layers") is not None
+    return f"{text}, logits within {error:.1e}" if near else text
 
 
 def _cost(run: Run) -> str | None:
