@@ -208,7 +208,7 @@ def merge(
         typer.Option("--dtype", help="float32, float16, bfloat16; default: the base's."),
     ] = None,
     format: Annotated[
-        str | None, typer.Option("--format", hidden=True, callback=_refuse_format)
+        str | None, typer.Option("--format", help="Refused.", hidden=True, callback=_refuse_format)
     ] = None,
     verify: Annotated[
         bool,
