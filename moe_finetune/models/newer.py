@@ -63,6 +63,7 @@ _MISTRAL_LARGE4 = softmax(
     moe_layers=_sparse,
     check=_one_group,
     since="5.22",
+    rows=Rows(padding="moves"),
 )
 _UNLIMITED_OCR = softmax(
     "unlimited_ocr_text",

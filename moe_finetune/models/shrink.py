@@ -50,9 +50,10 @@ def shrunk_config(config: Any, family: Family) -> Any:
             problem = error
     if running is not None:
         return running
+    reason = "" if problem is None else f" ({problem})"
     raise NoSmallModelError(
-        f"this config.json cannot be reduced to a small {config.model_type} for comparison "
-        f"({problem}); give a small checkpoint of the same type"
+        f"this config.json cannot be reduced to a small {config.model_type} for comparison"
+        f"{reason}; give a small checkpoint of the same type"
     )
 
 

@@ -78,6 +78,10 @@ class _Proof:
         self.notes: list[str] = []
         if recipe.method.perturbations != Perturbations():
             self.notes.append("method.perturbations, but for checkpointing")
+        if recipe.model.quantization != "none":
+            self.notes.append(f"model.quantization {recipe.model.quantization}: float32 ran")
+        if recipe.lora is not None and recipe.lora.experts != "all":
+            self.notes.append("lora.experts: all experts were adapted")
         self.weights: dict[str, float] = {}
 
     # -- 1 ------------------------------------------------------------------------------------

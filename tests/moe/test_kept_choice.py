@@ -11,12 +11,14 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from moe_finetune.errors import CaptureError
+from moe_finetune.losses.presets import PRESETS
 from moe_finetune.models import newer
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.kept_choice import in_backward
 from moe_finetune.moe.layers import backbone_of, moe_layers
 from moe_finetune.training.specialization import Specialization
 from tests import tiny, tiny_adapter, tiny_families
+from tests.models.cases import NEEDS_A_FILE
 from tests.moe.cases import TERMS, gradients
 from tests.near_ties import disturb_recomputations, near_tied
 
@@ -171,6 +173,15 @@ def test_a_decoder_layer_that_is_the_block_keeps_nothing_for_its_losses():
         return sum(sizes)
 
     assert kept({"terms": TERMS, "strength": {"first": False}}) == kept("none") > 0
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name not in NEEDS_A_FILE])
+def test_every_preset_has_the_gradients_without_checkpointing(preset):
+    method = {**PRESETS[preset].method(), "strength": {"first": False}}
+    expected, actual = (
+        step(adapted("olmoe", how), method, tiny.batch())[0] for how in (None, "transformers")
+    )
+    assert far(actual, expected) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "gemma4_text", *LATER])

@@ -28,8 +28,9 @@ def made(name, **changes):
     maker = tiny if name in tiny.FAMILY_NAMES and not changes else tiny_families
     model = maker.model(name, **changes)
     model.set_experts_implementation("eager")
-    # Its softmax in float32 turns an additive mask of float64 into nan.
-    return model if name == "granitemoe_swa" else model.double()
+    # A softmax in float32 turns an additive mask of float64 into nan; Inkling 2 casts to float32.
+    single = ("granitemoe_swa", "inkling2", "inkling2_text")
+    return model if name in single else model.double()
 
 
 @cache

@@ -62,8 +62,10 @@ def test_a_recipe_is_proved(name, method, sections):
 
 
 def test_what_is_not_covered_is_named():
-    found = proof("olmoe", "orthogonal_variance", {**NOISE, "stage": "dpo"})
+    sections = {**NOISE, "stage": "dpo", "model": {"quantization": "nf4"}}
+    found = proof("olmoe", "orthogonal_variance", sections)
     assert found.ok, found.text()
+    assert "model.quantization nf4: float32 ran" in found.notes
     assert "note   not covered: method.perturbations, but for checkpointing" in found.text()
     assert "stage dpo: transformers' Trainer ran in its place" in found.text()
 
