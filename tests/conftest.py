@@ -25,7 +25,6 @@ TOGETHER = {
     "tests/upcycle/test_interruptions.py": "tests/upcycle/test_command.py",
     **dict.fromkeys(
         (
-            "tests/routing/test_tracing_vllm.py",
             "tests/upcycle/test_merge.py",
             "tests/vllm/test_engine.py",
             "tests/vllm/test_parity.py",

@@ -20,13 +20,6 @@ SHOWN_VALUES = (
 )
 
 
-class Recorder(enum.StrEnum):
-    """Backends that record routing."""
-
-    hf = "hf"
-    vllm = "vllm"
-
-
 class Score(enum.StrEnum):
     """Measures of an expert's relevance."""
 
@@ -66,15 +59,6 @@ def analyze(
     dtype: Annotated[
         str, typer.Option("--dtype", help="Number format of the computation.")
     ] = "auto",
-    backend: Annotated[
-        Recorder, typer.Option("--backend", "-b", help="vllm records only the selected experts.")
-    ] = Recorder.hf,
-    vllm: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--vllm", metavar="KEY=VALUE", help="Argument of vLLM's engine; may be repeated."
-        ),
-    ] = None,
 ) -> None:
     """Record which experts tokens select, measure it, draw a page.
 
@@ -86,7 +70,6 @@ def analyze(
     """
     from moe_finetune.errors import DataError
     from moe_finetune.io.json_file import read_object
-    from moe_finetune.recipe.tree import load_tree
     from moe_finetune.report.analysis import analyze as run_analysis
 
     page = run_analysis(
@@ -98,8 +81,6 @@ def analyze(
         max_length=max_length,
         probabilities=probabilities,
         dtype=dtype,
-        backend=backend.value,
-        engine=load_tree([], vllm or []).values,
     )
     means = read_object(RunFolder(output).summary, DataError, "analyze again")["mean"]
     for name in SHOWN_VALUES:

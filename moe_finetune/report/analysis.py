@@ -59,8 +59,6 @@ def analyze(
     max_length: int = 2048,
     probabilities: bool = False,
     dtype: str = "auto",
-    backend: str = "hf",
-    engine: Mapping[str, Any] | None = None,
 ) -> Path:
     """Analyze the routing of a checkpoint on ``data``, or of a trace; return the page's path.
 
@@ -72,15 +70,11 @@ def analyze(
         limit: first rows of each domain.
         max_length: longer rows are truncated to this many tokens.
         probabilities: store the probabilities of all experts in the trace.
-        backend: what runs the checkpoint: ``hf`` (transformers), or ``vllm``, which reports
-            only the selected experts.
-        engine: arguments of vLLM's engine.
 
     Raises:
         OutputExistsError, OutputBusyError: ``output`` is not empty, or is being written.
         TraceError, CheckpointError, AdapterError: the trace, checkpoint or adapter is missing,
             damaged or does not fit.
-        DependencyError, CaptureError: vLLM cannot be used, or cannot record what is requested.
         DataError: data without a checkpoint or the reverse, or rows cannot be used.
     """
     output, trace_path = Path(output), find_trace(source)
@@ -99,18 +93,10 @@ def analyze(
         with output_folder(output, 0) as folder:
             write_analysis(trace_path, folder, output)
         return RunFolder(output).page
-    if backend == "vllm" and (adapter is not None or probabilities):
-        raise DataError(
-            "vLLM reports only the selected experts of a merged checkpoint: merge an adapter "
-            "first, and leave out --probabilities; or use --backend hf"
-        )
-    if backend != "vllm" and engine:
-        raise DataError("arguments of vLLM's engine need --backend vllm")
     from moe_finetune.checkpoint.open import open_checkpoint
     from moe_finetune.checkpoint.updates import check_adapter
     from moe_finetune.models.loading import load_tokenizer, local_folder
     from moe_finetune.routing.tracing_checkpoint import record
-    from moe_finetune.routing.tracing_vllm import trace_vllm
 
     base = open_checkpoint(local_folder(source), values=True)
     if adapter is not None:
@@ -121,11 +107,8 @@ def analyze(
         for domain, files in (data or {}).items()
     }
     with output_folder(output, 0) as folder:
-        trace, measures = folder / "trace", None
-        if backend == "vllm":
-            trace_vllm(base.folder, sequences, trace, name=str(source), dtype=dtype, engine=engine)
-        else:
-            measures = record(base, str(source), trace, sequences, adapter, probabilities, dtype)
+        trace = folder / "trace"
+        measures = record(base, str(source), trace, sequences, adapter, probabilities, dtype)
         write_analysis(trace, folder, output, measures, tokenizer)
     return RunFolder(output).page
 

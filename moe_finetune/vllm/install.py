@@ -23,7 +23,7 @@ CPU_KV_CACHE = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 SHARED = ("torch", "transformers")
 """Packages of which vLLM allows certain versions, and which training needs, too."""
 SYMBOLS = {
-    "vllm": ("LLM", "SamplingParams", "envs"),
+    "vllm": ("SamplingParams", "envs"),
     "vllm.distributed": ("cleanup_dist_env_and_memory",),
     "vllm.platforms": ("current_platform",),
 }
