@@ -89,12 +89,14 @@ class RunsAgain:
     that calls these before and after what it is given.
 
     Args:
-        after: called with the layer's output; returns the output.
+        end_layer: called with the layer's output; returns the output.
         finish: called last, also when the recomputation stops early.
     """
 
-    def __init__(self, layer: nn.Module, after: Callable[[Any], Any], finish: Callable[[], None]):
-        self._layer, self._after, self._finish = layer, after, finish
+    def __init__(
+        self, layer: nn.Module, end_layer: Callable[[Any], Any], finish: Callable[[], None]
+    ):
+        self._layer, self._end_layer, self._finish = layer, end_layer, finish
         self._original: Any = None
 
     def begin(self, enter: Callable[[], None]) -> None:
@@ -108,7 +110,7 @@ class RunsAgain:
             def visit(*inputs: Any, **options: Any) -> Any:
                 enter()
                 try:
-                    return self._after(forward(*inputs, **options))
+                    return self._end_layer(forward(*inputs, **options))
                 finally:
                     self._finish()
 

@@ -177,7 +177,7 @@ class Recorder:
             moe_layer = visits_of_layer.layer if visits_of_layer else None
             rerun = RunsAgain(
                 module,
-                after=visits_of_layer.after_layer if visits_of_layer else lambda output: output,
+                end_layer=visits_of_layer.after_layer if visits_of_layer else lambda output: output,
                 finish=moe_layer.clear if moe_layer else lambda: None,
             )
             take = partial(self._take_context, moe_layer, in_layer, rerun)

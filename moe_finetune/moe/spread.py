@@ -124,12 +124,12 @@ def place_experts(model: Any, ranks: int, device: str) -> Any:
     Generation then continues until every rank has finished, because each takes part in the others'
     forwards.
     """
-    place_by, plan = _transformers_placement(model)
+    apply_plan, plan = _transformers_placement(model)
     world = distributed.get_world_size()
     shape = (world // ranks, ranks, 1)
     mesh = init_device_mesh(device, shape, mesh_dim_names=("copies", "ep", "tp"))
     # `from_pretrained` requires ep_size == tp_size, which this plan does not need.
-    place_by(model, mesh["ep"], mesh["tp"], plan)
+    apply_plan(model, mesh["ep"], mesh["tp"], plan)
     model.generate = partial(model.generate, synced_gpus=True)
     return model
 
@@ -144,16 +144,16 @@ def _transformers_placement(model: Any) -> tuple[Callable[..., Any], dict[str, s
             "(recipes/hardware)"
         ) from None
     try:  # transformers 5.22
-        from transformers.distributed.expert_parallel import apply_expert_parallelism as place
+        from transformers.distributed.expert_parallel import apply_expert_parallelism as apply_plan
     except ImportError:
-        place = tensor_parallel.apply_expert_parallelism
+        apply_plan = tensor_parallel.apply_expert_parallelism
     plan = dict(model.ep_plan)
-    if "ep_implementation" in inspect.signature(place).parameters:
+    if "ep_implementation" in inspect.signature(apply_plan).parameters:
         # 5.23: a plan of names instead of patterns
         names = [name for name, _ in chain(model.named_parameters(), model.named_modules())]
         patterns = {name: re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names}
         plan = {name: plan[pattern] for name, pattern in patterns.items() if pattern in plan}
-    return place, plan
+    return apply_plan, plan
 
 
 def spread_modules(model: nn.Module) -> list[nn.Module]:
