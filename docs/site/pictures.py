@@ -1,4 +1,4 @@
-"""The small pictures of ``docs/metrics.md`` and ``docs/how-losses-work.md``.
+"""The small pictures of ``docs/metrics.md`` and ``docs/architecture.md``.
 
 Each metric is drawn on two made-up samples, and the number under a panel is what
 :mod:`moe_finetune.metrics` computes for it.
