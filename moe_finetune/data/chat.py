@@ -1,27 +1,19 @@
-"""A conversation as its chat template writes it, and the characters of it that are learned.
-
-The learned part of an answer is what the template writes after the generation prompt, up to the
-end-of-turn mark, in the text in which the answer comes last; where the template marks the
-assistant's text (``{% generation %}``), only that. An answer that the template renders differently
-once the conversation goes on is not learned. A row of which the template would omit a part is
-refused.
-"""
+"""A conversation as its chat template writes it; a row of which it would omit a part is refused."""
 
 import copy
 import datetime
 import functools
 import itertools
 import json
-import os
+import re
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from jinja2 import nodes
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from moe_finetune.data.turns import REASONING
@@ -32,6 +24,8 @@ Span = tuple[int, int]
 SECONDS = 10.0
 """Processor time for one conversation; usual templates take a few milliseconds."""
 _REMEDY = "choose another with data.chat_template"
+_THOUGHTS = re.compile(r"\s*<think>(.*?)</think>\s*(.*)", re.DOTALL)
+_EMPTY_BLOCK = re.compile(r"<think>\s*</think>\s*<think>")
 
 
 class RenderingError(DataError):
@@ -100,68 +94,6 @@ def tagging_template(tokenizer: Any, template: str) -> str | None:
         return None
 
 
-@functools.lru_cache(maxsize=8)
-def fields_read(template: str) -> tuple[frozenset[str], bool]:
-    """Fields that a template reads of any object, and whether it writes a turn as a whole.
-
-    From its syntax tree, so that a field in a branch that no row takes counts, too.
-    """
-    tree = _compile_jinja_template(template).environment.parse(template)
-    fields = {node.attr for node in tree.find_all(nodes.Getattr)}
-    constants = [node.arg for node in tree.find_all(nodes.Getitem)]
-    for call in tree.find_all((nodes.Call, nodes.Filter)):  # turn.get('x'), map(attribute='x')
-        constants += [*call.args, *(keyword.value for keyword in call.kwargs)]
-    constants += [node.expr for node in tree.find_all(nodes.Compare)]  # 'x' in turn
-    fields |= {str(node.value) for node in constants if isinstance(node, nodes.Const)}
-    turns = {"messages"}
-    for node in tree.find_all((nodes.For, nodes.Assign)):  # a name is bound before it is used
-        source = node.iter if isinstance(node, nodes.For) else node.node
-        if _is_turn(source, turns) and isinstance(node.target, nodes.Name):
-            turns.add(node.target.name)
-    written = [part for node in tree.find_all((nodes.Output, nodes.Concat)) for part in node.nodes]
-    written += [node.node for node in tree.find_all(nodes.Filter) if node.name in _WHOLE]
-    written += [node.node for node in tree.find_all(nodes.Getattr) if node.attr == "items"]
-    return frozenset(fields), any(_is_turn(part, turns) for part in written)
-
-
-def field_reader(tokenizer: Any) -> Callable[[str], bool | None]:
-    """Function that tells whether the tokenizer's template reads a field of turns; None: perhaps.
-
-    A template for rows with tools counts, too.
-    """
-    templates = tokenizer.chat_template or ""
-    texts = templates.values() if isinstance(templates, dict) else [templates]
-    found = [fields_read(text) for text in texts]
-
-    def reads(field: str) -> bool | None:
-        if any(field in fields for fields, _ in found):
-            return True
-        return None if any(whole for _, whole in found) else False
-
-    return reads
-
-
-_WHOLE = ("tojson", "string", "dictsort", "items", "pprint")
-"""Filters that write an object with all of its fields."""
-
-
-def _is_turn(node: Any, turns: set[str]) -> bool:
-    """Whether ``node`` is one of the names, or an item, slice or filtered list of one."""
-    while isinstance(node, nodes.Filter) or (
-        isinstance(node, nodes.Getitem) and not isinstance(getattr(node.arg, "value", 0), str)
-    ):
-        node = node.node
-    return isinstance(node, nodes.Name) and node.name in turns
-
-
-@dataclass(frozen=True)
-class Answer:
-    """An assistant's turn: where its text is, and whether that text changes with later turns."""
-
-    pieces: list[Span]
-    rewritten: bool
-
-
 @dataclass(frozen=True)
 class Mark:
     """A text that stands in a field of a turn, and nowhere else."""
@@ -201,8 +133,21 @@ class Conversation:
         self.variables = {**tokens, **(row.get("variables") or {}), "tools": tools}
         self.prompt = prompt
         self.train = [turn.get("train", True) for turn in row["messages"]]
+        turns = [_plain(turn) for turn in row["messages"]]
         with limited():
-            self._choose([_plain(turn) for turn in row["messages"]])
+            self._choose(turns)
+            if self._adds_a_think_block(turns):
+                self._choose([_with_reasoning(turn) for turn in turns])
+                if self._adds_a_think_block(turns):
+                    raise RenderingError(
+                        "the chat template writes an empty think block in front of the thoughts in "
+                        f"a turn's content; move them to reasoning_content, or {_REMEDY}"
+                    )
+
+    def _adds_a_think_block(self, turns: Sequence[Turn]) -> bool:
+        """Whether an empty think block precedes thoughts that a content has."""
+        added = len(_EMPTY_BLOCK.findall(self.text))
+        return added > sum(len(_EMPTY_BLOCK.findall(str(turn["content"]))) for turn in turns)
 
     def _choose(self, turns: list[Turn]) -> None:
         """Find the form of ``turns`` of which the template omits nothing."""
@@ -211,7 +156,7 @@ class Conversation:
         for form in itertools.product((False, True), (False, True), (True, False)):
             formed = [_formed(turn, *form) for turn in turns]
             try:
-                text = self._render(formed, self.prompt)
+                text = self.render(formed, self.prompt)
             except RenderingError as error:
                 problem = error
                 continue
@@ -229,12 +174,13 @@ class Conversation:
         for mark in lost:
             self._refuse(mark)
 
-    def _render(self, turns: Sequence[Turn], prompt: bool = False, **variables: Any) -> str:
+    def render(self, turns: Sequence[Turn], prompt: bool = False, **variables: Any) -> str:
+        """Some turns; with ``prompt`` and the generation prompt."""
         if not turns and not prompt:
             return ""
         return self._jinja(turns, add_generation_prompt=prompt, **variables)[0][0]
 
-    def _tagged(self) -> list[Span]:
+    def tagged(self) -> list[Span]:
         """What the template, or TRL's variant of it that writes the same, marks as an answer."""
         if self.tagging is None:
             return []
@@ -268,7 +214,7 @@ class Conversation:
         def missing(count: int, marks: Iterable[Mark]) -> list[Mark]:
             prompt = self.prompt and count == len(turns)
             try:
-                text = self._render(turns[:count], prompt, tools=tools)
+                text = self.render(turns[:count], prompt, tools=tools)
             except RenderingError:  # the template checks values: it reads them
                 return []
             return [mark for mark in marks if mark.text not in text]
@@ -286,7 +232,7 @@ class Conversation:
         """Raise an error for a field that the template does not write."""
         where, remedy = f"turn {mark.turn}: '{mark.field}'", "or remove the field"
         if mark.field == "tools":
-            if self._render(self.turns, self.prompt, tools=None) != self.text:
+            if self.render(self.turns, self.prompt, tools=None) != self.text:
                 return  # it writes other parts of them
             where, remedy = "'tools'", "or remove the column"
         elif mark.field == "tool_calls":
@@ -300,40 +246,6 @@ class Conversation:
         raise RenderingError(
             f"{where}: the chat template omits all or part of it; {_REMEDY}, {remedy}"
         )
-
-    def answers(self) -> dict[int, Answer]:
-        """The assistant's turns by index."""
-        with limited():
-            tagged = self._tagged()
-            return {
-                i: self._answer(i, tagged)
-                for i, turn in enumerate(self.turns)
-                if turn["role"] == "assistant"
-            }
-
-    def _answer(self, index: int, tagged: Sequence[Span]) -> Answer:
-        """Answer ``index`` with its end mark; without pieces where its text is not known."""
-        turns, text = self.turns, self.text
-        until = text if index == len(turns) - 1 else self._render(turns[: index + 1])
-        end = len(until.rstrip())
-        rewritten = text[:end] != until[:end]
-        opened = self._render(turns[:index], True)
-        start = len(opened)
-        if not until.startswith(opened):
-            shared = os.path.commonprefix([opened, until])
-            length_before = len(self._render(turns[:index]).rstrip())
-            if len(shared) < length_before:
-                return Answer([], True)
-            # The prompt's `<think>` and the answer's `<tool_call>` share letters, not a tag.
-            tag = shared.rfind("<", length_before)
-            start = tag if tag > shared.rfind(">") else len(shared)
-        if start >= end:
-            return Answer([], True)
-        inside = [(max(a, start), b) for a, b in tagged if a < end and b > start]
-        if rewritten or not inside:
-            return Answer([(start, end)], rewritten)
-        # The end-of-turn mark belongs to the assistant, whether or not the template marks it.
-        return Answer([*inside[:-1], (inside[-1][0], end)], False)
 
 
 def _marked(
@@ -409,6 +321,14 @@ def _has_python(turns: Sequence[Turn], text: str) -> bool:
     calls = [call for turn in turns for call in turn.get("tool_calls") or ()]
     values += [call["function"]["arguments"] or "" for call in calls]
     return any(str(value) in text for value in values if not isinstance(value, str))
+
+
+def _with_reasoning(turn: Turn) -> Turn:
+    """``turn`` with the thoughts of its content in ``reasoning_content``."""
+    thoughts = _THOUGHTS.match(turn["content"] or "") if turn["role"] == "assistant" else None
+    if thoughts is None or any(turn.get(name) for name in REASONING):
+        return turn
+    return {**turn, "reasoning_content": thoughts[1].strip("\n"), "content": thoughts[2]}
 
 
 def _text(content: Any) -> Any:

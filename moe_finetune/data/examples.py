@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moe_finetune.data.chat import RenderingError, field_reader
+from moe_finetune.data.chat import RenderingError
 from moe_finetune.data.sources import (
     DROP_REMEDY,
     SourceReader,
@@ -34,6 +34,7 @@ from moe_finetune.data.sources import (
     rows_of,
     source_identity,
 )
+from moe_finetune.data.template_fields import field_reader
 from moe_finetune.data.tokenize import IGNORED, Tokens, set_chat_template, tokenize_row
 from moe_finetune.data.turns import TurnCounts, each_answer, until_last_answer
 from moe_finetune.errors import DataError, DiskSpaceError, OutputError
@@ -66,6 +67,12 @@ _SAID = {
     "endless": "{n} rows: the chat template ends an answer without a special token, so the model "
     "does not learn where to stop; data.chat_template: training adds the token where TRL has a "
     "version of the template, as for GLM-4.5; otherwise give a Jinja file",
+    "unlocated": "{n} rows: the chat template refuses the turns before an answer, as of one that "
+    "opens the conversation; that answer is not learned",
+    "thoughtless": "{n} rows: an answer has no thoughts where the chat template's prompt opens a "
+    "think block, so the model learns to end its thoughts at once",
+    "delimited": "{n} rows already have the special token that begins or ends a text; no second "
+    "one is added",
     "straddled": "{n} rows: prompt and completion meet inside one token, which is learned; end "
     "the prompt without a space to avoid it",
 }
@@ -361,10 +368,14 @@ def _tokenize(
     completion_only = data.completion_only_loss is not False
     tokenized: list[dict[str, Any]] = []
     for location, text in zip(batch["place"], batch["row"], strict=True):
+        row = json.loads(text)
         try:
-            tokens = tokenize_row(json.loads(text), tokenizer, completion_only)
+            tokens = tokenize_row(row, tokenizer, completion_only)
             tokenized.append(_within(tokens, location, data))
         except DataError as error:
+            if isinstance(error, RenderingError) and row.get("opening"):
+                tokenized.append(_within(Tokens([], [], unlocated=True), location, data))
+                continue
             message = str(error) if str(error).startswith(location) else f"{location}: {error}"
             refused = isinstance(error, RenderingError)
             if not refused or data.malformed != "drop":
@@ -395,6 +406,9 @@ def _within(tokens: Tokens, location: str, data: DataSection) -> dict[str, Any]:
         "rewritten": tokens.rewritten,
         "endless": tokens.endless,
         "straddled": tokens.straddled,
+        "unlocated": tokens.unlocated,
+        "thoughtless": tokens.thoughtless,
+        "delimited": tokens.delimited,
     }
     return {
         "input_ids": tokens.input_ids[:end],

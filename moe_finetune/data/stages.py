@@ -13,10 +13,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from moe_finetune.data.chat import field_reader
 from moe_finetune.data.examples import Examples, load_examples, malformed_line, unread_lines
 from moe_finetune.data.rows import renamed, with_values
 from moe_finetune.data.sources import SourceReader, files_line, listed, rows_of
+from moe_finetune.data.template_fields import field_reader
 from moe_finetune.data.tokenize import Tokens, rendered, set_chat_template, tokenize_row
 from moe_finetune.data.turns import COLUMNS, TurnCounts, conversation, unlearned
 from moe_finetune.errors import DataError, did_you_mean

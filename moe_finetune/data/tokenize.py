@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from moe_finetune.data.answers import answers_of, without_thoughts
 from moe_finetune.data.chat import Conversation, RenderingError, Span, tagging_template
 from moe_finetune.errors import DataError, did_you_mean
 from moe_finetune.io.rows import Row
@@ -73,6 +74,9 @@ class Tokens:
     ``rewritten``: the chat template renders some earlier answer differently once more turns
     follow, so that answer is not learned. ``straddled``: prompt and completion meet inside a
     token. ``endless``: the template ends some learned answer without a special token.
+    ``unlocated``: some answer is not learned, because the template refuses the turns before it.
+    ``thoughtless``: some learned answer has no thoughts where the template opens a think block.
+    ``delimited``: a text begins or ends with the special token that is otherwise added.
     """
 
     input_ids: list[int]
@@ -80,6 +84,9 @@ class Tokens:
     rewritten: bool = False
     straddled: bool = False
     endless: bool = False
+    unlocated: bool = False
+    thoughtless: bool = False
+    delimited: bool = False
 
 
 def tokenize_row(row: Mapping[str, Any], tokenizer: Any, completion_only: bool) -> Tokens:
@@ -117,25 +124,46 @@ def rendered(row: Mapping[str, Any], tokenizer: Any, prompt: bool = False) -> tu
 
 def _plain(prompt: str, completion: str, tokenizer: Any, completion_only: bool) -> Tokens:
     text = prompt + completion
-    encoded = tokenizer(text, return_offsets_mapping=True)
+    encoded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
     ids, offsets = list(encoded["input_ids"]), list(encoded["offset_mapping"])
-    end = tokenizer.eos_token_id
-    if end is not None:
-        if ids and ids[-1] == end:  # the tokenizer adds it, or the text has it
-            ids, offsets = ids[:-1], offsets[:-1]
+    beginning, end = _beginning(tokenizer), tokenizer.eos_token_id
+    begun = bool(ids) and ids[0] in beginning
+    if not begun:
+        ids, offsets = [*beginning, *ids], [(0, 0)] * len(beginning) + offsets
+    written = len(text.rstrip())
+    ended = end is not None and any(
+        token == end and b == written for token, (_, b) in zip(ids, offsets, strict=True)
+    )
+    if end is not None and not ended:
         ids.append(end)
         offsets.append((len(text), len(text) + 1))
     if not completion_only:
-        return Tokens(ids, list(ids))
+        return Tokens(ids, list(ids), delimited=begun or ended)
     straddled = any(a < len(prompt) < b for a, b in offsets)
     labels = _labels(ids, offsets, [(len(prompt), len(text) + 1)])
-    return Tokens(ids, labels, straddled=straddled)
+    return Tokens(ids, labels, straddled=straddled, delimited=begun or ended)
+
+
+@functools.lru_cache(maxsize=4)
+def _beginning(tokenizer: Any) -> list[int]:
+    """The ids that the tokenizer puts before a text."""
+    for text in ("a", "0", "."):  # one that the vocabulary has
+        if plain := tokenizer(text, add_special_tokens=False)["input_ids"]:
+            ids = tokenizer(text)["input_ids"]
+            return ids[: next(i for i in range(len(ids)) if ids[i : i + len(plain)] == plain)]
+    return []
 
 
 def _chat(conversation: Conversation, tokenizer: Any, completion_only: bool) -> Tokens:
-    answers, train = conversation.answers(), conversation.train
+    answers, train = answers_of(conversation), conversation.train
     learned = {i: answer for i, answer in answers.items() if train[i]}
     rewritten = [i for i, answer in learned.items() if answer.rewritten]
+    unlocated = [i for i, answer in answers.items() if not answer.pieces and not answer.rewritten]
+    if not completion_only and not all(train[i] for i in unlocated):
+        raise RenderingError(
+            "an answer with train: false cannot be located, because the chat template refuses the "
+            "turns before it; choose another with data.chat_template"
+        )
     if len(train) - 1 in rewritten:
         raise RenderingError(
             "the chat template renders the turns before the last answer differently once the "
@@ -146,7 +174,8 @@ def _chat(conversation: Conversation, tokenizer: Any, completion_only: bool) -> 
     ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
     added = _added_tokens(tokenizer)
     specials = [o for token, o in zip(ids, offsets, strict=True) if token in added]
-    ends = [answer.pieces[-1][1] for answer in learned.values() if not answer.rewritten]
+    known = [answer for answer in learned.values() if answer.pieces and not answer.rewritten]
+    ends = [answer.pieces[-1][1] for answer in known]
     # An added token that swallows the whitespace after it (rstrip) ends later than the answer.
     endless = not all(any(a < end <= b for a, b in specials) for end in ends)
     chosen = {
@@ -155,7 +184,14 @@ def _chat(conversation: Conversation, tokenizer: Any, completion_only: bool) -> 
         for flag in (True, False)
     }  # fmt: skip
     if completion_only:
-        return Tokens(ids, chosen[True], bool(rewritten), endless=endless)
+        return Tokens(
+            ids,
+            chosen[True],
+            bool(rewritten),
+            endless=endless,
+            unlocated=any(train[i] for i in unlocated),
+            thoughtless=any(without_thoughts(conversation.text, answer) for answer in known),
+        )
     labels = [t if o == IGNORED else IGNORED for t, o in zip(ids, chosen[False], strict=True)]
     return Tokens(ids, labels, endless=endless)
 

@@ -116,10 +116,18 @@ def conversation(
 
 
 def each_answer(formed: Row) -> list[Row]:
-    """One example for each learned answer, with the turns before it."""
+    """One example for each learned answer, with the turns before it.
+
+    ``opening`` marks one without a user's turn, which many templates refuse.
+    """
     turns = formed["messages"]
+    first = next((i for i, turn in enumerate(turns) if turn["role"] == "user"), len(turns))
     return [
-        {**formed, "messages": [*unlearned(turns[:index]), turn]}
+        {
+            **formed,
+            "messages": [*unlearned(turns[:index]), turn],
+            **({"opening": True} if index < first < len(turns) else {}),
+        }
         for index, turn in enumerate(turns)
         if turn["role"] == "assistant" and turn.get("train", True)
     ]

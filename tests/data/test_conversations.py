@@ -6,9 +6,13 @@ The expectations are written by hand. Templates are those that TRL carries of pu
 import datetime
 import json
 import logging
+import random
 
 import pytest
 
+from moe_finetune.data import answers, chat
+from moe_finetune.data.answers import answers_of
+from moe_finetune.data.chat import Conversation
 from moe_finetune.data.rows import Former
 from moe_finetune.data.tokenize import IGNORED, set_chat_template, tokenize_row
 from moe_finetune.data.turns import each_answer
@@ -26,7 +30,8 @@ from tests.conversations import (
     YES,
     tokenizer_of,
 )
-from tests.data.golden import ALIASED
+from tests.data import prefix_rendering
+from tests.data.golden import ALIASED, TEMPLATES
 from tests.data.loading import load_dataset_for
 
 SPLIT = {"prompt": TRL["messages"][:3], "completion": [YES], "tools": TOOLS}
@@ -387,6 +392,137 @@ def test_a_call_of_a_tool_without_parameters(arguments):
     row = {"messages": [ASK, {"role": "assistant", "tool_calls": calls}], "tools": TOOLS}
     call = '⟦<tool_call>\n{"name": "rain", "arguments": {}}\n</tool_call><|im_end|>⟧\n'
     assert learned(row, tokenizer_of("qwen3_instruct_2507")).endswith(call)
+
+
+GREETING = {"role": "assistant", "content": "Hello."}
+ANSWERED = "<|im_start|>user\nWet?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("qwen2_5", "<|im_start|>assistant\n⟦Hello.<|im_end|>⟧\n" + ANSWERED
+         + "⟦Yes.<|im_end|>⟧\n"),
+        ("qwen3", "<|im_start|>assistant\nHello.<|im_end|>\n" + ANSWERED
+         + "⟦<think>\n\n</think>\n\nYes.<|im_end|>⟧\n"),
+        ("llama3_1", "<|start_header_id|>assistant<|end_header_id|>\n\nHello.<|eot_id|>"
+         "<|start_header_id|>user<|end_header_id|>\n\nWet?<|eot_id|>"
+         "<|start_header_id|>assistant<|end_header_id|>\n\n⟦Yes.<|eot_id|>⟧"),
+    ],
+)  # fmt: skip
+def test_a_conversation_that_the_assistant_opens(name, text, tmp_path, caplog):
+    """Its later answers are learned, the first where the template's tags show it."""
+    tokenizer, row = tokenizer_of(name), {"messages": [GREETING, ASK, YES]}
+    assert learned(row, tokenizer).endswith(text)
+    load_dataset_for(DataSection(train=write(tmp_path, row)), tokenizer, 0)
+    assert ("1 rows: the chat template refuses the turns before" in caplog.text) == (
+        name != "qwen2_5"
+    )
+    caplog.clear()
+    each, _ = load_dataset_for(DataSection(train=write(tmp_path, row), turns="each"), tokenizer, 0)
+    shown = [marked(r["input_ids"], r["labels"], tokenizer, ("⟦", "⟧")) for r in each]
+    assert any(line.endswith(text[-20:]) for line in shown)
+    hidden = {"messages": [{**GREETING, "train": False}, ASK, YES]}
+    assert text.rpartition("⟦")[2] in learned(hidden, tokenizer).rpartition("⟦")[2]
+
+
+def test_the_last_of_two_assistant_turns_is_learned():
+    text = learned({"messages": [ASK, GREETING, YES]}, tokenizer_of("qwen3"))
+    assert text.endswith(
+        "<|im_start|>assistant\nHello.<|im_end|>\n"
+        "<|im_start|>assistant\n⟦<think>\n\n</think>\n\nYes.<|im_end|>⟧\n"
+    )
+
+
+def test_no_empty_think_block_is_learned_before_thoughts():
+    """Qwen3.8's template adds one in front of thoughts that are in the content."""
+    content = "<think>\nIt rains.\n</think>\n\nYes."
+    rows = [{"messages": [ASK, {**YES, "content": content}]}, {"messages": [ASK, THOUGHT]}]
+    tokenizer = tokenizer_of("qwen3_8")
+    texts = [learned(row, tokenizer) for row in rows]
+    assert texts[0] == texts[1] and texts[0].count("</think>") == 1
+    tokenizer.chat_template = tiny.CHAT_TEMPLATE.replace(
+        "{% generation %}", "{% generation %}<think>\n\n</think>\n\n"
+    )
+    with pytest.raises(DataError, match="turn 1: 'reasoning_content': the chat template omits"):
+        learned(rows[0], tokenizer)
+
+
+def test_answers_without_thoughts_where_the_prompt_opens_them_are_counted(tmp_path, caplog):
+    file = write(tmp_path, {"messages": [ASK, YES]}, {"messages": [ASK, THOUGHT]})
+    said = "1 rows: an answer has no thoughts where the chat template's prompt opens a think block"
+    for name, counted in (("qwen3_5_think", True), ("nemotron_3_nano", True), ("qwen3", False)):
+        caplog.clear()
+        load_dataset_for(DataSection(train=file), tokenizer_of(name), 0)
+        assert (said in caplog.text) is counted, name
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("few", [12, 0], ids=["each", "by kind"])
+def test_answers_are_those_of_prefix_rendering(template, few, monkeypatch):
+    """Every template, conversations of 1 to 12 turns: with calls, thoughts, several questions."""
+    monkeypatch.setattr(answers, "FEW", few)
+    tokenizer, generator = tokenizer_of(template), random.Random(template)
+    compared = 0
+    for _ in range(40):
+        try:
+            conversation = Conversation(Former()("f:1", some_conversation(generator)), tokenizer)
+            slow = prefix_rendering.answers(conversation)
+        except DataError:  # refused, or opened by the assistant
+            continue
+        fast = answers_of(conversation)
+        assert fast.keys() == slow.keys()
+        for i, answer in slow.items():
+            after_another = i and conversation.turns[i - 1]["role"] == "assistant"
+            if answer.rewritten and after_another:
+                continue
+            assert fast[i].rewritten == answer.rewritten, (i, conversation.turns)
+            assert answer.rewritten or fast[i].pieces == answer.pieces, (i, conversation.turns)
+            compared += 1
+    assert compared > 10 or template == "llama3"  # which has no end of a turn in one rendering
+
+
+def some_conversation(generator: random.Random) -> dict:
+    calls, thinks = generator.random() < 0.5, generator.random() < 0.4
+    turns = [{"role": "system", "content": "Be brief."}] if generator.random() < 0.3 else []
+    length = generator.randint(2, 12)
+    while len(turns) < length:
+        number = len(turns)
+        if not turns or turns[-1]["role"] in ("system", "assistant"):
+            turns.append({"role": "user", "content": f"Q{number}?"})
+            continue
+        turn = {"role": "assistant", "content": f"A{number}."}
+        if thinks and generator.random() < 0.7:
+            turn["reasoning_content"] = f"Hm {number}."
+        turns.append(turn)
+        if calls and generator.random() < 0.6:
+            function = {"name": "rain", "arguments": {"city": f"B{number}"}}
+            call = {"type": "function", "id": f"c{number:08d}", "function": function}
+            turn |= {"tool_calls": [call], "content": generator.choice([None, "Let me see."])}
+            turns.append({"role": "tool", "name": "rain", "tool_call_id": call["id"],
+                          "content": f"{number} mm"})  # fmt: skip
+    return {"messages": turns, **({"tools": TOOLS} if calls else {})}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma4_v5", "llama3_1"])
+def test_a_long_conversation_is_rendered_a_few_times(name, monkeypatch):
+    """Not once for each of its answers."""
+    turns = [ASK]
+    for number in range(150):
+        function = {"name": "rain", "arguments": {"city": f"Bonn {number}"}}
+        call = {"type": "function", "id": f"c{number:08d}", "function": function}
+        result = {"role": "tool", "name": "rain", "tool_call_id": call["id"], "content": "7 mm"}
+        turns += [{"role": "assistant", "content": "", "tool_calls": [call]}, result]
+    rendered = []
+    jinja = chat.render_jinja_template
+
+    def counted(conversations, **options):
+        rendered.append(len(conversations[0]))
+        return jinja(conversations, **options)
+
+    monkeypatch.setattr(chat, "render_jinja_template", counted)
+    learned({"messages": [*turns, YES], "tools": TOOLS}, tokenizer_of(name))
+    assert 0 < len(rendered) < 25
 
 
 def test_a_template_that_rewrites_answers_learns_each_of_them_on_request(tmp_path, caplog):

@@ -5,12 +5,14 @@ import re
 import tracemalloc
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from moe_finetune.data.rows import Former
 from moe_finetune.data.sources import draw, read_rows
 from moe_finetune.data.tokenize import CHAT_TEMPLATES, IGNORED, tokenize_row
 from moe_finetune.errors import DataError
 from moe_finetune.recipe.sections import DataSection
+from moe_finetune.training.preview import marked
 from tests import tiny
 from tests.data.loading import load_dataset_for, prepare
 
@@ -474,3 +476,34 @@ def test_esft(data_file, tokenizer, task):
         answers = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
         said = learned(tokenizer, ids, labels)
         assert said == "|".join(f"{answer}<|im_end|>" for answer in answers)
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"text": "hi"}, "⟦<s>hi</s>⟧"),
+        ({"text": "<s>hi</s>"}, "⟦<s>hi</s>⟧"),
+        ({"text": "<s>hi</s>\n"}, "⟦<s>hi</s>\n⟧"),
+        ({"text": "<s><s>hi"}, "⟦<s><s>hi</s>⟧"),
+        ({"text": "hi</s> no"}, "⟦<s>hi</s> no</s>⟧"),
+        ({"prompt": "<s>hi", "completion": "lo</s>"}, "<s>hi⟦lo</s>⟧"),
+        ({"prompt": "hi", "completion": "lo"}, "<s>hi⟦lo</s>⟧"),
+    ],
+)
+def test_a_text_has_one_beginning_and_one_end(row, text, tmp_path, caplog):
+    """As many as it has where it has them: it was rendered before."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
+    ids = [("<s>", tokenizer.bos_token_id), ("</s>", tokenizer.eos_token_id)]
+    for single in ("<s> $A", "<s> $A </s>"):
+        processor = TemplateProcessing(single=single, special_tokens=ids)
+        tokenizer.backend_tokenizer.post_processor = processor
+        tokens = tokenize_row(row, tokenizer, True)
+        assert marked(tokens.input_ids, tokens.labels, tokenizer, ("⟦", "⟧")) == text
+        file = tmp_path / "rows.jsonl"
+        file.write_text(json.dumps(row) + "\n")
+        caplog.clear()
+        load_dataset_for(DataSection(train=str(file)), tokenizer, 0)
+        written = str(row)
+        noted = "1 rows already have the special token that begins or ends a text" in caplog.text
+        assert noted is ("'<s>" in written or "</s>'" in written or "</s>\\n'" in written)
