@@ -44,9 +44,15 @@ WORDS: dict[str, Word] = {
     "routing/max_violation_worst_layer": Word(
         "MaxVio of the worst layer", "of the experts that ran; 0 is even", -1
     ),
-    "routing/changed_from_old_policy": Word(
-        "Experts changed since the old policy",
-        "share of tokens and layers whose router would select others than those that are replayed",
+    **{
+        f"routing/changed_from_{key}": Word(
+            f"Experts changed since the {whose}",
+            "share of tokens and layers whose router would select others than those replayed",
+        )
+        for key, whose in (("old_policy", "old policy"), ("rollout", "rollout"))
+    },
+    "rollout/missing_experts": Word(
+        "Tokens without the rollout's experts", "share of the rows' tokens"
     ),
     **{
         f"{head}/{name}": Word(f"{title} {whose}", meaning)

@@ -95,6 +95,11 @@ def _of_stage(recipe: Any) -> Iterator[str]:
     for key, value in (("rewards", recipe.rewards), ("router.replay", replay != "off")):
         if value and stage != "grpo":
             yield f"{key}: only valid for stage grpo, and this is stage {stage}; leave it out"
+    if replay == "rollout" and not recipe.trainer.get("use_vllm"):
+        yield (
+            "router.replay: rollout: only vLLM returns the experts of a rollout; set "
+            "trainer.use_vllm: true, or router.replay: old_policy"
+        )
     if replay != "off" and recipe.method.perturbations.random_second_choice:
         yield (
             "router.replay: method.perturbations.random_second_choice draws experts of its own; "

@@ -20,7 +20,7 @@ Attention = Literal[
 ]
 Target = Literal["attention", "shared_experts", "experts"]
 Part = Literal["attention", "shared_experts", "experts", "router"]
-Replay = Literal["off", "old_policy"]
+Replay = Literal["off", "old_policy", "rollout"]
 Positive = Annotated[int, Field(ge=1)]
 LEAST_AUTO_RANK = 4
 """Of ``lora.parts.experts.rank: auto``: a lower rank hardly saves memory."""
@@ -70,7 +70,7 @@ class RouterSection(Section):
     """How the routers learn: all weights, through LoRA, or not at all.
 
     ``replay``, of stage grpo: each token is trained with the experts that the old policy's forward
-    selected for it, weighted by the current router.
+    or vLLM's rollout selected for it, weighted by the current router.
     """
 
     train: Literal["auto", "full", "lora", "frozen"] = Field(

@@ -9,21 +9,34 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from moe_finetune.checkpoint.bias import bias_name
 from moe_finetune.errors import CaptureError, RecipeError
+from moe_finetune.losses.base import ModelFacts
 from moe_finetune.models import Family
-from moe_finetune.moe.layers import causal_lm
+from moe_finetune.moe.layers import causal_lm, model_facts, moe_layers
 from moe_finetune.moe.lora_active import TrainedAdapter
 from moe_finetune.moe.pinned_choice import PinnedChoice, PinsChoice, RecordsChoice
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.sections import Replay
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.training.callback import SpecializationCallback
+from moe_finetune.training.rollout_vllm import (
+    ask_server,
+    check_rolled_out,
+    check_server,
+    client_returns_experts,
+    place,
+    rolled_out,
+    send_bias,
+)
 
 log = logging.getLogger(__name__)
 _Trainer: Any = object
@@ -34,6 +47,20 @@ BEFORE = {"old_policy": "old_per_token_logps", "rollout": "sampling_per_token_lo
 LOG_2 = math.log(2)
 
 
+@dataclass
+class Scoring:
+    """The experts of a batch that is being generated and scored, as far as they are known.
+
+    Attributes:
+        records: of the old policy's forward.
+        arrays: what vLLM returned for its rows; ``placed`` are the same in padded rows.
+    """
+
+    records: RecordsChoice | None = None
+    arrays: list[np.ndarray] | None = None
+    placed: PinnedChoice | None = None
+
+
 class PinsExperts(_Trainer):
     """Mixin that trains each token with the experts of an earlier forward, and compares with it.
 
@@ -42,8 +69,9 @@ class PinsExperts(_Trainer):
     sampler's (``rollout/...``), with ``r = p_now / p_before``: ``log_prob_difference``, the mean of
     ``|log r|``; ``kl``, the mean of ``r - 1 - log r``, which estimates ``KL(before || now)``
     (Schulman 2020); and ``ratio_beyond_2``, the share of ratios outside [1/2, 2]. With replay it
-    has ``routing/changed_from_old_policy``: the share of (token, layer) pairs whose router would
-    select other experts than the pinned ones.
+    has ``routing/changed_from_old_policy`` or ``..._rollout``: the share of (token, layer) pairs
+    whose router would select other experts than the pinned ones; and of a rollout
+    ``rollout/missing_experts``, the share of the rows' tokens for which it has none.
 
     Attributes:
         callback: its recorder is on the model during training.
@@ -53,26 +81,59 @@ class PinsExperts(_Trainer):
     callback: SpecializationCallback
     replay: Replay = "off"
     _policy: TrainedAdapter | None = None
-    _scored: RecordsChoice | None = None
-    _scoring = False
+    _scoring: Scoring | None = None
     _batch: Mapping[str, Any] | None = None
+
+    def _generate_single_turn(
+        self, prompt_ids: Any, images: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        completions, log_probs = super()._generate_single_turn(prompt_ids, images, *args, **kwargs)
+        if self._scoring is not None and self.replay == "rollout":
+            if images is not None or self.tools or self._scoring.arrays is not None:
+                raise CaptureError(
+                    "router.replay: rollout: not supported with images or tools; set old_policy"
+                )
+            lengths = [len(p) + len(c) for p, c in zip(prompt_ids, completions, strict=True)]
+            arrays = rolled_out(self.vllm_generation, len(prompt_ids))
+            self._scoring.arrays = check_rolled_out(arrays, lengths, self._facts)
+        return completions, log_probs
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         if self.replay == "off" or not self.model.training:
             return super()._generate_and_score_completions(inputs)
         self._note_policy()
-        self._scoring = True
+        self._scoring = Scoring()
         try:
             output = super()._generate_and_score_completions(inputs)
-            if self._scored is None or self._scored.choice is None:
+            mask_BS = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+            choice = self._earlier_choice(mask_BS)
+        finally:
+            self._scoring = None
+        return {**output, EXPERTS: choice.index_BSLK, MISSING: choice.missing_BS}
+
+    def _earlier_choice(self, mask_BS: Tensor) -> PinnedChoice:
+        """The experts of the batch that is being generated and scored."""
+        scoring = self._scoring
+        assert scoring is not None
+        if self.replay == "old_policy":
+            if scoring.records is None or scoring.records.choice is None:
                 raise CaptureError(
                     "router.replay: old_policy: TRL ran no forward of the old policy over this "
                     "batch; set router.replay: off"
                 )
-            choice = self._scored.choice
-        finally:
-            self._scoring, self._scored = False, None
-        return {**output, EXPERTS: choice.index_BSLK, MISSING: choice.missing_BS}
+            return scoring.records.choice
+        if scoring.arrays is None:
+            raise CaptureError(
+                "router.replay: rollout: vLLM did not sample this batch (rollout_func); set "
+                "router.replay: old_policy"
+            )
+        if scoring.placed is None:
+            scoring.placed = place(scoring.arrays, mask_BS, self._facts)
+        return scoring.placed
+
+    @property
+    def _facts(self) -> ModelFacts:
+        return model_facts(self.callback.recorder.model)
 
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
         if self.model.training:
@@ -95,10 +156,15 @@ class PinsExperts(_Trainer):
         layers = [layer.index for layer in recorder.layers]
         if self._batch is not None:
             return self._run_for_loss(run, self._batch, layers)
-        if not (self._scoring and self._is_policy(model)):
+        if self._scoring is None or not self._is_policy(model):
             return run()
-        self._scored = RecordsChoice(attention_mask, layers)
-        with recorder.using(overrides=self._scored.begin):
+        if self.replay == "old_policy":
+            self._scoring.records = RecordsChoice(attention_mask, layers)
+            begin = self._scoring.records.begin
+        else:
+            choice = self._earlier_choice(attention_mask)
+            begin = PinsChoice(choice, torch.zeros_like(choice.missing_BS), layers).begin
+        with recorder.using(overrides=begin):
             return run()
 
     def _run_for_loss(self, run: Any, batch: Mapping[str, Any], layers: list[int]) -> Any:
@@ -115,13 +181,46 @@ class PinsExperts(_Trainer):
         pins = PinsChoice(choice, counted_BS, layers)
         with self.callback.recorder.using(overrides=pins.begin):
             result = run()
-        self._log(
-            result[0].detach(),
-            batch,
-            mask_BC,
-            {f"routing/changed_from_{self.replay}": (pins.changed, pins.compared)},
-        )
+        sums = {f"routing/changed_from_{self.replay}": (pins.changed, pins.compared)}
+        if self.replay == "rollout":
+            mask_BS = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1).bool()
+            # The last token of a row was sampled and never ran.
+            ran_BS = mask_BS & mask_BS.roll(-1, dims=1)
+            ran_BS[:, -1] = False
+            missing = (ran_BS & choice.missing_BS).sum().double()
+            sums["rollout/missing_experts"] = missing, ran_BS.sum().double()
+        self._log(result[0].detach(), batch, mask_BC, sums)
         return result
+
+    def replay_from(self, recipe: Recipe, callback: SpecializationCallback) -> None:
+        """Begin the replay that ``recipe`` asks for; called once the trainer is built.
+
+        Raises:
+            RecipeError: its vLLM server does not return experts.
+        """
+        self.callback, self.replay = callback, recipe.router.replay
+        if self.replay != "rollout":
+            return
+        generation = self.vllm_generation
+        if generation.mode == "server" and self.accelerator.is_main_process:
+            client = generation.vllm_client
+            check_server(client.get_server_info(), client.base_url)
+            client_returns_experts(client)
+        if recipe.method.bias_update is not None:
+            send_bias(generation, self._learned_bias)
+
+    def _learned_bias(self) -> dict[str, Tensor]:
+        """The loss-free bias in training, by name of a checkpoint's tensor."""
+        specialization = self.callback.specialization
+        assert specialization is not None and specialization.balancer is not None
+        layers = moe_layers(specialization.model)
+        values = specialization.balancer.effective(layers)
+        names = [
+            name.replace("original_module.", "").replace("base_layer.", "")  # PEFT's wrappers
+            for name in causal_lm(specialization.model).state_dict()
+        ]
+        family = layers[0].family
+        return {bias_name(family, at.index, names): values[f"bias.{at.index}"] for at in layers}
 
     def _note_policy(self) -> None:
         """Note the adapter that trains; called where it is active, not the reference."""
@@ -226,28 +325,41 @@ def check_rollouts(recipe: Recipe, family: Family) -> None:
 
 
 def check_replay(recipe: Recipe, family: Family) -> None:
-    """Refuse a family whose expert weights do not follow from logits and selection.
+    """Refuse a family whose experts cannot be replayed, or whose rollouts lack the learned bias.
 
     Raises:
         RecipeError: the message names what its router does instead.
     """
-    if recipe.router.replay != "off" and family.own_weights is not None:
+    replay = recipe.router.replay
+    if replay != "off" and family.own_weights is not None:
         raise RecipeError(
             f"router.replay: not supported for {family.title}, whose weights cannot be computed "
             f"for given experts: {family.own_weights}; set router.replay: off"
         )
+    biased = recipe.method.bias_update is not None
+    if replay == "rollout" and biased and family.bias_export != "tensor":
+        raise RecipeError(
+            f"router.replay: rollout: vLLM's {family.title} has no tensor for the learned bias of "
+            "method.bias_update, so it would sample without it; set router.replay: old_policy, or "
+            "leave the bias out"
+        )
 
 
-def check_old_policy(recipe: Recipe, arguments: Any) -> None:
-    """Refuse the old policy's experts where TRL runs no forward of the old policy.
+def check_engine(recipe: Recipe, arguments: Any) -> None:
+    """Refuse a replay for which TRL runs no forward, or whose server returns no experts.
 
     Args:
         arguments: the stage's TRL config.
 
     Raises:
-        RecipeError: each batch is trained on once, by the policy that it would be compared with.
+        RecipeError: names what is missing.
     """
-    if recipe.router.replay != "old_policy":
+    replay = recipe.router.replay
+    if replay == "off":
+        return
+    if replay == "rollout":
+        if arguments.vllm_mode == "server":
+            ask_server(arguments)
         return
     corrected = arguments.use_vllm and arguments.vllm_importance_sampling_correction
     batch = arguments.steps_per_generation * arguments.num_iterations

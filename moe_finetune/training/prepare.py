@@ -67,7 +67,7 @@ def prepare(recipe: Recipe, ignore_memory: bool = False, activations: bool = Fal
     from moe_finetune.lora.coverage import lora_coverage
     from moe_finetune.losses.objective import Objective
     from moe_finetune.moe.layers import model_facts
-    from moe_finetune.training.grpo import check_old_policy
+    from moe_finetune.training.grpo import check_engine
     from moe_finetune.training.reach import check_reach
     from moe_finetune.training.rewards import reward_functions
     from moe_finetune.training.trainer import training_arguments
@@ -76,7 +76,7 @@ def prepare(recipe: Recipe, ignore_memory: bool = False, activations: bool = Fal
     check_machine(recipe)
     arguments = blamed(recipe, lambda tried: training_arguments(tried, Path("checkpoints")))
     check_optimizer(recipe, arguments)
-    check_old_policy(recipe, arguments)
+    check_engine(recipe, arguments)
     start = open_start(recipe)
     check_start(start)
     with rehearsing(start) as rehearsal:

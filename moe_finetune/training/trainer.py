@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from moe_finetune.training.grpo import PinsExperts, SavesBetweenGenerations
 from moe_finetune.training.guards import FiniteTrainer
 from moe_finetune.training.inputs import read_inputs
 from moe_finetune.training.resume import ResumableTrainer
+from moe_finetune.training.rollout_vllm import engine_returns_experts
 from moe_finetune.training.run_folder import LiveTable, RunLog
 from moe_finetune.training.shards import leave_experts
 from moe_finetune.training.state import accumulation, random_state, set_random_state
@@ -157,22 +159,23 @@ def build_trainer(
     )
     callback.routing_file = RunFolder(output).routing_steps
     stage = STAGES[recipe.stage]
-    trainer = trainer_of(stage)(
-        model=model,
-        args=_arguments_from(checkpoint, recipe, output),
-        train_dataset=train,
-        eval_dataset=validation,
-        processing_class=tokenizer,
-        **_stage_arguments(recipe, train.column_names, reference),
-    )
+    replays = recipe.router.replay == "rollout"
+    with engine_returns_experts() if replays else nullcontext():
+        trainer = trainer_of(stage)(
+            model=model,
+            args=_arguments_from(checkpoint, recipe, output),
+            train_dataset=train,
+            eval_dataset=validation,
+            processing_class=tokenizer,
+            **_stage_arguments(recipe, train.column_names, reference),
+        )
     trainer.run_id = read_inputs(RunFolder(output)).get("run")
     for printer in (ProgressCallback, PrinterCallback):  # LiveTable shows what they would print
         trainer.remove_callback(printer)
     leave_experts(trainer)
     callback.attach(trainer)
     if isinstance(trainer, PinsExperts):
-        trainer.callback = callback
-        trainer.replay = recipe.router.replay
+        trainer.replay_from(recipe, callback)
     add_callbacks(trainer, RunLog(output, "logging_steps" not in recipe.trainer), LiveTable())
     return trainer, callback
 

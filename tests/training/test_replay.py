@@ -116,18 +116,32 @@ def test_a_batch_that_is_trained_once_has_no_old_policy(tmp_path):
     assert not any(KEYS[0] in row for row in trainer.state.log_history)
 
 
-def test_a_family_with_weights_of_its_own_is_refused():
-    base = {
+def asked(**router):
+    """A recipe of GRPO with vLLM and a learned bias."""
+    tree = {
         "stage": "grpo", "model": {"path": "m"}, "lora": {"rank": 1}, "data": {"train": "t.jsonl"},
-        "rewards": ["exact_match"],
+        "rewards": ["exact_match"], "trainer": {"use_vllm": True}, "method": "loss_free",
     }  # fmt: skip
-    pinned = recipe_from_tree(Tree(base | {"router": {"replay": "old_policy"}}))
-    check_replay(pinned, FAMILIES["deepseek_v3"])
-    check_replay(recipe_from_tree(Tree(base)), FAMILIES["phimoe"])
-    with pytest.raises(
-        RecipeError, match=r"router.replay: not supported for Phi-3.5-MoE.*SparseMixer"
-    ):
-        check_replay(pinned, FAMILIES["phimoe"])
+    return recipe_from_tree(Tree({**tree, "router": router}))
+
+
+@pytest.mark.parametrize(
+    ("replay", "family", "problem"),
+    [
+        ("off", "phimoe", None),
+        ("old_policy", "qwen3_moe", None),
+        ("rollout", "deepseek_v3", None),
+        ("old_policy", "phimoe", r"not supported for Phi-3.5-MoE.*SparseMixer"),
+        ("rollout", "qwen3_moe", r"no tensor for the learned bias"),
+        ("rollout", "deepseek_v2", r"no tensor for the learned bias"),
+    ],
+)
+def test_families_that_cannot_replay_are_refused(replay, family, problem):
+    if problem is None:
+        check_replay(asked(replay=replay), FAMILIES[family])
+        return
+    with pytest.raises(RecipeError, match=rf"router.replay: .*{problem}"):
+        check_replay(asked(replay=replay), FAMILIES[family])
 
 
 class Stop(TrainerCallback):
