@@ -152,7 +152,7 @@ def open_checkpoint(
 
 
 def check_only_weights(folder: Path, files: Mapping[str, Header]) -> None:
-    """Refuse a single weight file that contradicts the shards; report an adapter left beside them.
+    """Refuse a single weight file that contradicts the shards; report an adapter left next to them.
 
     Raises:
         CheckpointError: ``model.safetensors`` and the index's shards have other content.
@@ -169,8 +169,8 @@ def check_only_weights(folder: Path, files: Mapping[str, Header]) -> None:
     if (folder / ADAPTER_CONFIG).is_file() and folder not in _reported:
         _reported.add(folder)
         log.warning(
-            "%s: %s lies beside the weights and is not applied; move the adapter into a folder of "
-            "its own, to merge it or to continue it with lora.start",
+            "%s: %s is not applied, although it lies with the weights; move it into its own "
+            "folder, to merge it or to continue it with lora.start",
             folder,
             ADAPTER_CONFIG,
         )

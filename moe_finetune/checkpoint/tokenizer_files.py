@@ -97,14 +97,14 @@ def has_tokenizer(folder: Path) -> bool:
 
 def differences(ours: Any, base: Any) -> list[str]:
     """In what a tokenizer differs from the base's, as far as prompts and answers show."""
-    found = []
+    differing = []
     if ours.get_vocab() != base.get_vocab() or ours.encode(PROBE) != base.encode(PROBE):
-        found.append("tokens")
+        differing.append("tokens")
     if (ours.chat_template or None) != (base.chat_template or None):
-        found.append("chat template")
+        differing.append("chat template")
     if ours.eos_token != base.eos_token:
-        found.append(f"end token {ours.eos_token!r}")
-    return found
+        differing.append(f"end token {ours.eos_token!r}")
+    return differing
 
 
 def for_merge(base: Checkpoint, adapter: Path, choice: str | None) -> tuple[dict[str, bytes], str]:
@@ -137,13 +137,13 @@ def for_merge(base: Checkpoint, adapter: Path, choice: str | None) -> tuple[dict
 
 
 def _check_tokens(base: Checkpoint, adapter: Path, ours: Any, theirs: Any) -> None:
-    vocabulary, known = ours.get_vocab(), theirs.get_vocab()
+    vocabulary, base_ids = ours.get_vocab(), theirs.get_vocab()
     remedy = "choose with --tokenizer base or --tokenizer adapter"
-    for token, number in vocabulary.items():
-        if known.get(token, number) != number:
+    for token, index in vocabulary.items():
+        if base_ids.get(token, index) != index:
             raise AdapterError(
-                f"{adapter}: its tokenizer has {token!r} as {number}, the base's as "
-                f"{known[token]}; {remedy}"
+                f"{adapter}: its tokenizer has {token!r} as {index}, the base's as "
+                f"{base_ids[token]}; {remedy}"
             )
     config = base.model_config.get_text_config()
     if (largest := max(vocabulary.values())) >= config.vocab_size:
@@ -164,12 +164,12 @@ def end_tokens(base: Checkpoint, ours: Any, theirs: Any = None) -> dict[str, byt
     union = [token for token in dict.fromkeys([*ends, *base_ends]) if token is not None]
     if not union or set(union) == set(base_ends):
         return {}
-    kept = dict(stored)
+    settings = dict(stored)
     if not stored:
         defaults = {name: getattr(config, name, None) for name in ("bos_token_id", "pad_token_id")}
-        kept = {name: value for name, value in defaults.items() if value is not None}
-    kept["eos_token_id"] = union[0] if len(union) == 1 else union
-    return {GENERATION: json_text(kept).encode()}
+        settings = {name: value for name, value in defaults.items() if value is not None}
+    settings["eos_token_id"] = union[0] if len(union) == 1 else union
+    return {GENERATION: json_text(settings).encode()}
 
 
 def turn_end(tokenizer: Any) -> int | None:
@@ -181,7 +181,7 @@ def turn_end(tokenizer: Any) -> int | None:
         text = tokenizer.apply_chat_template(turns, tokenize=False)
     except Exception:  # whatever a template raises for these turns
         return None
-    after = text.rpartition("bcd")[2]
-    tokens = tokenizer(after, add_special_tokens=False)["input_ids"] if after else []
+    ending = text.rpartition("bcd")[2]
+    tokens = tokenizer(ending, add_special_tokens=False)["input_ids"] if ending else []
     first = next((t for t in tokens if tokenizer.decode([t]).strip()), None)
     return first if first in tokenizer.added_tokens_decoder else None

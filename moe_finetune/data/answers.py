@@ -46,7 +46,7 @@ class _Answers:
     """Compares the conversation with renderings that end before and after an answer.
 
     In a long conversation once for each kind of answer: those of one kind lie in the same way
-    between the turns beside them, whose places a rendering with marks in their contents shows.
+    between the neighboring turns, whose places a rendering with marks in their contents shows.
     """
 
     def __init__(self, conversation: Conversation):

@@ -123,7 +123,7 @@ def _write_model(
 def training_tokenizer(tokenizer: Any, recipe: Recipe) -> dict[str, bytes]:
     """The files of the tokenizer that training read, with its chat template and end token.
 
-    A tokenizer that is not that of the files, as another trainer may have one, is saved anew.
+    A tokenizer that is not that of the files, as another trainer may have one, is saved again.
     """
     path = recipe.model.tokenizer or recipe.model.path
     try:
