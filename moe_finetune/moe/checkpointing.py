@@ -38,6 +38,15 @@ def checkpoints(layers: Iterable[Any]) -> bool:
     )
 
 
+def saves_some(layers: Iterable[Any]) -> bool:
+    """Whether checkpointing is selective, whose graph allows one backward only."""
+    return any(
+        "context_fn" in getattr(getattr(layer, _FUNCTION, None), "keywords", {})
+        for layer in layers
+        if getattr(layer, "gradient_checkpointing", False)
+    )
+
+
 def checkpoint_layers(model: Any, **options: Any) -> None:
     """Turn transformers' checkpointing on, by its name since 5.23 or before."""
     new = getattr(model, "activation_checkpointing_enable", None)

@@ -54,8 +54,8 @@ class ForwardPlan:
         joins: how losses join the layers' outputs; None injects their sum.
         overrides: called with a forward's number of rows; returns its ForwardOverrides.
         keeps_choice: whether a checkpointed layer that runs again takes its first visit's experts.
-        note_repeated: called when a layer runs again, with a bool (T,): whether it would select
-            other experts for a token.
+        note_repeated: called when a layer runs again, with the number of tokens (float64) for which
+            it would select other experts, and of all tokens.
     """
 
     objective: Objective | None = None
@@ -67,7 +67,7 @@ class ForwardPlan:
     joins: Joins | None = None
     overrides: Callable[[int], ForwardOverrides] = lambda rows: ForwardOverrides()
     keeps_choice: bool = True
-    note_repeated: Callable[[Tensor], None] = lambda changed_T: None
+    note_repeated: Callable[[Tensor, int], None] = lambda changed, tokens: None
 
 
 class ForwardContext:

@@ -22,7 +22,8 @@ def keep_choice(
 ) -> tuple[Tensor, Tensor]:
     """Keep a first visit's selection; replace a recomputation's by it.
 
-    Both visits run the same operations, since checkpointing compares the tensors that they save.
+    Both visits run the same operations: checkpointing compares the tensors that they save, and
+    selective checkpointing asks in the second for what the first computed.
 
     Raises:
         CaptureError: the layer runs a second time in the same forward.
@@ -42,12 +43,12 @@ def keep_choice(
         )
     if not context.checkpoints:
         return weights_TK, index_TK
-    kept_TK = index_TK
+    packed = context.choices[layer.index]
+    assert packed is not None
+    kept_TK = packed.long()
+    changed = (~same_experts(kept_TK, index_TK)).sum(dtype=torch.float64)
     if not first_visit:
-        packed = context.choices[layer.index]
-        assert packed is not None
-        kept_TK = packed.long()
-        context.plan.note_repeated(~same_experts(kept_TK, index_TK))
+        context.plan.note_repeated(changed, len(index_TK))
     if layer.family.own_weights or not context.plan.keeps_choice:
         return weights_TK, index_TK
     same_T1 = (kept_TK == index_TK).all(-1, keepdim=True)

@@ -40,12 +40,11 @@ class TrainingStatistics:
         self._changed: Tensor | None = None  # tokens with other experts in a recomputation
         self._repeated = 0  # all tokens that ran again
 
-    def note_repeated(self, changed_T: Tensor) -> None:
+    def note_repeated(self, changed: Tensor, tokens: int) -> None:
         """Count the tokens of a layer that ran again in the backward."""
-        changed = changed_T.sum(dtype=torch.float64)
         total = self._changed
         self._changed = changed if total is None else total + changed.to(total.device)
-        self._repeated += len(changed_T)
+        self._repeated += tokens
 
     def note_strength(self, rows: Sequence[Any]) -> None:
         """Keep measured strengths, rows of ``TermStrength``, for the next :meth:`read`."""

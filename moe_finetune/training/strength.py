@@ -16,6 +16,7 @@ from typing import Any
 from moe_finetune.errors import ObjectiveError
 from moe_finetune.losses.base import LARGEST_WEIGHT, Term
 from moe_finetune.losses.objective import Objective
+from moe_finetune.moe.checkpointing import saves_some
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import family_in
 from moe_finetune.training import ranks
@@ -247,6 +248,11 @@ def _obstacle(recorder: Recorder, shares: bool) -> str | None:
     sharded = any(hasattr(parameter, "ds_id") for parameter in recorder.model.parameters())
     if sharded or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         return "DeepSpeed does not expose gradients (recipes/hardware/fsdp2_8gpu.yaml does not)"
+    if saves_some(recorder.backbone.layers):
+        return (
+            "selective checkpointing allows one backward; leave `selective` out of "
+            "gradient_checkpointing_kwargs"
+        )
     if not shares or any(map(trained_parts, recorder.layers)):
         return None
     family = family_in(recorder.model)
