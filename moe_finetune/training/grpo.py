@@ -101,7 +101,8 @@ class PinsExperts(_Trainer):
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         if self.replay == "off" or not self.model.training:
             return super()._generate_and_score_completions(inputs)
-        self._note_policy()
+        # Now, while the trained adapter is active, and not the reference.
+        self._policy = self._policy or TrainedAdapter(self.callback.recorder.model)
         self._scoring = Scoring()
         try:
             output = super()._generate_and_score_completions(inputs)
@@ -136,9 +137,7 @@ class PinsExperts(_Trainer):
         return model_facts(self.callback.recorder.model)
 
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
-        if self.model.training:
-            self._note_policy()
-            self._batch = inputs
+        self._batch = inputs if self.model.training else None
         try:
             return super()._compute_loss(model, inputs)
         finally:
@@ -172,22 +171,19 @@ class PinsExperts(_Trainer):
         if "tool_mask" in batch:
             mask_BC = mask_BC & batch["tool_mask"].bool()
         if EXPERTS not in batch:
-            result = run()
-            self._log(result[0].detach(), batch, mask_BC)
-            return result
-        choice = PinnedChoice(batch[EXPERTS], batch[MISSING])
-        counted_BS = torch.zeros_like(choice.missing_BS)
-        counted_BS[:, -mask_BC.shape[1] :] = mask_BC
-        pins = PinsChoice(choice, counted_BS, layers)
-        with self.callback.recorder.using(overrides=pins.begin):
-            result = run()
-        sums = {f"routing/changed_from_{self.replay}": (pins.changed, pins.compared)}
+            result, sums = run(), {}
+        else:
+            choice = PinnedChoice(batch[EXPERTS], batch[MISSING])
+            counted_BS = torch.zeros_like(choice.missing_BS)
+            counted_BS[:, -mask_BC.shape[1] :] = mask_BC
+            pins = PinsChoice(choice, counted_BS, layers)
+            with self.callback.recorder.using(overrides=pins.begin):
+                result = run()
+            sums = {f"routing/changed_from_{self.replay}": (pins.changed, pins.compared)}
         if self.replay == "rollout":
             mask_BS = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1).bool()
-            # The last token of a row was sampled and never ran.
-            ran_BS = mask_BS & mask_BS.roll(-1, dims=1)
-            ran_BS[:, -1] = False
-            missing = (ran_BS & choice.missing_BS).sum().double()
+            ran_BS = mask_BS[:, 1:] & mask_BS[:, :-1]  # a row's last token never ran
+            missing = (ran_BS & batch[MISSING][:, :-1]).sum().double()
             sums["rollout/missing_experts"] = missing, ran_BS.sum().double()
         self._log(result[0].detach(), batch, mask_BC, sums)
         return result
@@ -222,10 +218,6 @@ class PinsExperts(_Trainer):
         family = layers[0].family
         return {bias_name(family, at.index, names): values[f"bias.{at.index}"] for at in layers}
 
-    def _note_policy(self) -> None:
-        """Note the adapter that trains; called where it is active, not the reference."""
-        self._policy = self._policy or TrainedAdapter(self.callback.recorder.model)
-
     def _is_policy(self, model: Any) -> bool:
         assert self._policy is not None
         policy = causal_lm(self.callback.recorder.model)
@@ -236,10 +228,9 @@ class PinsExperts(_Trainer):
         now_BC: Tensor,
         batch: Mapping[str, Any],
         mask_BC: Tensor,
-        sums: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+        sums: dict[str, tuple[Tensor, Tensor]],
     ) -> None:
         """Log ``sums``, pairs of a total and a count, and the differences of log-probabilities."""
-        sums = dict(sums or {})
         for whose, key in BEFORE.items():
             if key not in batch:
                 continue
