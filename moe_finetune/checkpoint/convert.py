@@ -46,7 +46,7 @@ def convert_checkpoint(source: str | Path, output: str | Path) -> Path:
     folder = local_folder(source)
     load_config(folder)
     files = open_checkpoint(folder).files
-    refuse_foreign_links(folder)
+    refuse_foreign_links(folder, small_files(folder))
     size = sum((folder / name).stat().st_size for name in files)
     check_space(output, size)
     check_values(tensors_of(files).values(), CheckpointError)

@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ _TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 
 
 def carried_files(
-    folder: Path, config_changes: Mapping[str, Any] | None = None
+    folder: Path,
+    config_changes: Mapping[str, Any] | None = None,
+    wanted: Callable[[str], bool] = lambda name: True,
 ) -> dict[str, bytes]:
     """Configs, tokenizer, chat templates and license texts of ``folder`` as path -> bytes.
 
@@ -31,13 +33,14 @@ def carried_files(
     ``config.json`` (None removes a key), JSON files lose entries that name remote code, and a
     tokenizer that loaders would read differently without its code is rewritten so that they agree.
     A link that leaves the folder raises CheckpointError.
+
+    Args:
+        wanted: whether a file of this path is needed.
     """
-    refuse_foreign_links(folder)
-    files = {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in small_files(folder)
-        if path.name not in _LEFT
-    }
+    paths = {path.relative_to(folder).as_posix(): path for path in small_files(folder)}
+    paths = {name: path for name, path in paths.items() if wanted(name)}
+    refuse_foreign_links(folder, paths.values())
+    files = {name: path.read_bytes() for name, path in paths.items() if path.name not in _LEFT}
     if _loaders_disagree(folder):
         with tempfile.TemporaryDirectory() as scratch:
             write_tokenizer(folder, Path(scratch))
@@ -49,7 +52,7 @@ def carried_files(
     return files
 
 
-def refuse_foreign_links(folder: Path) -> None:
+def refuse_foreign_links(folder: Path, paths: Iterable[Path]) -> None:
     """Raise CheckpointError for a small file that links to a place outside the checkpoint.
 
     The export would contain, and publish, that file's content. Links inside the folder, and links
@@ -57,7 +60,7 @@ def refuse_foreign_links(folder: Path) -> None:
     """
     root = folder.resolve()
     allowed = [root, *([root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [])]
-    for path in small_files(folder):
+    for path in paths:
         real = path.resolve()
         if not any(real.is_relative_to(parent) for parent in allowed):
             raise CheckpointError(

@@ -42,7 +42,7 @@ def tokenizer_files(
         template: a chat template in place of ``source``'s.
         end: an end-of-text token in place of ``source``'s.
     """
-    files = {n: content for n, content in carried_files(source).items() if is_tokenizer_file(n)}
+    files = carried_files(source, wanted=is_tokenizer_file)
     settings = json.loads(files.get(SETTINGS, b"{}"))
     changed = dict(settings)
     if settings.get("tokenizer_class") in _ONLY_5:
@@ -125,15 +125,16 @@ def for_merge(base: Checkpoint, adapter: Path, choice: str | None) -> tuple[dict
         return {}, ""
     if choice is None and theirs is not None:
         _check_tokens(base, adapter, ours, theirs)
-    files = tokenizer_files(adapter)
+    files, note = tokenizer_files(adapter), ""
     if TOKENIZER in files:
         content = json.loads(files[TOKENIZER])
         if content.get("truncation") or content.get("padding"):
             content |= {"truncation": None, "padding": None}
             files[TOKENIZER] = json.dumps(content, ensure_ascii=False, indent=2).encode()
+            note = "; its truncation and padding are dropped"
     if theirs is None or ours.chat_template != theirs.chat_template or differing[-1][:3] == "end":
-        files |= end_tokens(base, ours, theirs)
-    return files, f"tokenizer: {', '.join(differing)} of {adapter.name}, not of the base"
+        files |= end_tokens(base, ours)
+    return files, f"tokenizer: {', '.join(differing)} of {adapter.name}, not of the base{note}"
 
 
 def _check_tokens(base: Checkpoint, adapter: Path, ours: Any, theirs: Any) -> None:
@@ -153,7 +154,7 @@ def _check_tokens(base: Checkpoint, adapter: Path, ours: Any, theirs: Any) -> No
         )
 
 
-def end_tokens(base: Checkpoint, ours: Any, theirs: Any = None) -> dict[str, bytes]:
+def end_tokens(base: Checkpoint, ours: Any) -> dict[str, bytes]:
     """``generation_config.json`` with the training's end tokens before the base's; {} if equal."""
     file = base.folder / GENERATION
     stored: Mapping[str, Any] = json.loads(file.read_bytes()) if file.is_file() else {}

@@ -70,6 +70,7 @@ def prepare(recipe: Recipe, ignore_memory: bool = False, activations: bool = Fal
     from moe_finetune.training.grpo import check_engine
     from moe_finetune.training.reach import check_reach
     from moe_finetune.training.rewards import reward_functions
+    from moe_finetune.training.save import training_tokenizer
     from moe_finetune.training.trainer import training_arguments
 
     check_launch(recipe)
@@ -90,6 +91,7 @@ def prepare(recipe: Recipe, ignore_memory: bool = False, activations: bool = Fal
                 f"data: {error}; repair the patterns in tokenizer.json, or choose another "
                 "model.tokenizer"
             ) from None
+        training_tokenizer(start.tokenizer, recipe)  # the small files of a save
         model = build_model(start)
         if start.checkpoint is not None and recipe.lora is not None and recipe.lora.start:
             from moe_finetune.training.train import continue_adapter

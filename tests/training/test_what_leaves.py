@@ -137,7 +137,8 @@ def test_an_adapters_tokenizer_goes_into_its_merge_where_it_says_something_else(
     cut = {"direction": "Right", "max_length": 9, "strategy": "LongestFirst", "stride": 0}
     edit(trained / "tokenizer.json", truncation=cut)
     other = merge_adapter(base, trained, tmp_path / "other")
-    assert other.notes == [*plain.notes, "tokenizer: chat template of trained, not of the base"]
+    assert len(other.notes) == len(plain.notes) + 1
+    assert "chat template of trained, not of the base; its truncation" in other.notes[-1]
     assert load_tokenizer(tmp_path / "other").chat_template == CHAT_TEMPLATES["chatml"]
     assert json.loads((tmp_path / "other" / "tokenizer.json").read_text())["truncation"] is None
     generation = json.loads((tmp_path / "other" / "generation_config.json").read_text())
@@ -213,3 +214,10 @@ def test_a_file_that_cannot_be_copied_at_the_end_is_refused_at_the_start(base, t
     (base / "notes.txt").symlink_to(tmp_path / "secret.txt")
     with pytest.raises(CheckpointError, match="outside the checkpoint"):
         plan_run(recipe(base), tmp_path / "run")
+    alone = {"export": {"merge": False}}
+    plan_run(recipe(base, **alone), tmp_path / "run")  # an adapter has only the tokenizer's
+    (tmp_path / "elsewhere.json").write_bytes((base / "tokenizer_config.json").read_bytes())
+    (base / "tokenizer_config.json").unlink()
+    (base / "tokenizer_config.json").symlink_to(tmp_path / "elsewhere.json")
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: is a link"):
+        plan_run(recipe(base, **alone), tmp_path / "run")
