@@ -1,5 +1,6 @@
 """An lm-eval model that stores every reply, counts tokens and never truncates silently."""
 
+import re
 import time
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -11,9 +12,12 @@ from moe_finetune.data.chat import TemplateLimitError, limited
 from moe_finetune.errors import EvaluationError
 from moe_finetune.evaluation.backends import Backend
 from moe_finetune.evaluation.cache import ReplyStore, answer_all
+from moe_finetune.evaluation.suites import SuiteTask
+from moe_finetune.evaluation.thoughts import judged, opens_thoughts
 from moe_finetune.io.terminal import terminal
 
 Overflow = Literal["error", "truncate"]
+_SPECIAL = re.compile(r"<\S+>")
 
 
 @dataclass
@@ -25,6 +29,8 @@ class Usage:
         tokens: prompt and reply tokens of the requests that were sent.
         seconds: wall time of those.
         overflowing: requests longer than the context; ``policy`` says how they were handled.
+        thoughts: replies of chats whose thoughts were removed.
+        unanswered: replies of chats that were cut inside their thoughts.
     """
 
     requests: int = 0
@@ -34,6 +40,8 @@ class Usage:
     overflowing: int = 0
     longest: int = 0
     policy: str = "error"
+    thoughts: int = 0
+    unanswered: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         speed = self.tokens / self.seconds if self.seconds else None
@@ -46,7 +54,7 @@ class CachedLM(LM):
     Args:
         overflow: ``"error"`` stops a task whose prompts do not fit into the context;
             ``"truncate"`` lets lm-eval truncate them on the left, and counts them.
-        max_tokens: cap on generated tokens instead of the task's own.
+        entry: the suite's line: a cap on generated tokens, and how chats are rendered and judged.
     """
 
     def __init__(
@@ -54,16 +62,26 @@ class CachedLM(LM):
         backend: Backend,
         store: ReplyStore,
         overflow: Overflow = "error",
-        max_tokens: int | None = None,
+        entry: SuiteTask | None = None,
         progress: bool = True,
     ):
         super().__init__()
         self._inner, self._backend, self._store = backend.lm, backend, store
-        self._max_tokens, self._progress = max_tokens, progress
+        self._entry, self._progress = entry or SuiteTask(task="task", metric="metric"), progress
         self.usage = Usage(policy=overflow)
 
     def loglikelihood(self, requests: list[Instance], **_: Any) -> list[tuple[float, bool]]:
-        """See lm-eval; replies are (sum of log-probabilities in nats, is greedy)."""
+        """See lm-eval; replies are (sum of log-probabilities in nats, is greedy).
+
+        Raises:
+            EvaluationError: the answers would be measured inside the thoughts of a chat.
+        """
+        if self._entry.chat and any(opens_thoughts(request.args[0]) for request in requests):
+            raise EvaluationError(
+                f"{self._entry.label}: the chat template opens thoughts, inside which the choices "
+                "would be measured; set enable_thinking: false on the suite's line if the template "
+                "reads it, or chat: false"
+            )
         return [(float(r[0]), bool(r[1])) for r in self._answer("loglikelihood", requests)]
 
     def loglikelihood_rolling(self, requests: list[Instance], **_: Any) -> list[float]:
@@ -71,11 +89,37 @@ class CachedLM(LM):
         return self._answer("loglikelihood_rolling", requests)
 
     def generate_until(self, requests: list[Instance], **_: Any) -> list[str]:
-        if self._max_tokens is not None:
-            for request in requests:
-                context, arguments = request.args
-                request.arguments = (context, {**arguments, "max_gen_toks": self._max_tokens})
-        return self._answer("generate_until", requests)
+        """See lm-eval; of a chat's reply, what is judged, see :mod:`.thoughts`."""
+        stops: list[list[str]] = []
+        for request in requests:
+            context, arguments = request.args
+            until = arguments.get("until") or []
+            stops.append([until] if isinstance(until, str) else list(until))
+            changed = dict(arguments)
+            if self._entry.max_tokens is not None:
+                changed["max_gen_toks"] = self._entry.max_tokens
+            if self._entry.chat:  # other stops may occur in thoughts, or in a program
+                changed["until"] = [stop for stop in stops[-1] if _SPECIAL.fullmatch(stop)]
+            request.arguments = (context, changed)
+        replies = self._answer("generate_until", requests)
+        if not self._entry.chat:
+            return replies
+        lengths = [len(ids) for ids in self._encode(replies)]
+        return [
+            self._judged(reply, request, length, until)
+            for reply, request, length, until in zip(replies, requests, lengths, stops, strict=True)
+        ]
+
+    def _judged(self, reply: str, request: Instance, length: int, stops: list[str]) -> str:
+        prompt, arguments = request.args
+        # Encoding a text again may merge a token or two.
+        answer = judged(reply, prompt, cut=length + 2 >= self._reply_tokens(arguments))
+        self.usage.thoughts += answer not in (None, reply)
+        self.usage.unanswered += answer is None
+        answer = answer or ""
+        for stop in stops if self._entry.code is None else []:
+            answer = answer.split(stop, 1)[0]
+        return answer
 
     def _answer(self, kind: str, requests: list[Instance]) -> list[Any]:
         lengths = self._lengths(kind, requests)
@@ -145,6 +189,12 @@ class CachedLM(LM):
             return lengths
         # A generation needs room for its reply, a log-likelihood for the token vLLM must generate.
         room = [self._reply_tokens(r.args[1]) if kind == "generate_until" else 1 for r in requests]
+        if max(room, default=0) >= limit:
+            raise EvaluationError(
+                f"{requests[0].task_name}: a reply of {max(room)} tokens does not fit into the "
+                f"context of {limit}; set a smaller max_tokens on the suite's line, or a longer "
+                "context (vllm.max_model_len)"
+            )
         needs = [length + extra for length, extra in zip(lengths, room, strict=True)]
         too_long = [need for need in needs if need > limit]
         self.usage.overflowing += len(too_long)
@@ -173,7 +223,15 @@ class CachedLM(LM):
     def apply_chat_template(self, chat_history: list, add_generation_prompt: bool = True) -> str:
         try:
             with limited():
-                return self._inner.apply_chat_template(chat_history, add_generation_prompt)
+                if self._entry.enable_thinking is None:
+                    return self._inner.apply_chat_template(chat_history, add_generation_prompt)
+                return self._inner.tokenizer.apply_chat_template(
+                    chat_history,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=not add_generation_prompt,
+                    enable_thinking=self._entry.enable_thinking,
+                )
         except TemplateLimitError as error:
             raise EvaluationError(str(error)) from error
 

@@ -3,7 +3,7 @@
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from moe_finetune.errors import DataError, DependencyError, EvaluationError, did
 from moe_finetune.evaluation.results import TaskResult, samples_file
 from moe_finetune.evaluation.sandbox import Program, Sandbox
 from moe_finetune.evaluation.sandbox.names import free_names, required_names
+from moe_finetune.evaluation.thoughts import judged
 from moe_finetune.io.rows import read_rows, write_jsonl
 from moe_finetune.metrics.statistics import mean_and_deviation
 
@@ -23,9 +24,9 @@ def human_eval_program(doc: dict[str, Any], reply: str) -> Program:
     Args:
         doc: row with ``prompt``, ``test`` and ``entry_point``.
     """
-    entry = doc["entry_point"]
-    block = fenced(reply)
-    if block is not None and re.search(rf"^\s*def {re.escape(entry)}\b", block, re.MULTILINE):
+    entry, reply = doc["entry_point"], judged(reply) or ""
+    block = fenced(reply, (entry,))
+    if block is not None and _defines(block, entry):
         # The prompt first, for imports and helpers that the block omits.
         code = f"{doc['prompt']}    pass\n\n{block}"
     else:
@@ -45,20 +46,27 @@ def mbpp_program(doc: dict[str, Any], reply: str) -> Program:
     imports = "\n".join(doc.get("test_imports") or [])
     # The set-up builds objects from the program's classes, so it runs with the tests.
     tests = "\n".join([doc.get("test_setup_code") or "", *doc["test_list"]])
-    code = fenced(reply)
+    entry = required_names(tests, imports, doc.get("code") or "")
+    reply = judged(reply) or ""
+    code = fenced(reply, entry)
     if code is None:
         code = reply.split("[DONE]")[0].split("```")[0]
-    entry = required_names(tests, imports, doc.get("code") or "")
     # Modules that the tests use without an import come from Python, not from the program.
     modules = sorted((free_names(f"{imports}\n{tests}") & sys.stdlib_module_names) - set(entry))
     setup = "\n".join([imports, *(f"import {name}" for name in modules)])
     return Program(f"{imports}\n{code}", tests, setup, entry)
 
 
-def fenced(reply: str) -> str | None:
-    """Return the longest fenced block of a reply, or None."""
+def fenced(reply: str, names: Sequence[str]) -> str | None:
+    """Return the last fenced block of a reply that defines ``names``, else the longest; or None."""
     blocks = _FENCE.findall(reply)
-    return max(blocks, key=len) if blocks else None
+    whole = [block for block in blocks if names and all(_defines(block, name) for name in names)]
+    return whole[-1] if whole else max(blocks, key=len, default=None)
+
+
+def _defines(code: str, name: str) -> bool:
+    pattern = rf"^\s*(?:(?:async\s+)?def|class)\s+{re.escape(name)}\b|^{re.escape(name)}\s*[:=]"
+    return re.search(pattern, code, re.MULTILINE) is not None
 
 
 FORMS: dict[str, Callable[[dict[str, Any], str], Program]] = {

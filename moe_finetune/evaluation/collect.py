@@ -46,6 +46,9 @@ def task_result(entry: SuiteTask, leaves: list[Leaf], raw: dict[str, Any]) -> Ta
         "task": entry.task,
         "version": raw["versions"].get(entry.task, entry.version),
         "shots": entry.shots,
+        "chat": entry.chat,
+        "enable_thinking": entry.enable_thinking,
+        "max_tokens": entry.max_tokens,
         "metric": entry.metric,
         "filter": entry.filter,
         # None if the tasks declare no direction (a program's pass@1), or different ones.

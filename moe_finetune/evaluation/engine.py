@@ -210,6 +210,13 @@ class _Run:
                 f"{usage['overflowing']} of {usage['requests']} prompts were longer than the "
                 "context and were truncated on the left"
             )
+        if usage["thoughts"]:
+            result["notes"].append(f"the thoughts of {usage['thoughts']} replies are not judged")
+        if usage["unanswered"]:
+            result["notes"].append(
+                f"{usage['unanswered']} replies end inside their thoughts and count as no answer; "
+                "raise the line's max_tokens"
+            )
         write_atomic(file, to_json(result, 1, sort=False))
         return result
 
@@ -222,9 +229,8 @@ class _Run:
         from moe_finetune.evaluation.cached_lm import CachedLM, Overflow
 
         store = ReplyStore(self.output / "cache" / self.key / "replies.sqlite", self.identity)
-        lm = CachedLM(
-            self.backend, store, cast(Overflow, self.overflow), entry.max_tokens, self.progress
-        )
+        overflow = cast(Overflow, self.overflow)
+        lm = CachedLM(self.backend, store, overflow, entry, self.progress)
         set_seed(self.seed)
         try:
             # `simple_evaluate` would also run git and pip for a record that is not used.

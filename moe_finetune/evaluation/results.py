@@ -34,6 +34,9 @@ class TaskResult(TypedDict, total=False):
     task: str
     version: float | str | None
     shots: int | None
+    chat: bool
+    enable_thinking: bool | None
+    max_tokens: int | None
     metric: str
     filter: str
     higher_is_better: bool | None

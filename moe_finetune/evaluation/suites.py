@@ -32,7 +32,9 @@ class SuiteTask(BaseModel):
         files: split -> file, relative to the data folder (or to the suite's file).
         limit: evaluate only the first items.
         chat: render prompts with the chat template.
-        max_tokens: cap on generated tokens, if the task's is too small or too large.
+        enable_thinking: variable of that name for the chat template; False closes the thoughts.
+        max_tokens: cap on generated tokens, thoughts included, if the task's is too small or too
+            large.
         code: generated programs are scored in the sandbox, in this form.
         aggregate: ``mean_acc`` is the unweighted mean of the group's accuracies.
         external: evaluated by its own package against a server, not by lm-eval; a note says how.
@@ -52,6 +54,7 @@ class SuiteTask(BaseModel):
     files: dict[str, str] = Field(default_factory=dict)
     limit: int | None = Field(default=None, gt=0)
     chat: bool = False
+    enable_thinking: bool | None = None
     max_tokens: int | None = Field(default=None, gt=0)
     code: Literal["humaneval", "mbpp"] | None = None
     aggregate: Literal["mean_acc"] | None = None
@@ -61,6 +64,8 @@ class SuiteTask(BaseModel):
     def model_post_init(self, context: Any) -> None:
         """Fill in the label, and refuse names that cannot name a folder."""
         self.label = self.label or self.task
+        if self.enable_thinking is not None and not self.chat:
+            raise ValueError("enable_thinking: is for the chat template; set chat: true, too")
         for key in ("task", "label"):
             name = getattr(self, key)
             if not _NAME.fullmatch(name) or len(name) > _LONGEST:

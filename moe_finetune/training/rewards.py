@@ -11,7 +11,7 @@ import inspect
 import logging
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +41,13 @@ def text_of(completion: Any) -> str:
     return str(completion[-1]["content"]) if completion else ""
 
 
+def answer_of(completion: Any) -> str:
+    """The text of a completion after the model's thoughts; empty if it has no answer."""
+    from moe_finetune.evaluation.thoughts import judged
+
+    return judged(text_of(completion)) or ""
+
+
 def exact_match(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
     """1 for a completion whose final number is that of ``answer``, else 0.
 
@@ -50,7 +57,7 @@ def exact_match(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> 
 
     scores = []
     for completion, expected in zip(completions, answer, strict=True):
-        text, right = text_of(completion).strip(), str(expected).strip()
+        text, right = answer_of(completion).strip(), str(expected).strip()
         final = strict_number(right) or final_number(right)
         same = text == right if final is None else final_number(text) == final
         scores.append(float(same))
@@ -63,7 +70,7 @@ def boxed(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[f
     from moe_finetune.evaluation.extract import boxed as in_the_box
 
     return [
-        float(same_answer(in_the_box(text_of(c)), in_the_box(str(a)) or str(a)))
+        float(same_answer(in_the_box(answer_of(c)), in_the_box(str(a)) or str(a)))
         for c, a in zip(completions, answer, strict=True)
     ]
 
@@ -74,7 +81,7 @@ def code_tests(completions: Sequence[Any], tests: Sequence[Any], **_: Any) -> li
     from moe_finetune.evaluation.sandbox import Sandbox
 
     programs = [
-        mbpp_program({"test_list": [t] if isinstance(t, str) else list(t)}, text_of(c))
+        mbpp_program({"test_list": [t] if isinstance(t, str) else list(t)}, answer_of(c))
         for c, t in zip(completions, tests, strict=True)
     ]
     with Sandbox() as sandbox:
@@ -86,11 +93,50 @@ REWARDS.register("boxed", boxed)
 REWARDS.register("code", code_tests)
 
 
-def reward_functions(sections: Sequence[RewardSection], columns: Sequence[str]) -> list[Reward]:
+def _after_thoughts(function: Reward, tokenizer: Any, variables: dict[str, Any]) -> Reward:
+    """``function`` of the answers that follow the thoughts, read from prompts and tokens.
+
+    TRL decodes completions without special tokens, which are what ends the thoughts of some models,
+    and a prompt may open thoughts that were cut before they closed.
+    """
+    from moe_finetune.evaluation.thoughts import judged
+
+    @functools.wraps(function)
+    def reward(completions: Sequence[Any], **fields: Any) -> list[float]:
+        answers = list(completions)
+        pairs: Iterable[tuple[Any, Any]] = ()
+        if "prompts" in fields and "completion_ids" in fields:
+            pairs = zip(fields["prompts"], fields["completion_ids"], strict=True)
+        for i, (prompt, ids) in enumerate(pairs):
+            tokens = [int(token) for token in ids]
+            if not isinstance(prompt, str):
+                prompt = tokenizer.apply_chat_template(
+                    prompt, tokenize=False, add_generation_prompt=True, **variables
+                )
+            cut = not tokens or tokens[-1] not in (tokenizer.eos_token_id, tokenizer.pad_token_id)
+            text = tokenizer.decode(tokens if cut else tokens[:-1])
+            answer = judged(text, prompt, cut)
+            if answer != text:  # otherwise as TRL decoded it
+                answers[i] = answer or ""
+                for special in tokenizer.all_special_tokens:
+                    answers[i] = answers[i].replace(special, "")
+        return function(completions=answers, **fields)
+
+    return reward
+
+
+def reward_functions(
+    sections: Sequence[RewardSection],
+    columns: Sequence[str],
+    tokenizer: Any = None,
+    variables: dict[str, Any] | None = None,
+) -> list[Reward]:
     """The functions of a recipe's ``rewards:``.
 
     Args:
         columns: fields that every row has.
+        tokenizer: with which built-in rewards find the end of a completion's thoughts.
+        variables: of the chat template.
 
     Raises:
         RecipeError: an unknown reward.
@@ -113,6 +159,8 @@ def reward_functions(sections: Sequence[RewardSection], columns: Sequence[str]) 
                 f"data.columns: {{{needed}: ...}}"
             )
         _check_dependencies(name)
+        if needed is not None and tokenizer is not None:
+            function = _after_thoughts(function, tokenizer, variables or {})
         functions.append(function)
     return functions
 

@@ -167,7 +167,7 @@ def build_trainer(
             train_dataset=train,
             eval_dataset=validation,
             processing_class=tokenizer,
-            **_stage_arguments(recipe, train.column_names, reference),
+            **_stage_arguments(recipe, train.column_names, reference, tokenizer),
         )
     trainer.run_id = read_inputs(RunFolder(output)).get("run")
     for printer in (ProgressCallback, PrinterCallback):  # LiveTable shows what they would print
@@ -199,13 +199,14 @@ def _arguments_from(checkpoint: Path | None, recipe: Recipe, output: Path) -> An
 
 
 def _stage_arguments(
-    recipe: Recipe, columns: list[str], reference: Callable[[], Any] | None
+    recipe: Recipe, columns: list[str], reference: Callable[[], Any] | None, tokenizer: Any
 ) -> dict[str, Any]:
     """A stage's trainer arguments in addition to model, arguments and data."""
     from moe_finetune.training.rewards import reward_functions
 
     if recipe.rewards:
-        return {"reward_funcs": reward_functions(recipe.rewards, columns)}
+        variables = recipe.trainer.get("chat_template_kwargs")
+        return {"reward_funcs": reward_functions(recipe.rewards, columns, tokenizer, variables)}
     if reference is not None and STAGES[recipe.stage].reference and recipe.lora is None:
         return {"ref_model": reference()}
     return {}

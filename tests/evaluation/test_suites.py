@@ -206,6 +206,7 @@ def test_a_metric_that_a_group_does_not_report(tmp_path):
 
 
 ITEMS = 3
+ASKED = {"chat": False, "enable_thinking": None, "max_tokens": None}
 
 
 def every_task() -> list[SuiteTask]:
@@ -215,7 +216,7 @@ def every_task() -> list[SuiteTask]:
         for task in load_suite(name).tasks:
             if task.external is None and task.template is None:
                 # How it is asked and where it is cut does not change how a reply is scored.
-                task = task.model_copy(update={"chat": False, "max_tokens": None})
+                task = task.model_copy(update=ASKED)
                 assert entries.setdefault(task.label, task) == task, task.label
     return list(entries.values())
 

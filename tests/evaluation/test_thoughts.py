@@ -1,0 +1,186 @@
+"""What of a reply is judged: in texts, chats of suites, programs and rewards."""
+
+import json
+
+import pytest
+
+from moe_finetune.errors import EvaluationError
+from moe_finetune.evaluation.cached_lm import CachedLM
+from moe_finetune.evaluation.code import human_eval_program, mbpp_program
+from moe_finetune.evaluation.suites import SuiteTask
+from moe_finetune.evaluation.thoughts import judged, opens_thoughts
+from moe_finetune.recipe.sections import RewardSection
+from moe_finetune.training.rewards import boxed, exact_match, reward_functions
+from tests import tiny
+from tests.conversations import ASK, tokenizer_of
+
+GPT_OSS = "<|channel|>analysis<|message|>5?<|end|><|start|>assistant<|channel|>final<|message|>7"
+
+
+@pytest.mark.parametrize(
+    ("reply", "prompt", "cut", "answer"),
+    [
+        ("5? No.\n</think>\n\n7", "<|Assistant|><think>\n", False, "7"),  # DeepSeek-R1
+        ("<think>\n5?\n</think>\n\n7", "assistant\n", False, "7"),  # Qwen3
+        ("7", "assistant\n<think>\n\n</think>\n\n", True, "7"),  # Qwen3 without thoughts
+        (GPT_OSS, "<|start|>assistant", False, "7"),
+        ("<|channel>thought\n5?<channel|>7", "<|turn>model\n", False, "7"),  # Gemma 4
+        ("[THINK]5?[/THINK]7", "[/INST]", None, "7"),
+        ("5? or 7", "<think>\n", True, None),
+        ("7", "<think>\n", False, "7"),  # no thoughts on a template that opens them
+        ("7", "<think>\n", None, "7"),
+        ("<think>the number 7", "", None, None),
+        ("<think>the number 7", "", True, None),
+        ("<|channel|>analysis<|message|>7", "<|start|>assistant", True, None),
+        ("7", "assistant\n", True, "7"),
+        ("a</think>b</think>7", "", None, "7"),
+    ],
+)
+def test_the_answer_follows_the_thoughts(reply, prompt, cut, answer):
+    assert judged(reply, prompt, cut) == answer
+
+
+@pytest.mark.parametrize(
+    ("name", "opens"), [("qwen3", False), ("qwen3_5_think", True), ("nemotron_3_nano", True)]
+)
+def test_a_prompt_that_opens_thoughts(name, opens):
+    prompt = tokenizer_of(name).apply_chat_template(
+        [ASK], tokenize=False, add_generation_prompt=True
+    )
+    assert opens_thoughts(prompt) is opens
+
+
+def test_rewards_judge_the_answer():
+    texts = [
+        "<think>The answer is 5? No.</think>\nSo it is 7.",
+        "<think>#### 5</think> #### 7",
+        "<think>perhaps 7",
+        "7",
+    ]
+    assert exact_match(texts, ["7"] * 4) == [1, 1, 0, 1]
+    texts = [
+        r"<think>\boxed{5}</think> \boxed{7}",
+        r"\boxed{5}</think> \boxed{7}",
+        r"<think>\boxed{7}",
+    ]
+    assert boxed(texts, ["7"] * 3) == [1, 1, 0]
+
+
+def test_rewards_of_a_trainer_read_prompt_and_tokens():
+    """TRL decodes without special tokens; a prompt may open thoughts that are then cut."""
+    tokenizer = tokenizer_of("qwen3_5_think")
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<|channel|>", "<|message|>", "<|start|>", "<|end|>"]}
+    )
+    (reward,) = reward_functions([RewardSection(name="exact_match")], ["answer"], tokenizer)
+    end = tokenizer.eos_token
+    replies = ["5\n</think>\n\n7" + end, "5 or 7", "7" + end, GPT_OSS + end]
+    ids = [tokenizer(reply, add_special_tokens=False)["input_ids"] for reply in replies]
+    completions = [
+        [{"role": "assistant", "content": tokenizer.decode(each, skip_special_tokens=True)}]
+        for each in ids
+    ]
+    assert completions[3][0]["content"] == "analysis5?assistantfinal7"
+    options = {"prompts": [[ASK]] * 4, "completion_ids": ids, "answer": ["7"] * 4}
+    assert reward(completions=completions, **options) == [1, 0, 1, 1]
+
+
+def test_the_last_program_that_defines_the_function_counts():
+    doc = {"prompt": "def f(x):\n", "entry_point": "f", "test": "def check(c): pass"}
+    reply = (
+        "<think>```python\ndef f(x):\n    return 'a long draft'\n```</think>Here is\n\n"
+        "```python\nimport math\n\ndef f(x):\n    return x\n```\nUse it so:\n"
+        "```python\nprint(f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9))\n```"
+    )
+    code = human_eval_program(doc, reply).code
+    assert code.endswith("import math\n\ndef f(x):\n    return x")
+    item = {"test_list": ["assert g(Node(1)) == 2"]}
+    reply = "```python\nclass Node: ...\ndef g(n): return 2\n```\n```\nx = 'longer' * 90000000\n```"
+    assert "def g(n)" in mbpp_program(item, reply).code
+    assert human_eval_program(doc, "<think>def f").code == doc["prompt"]
+
+
+class Inner:
+    """An lm-eval model with fixed replies."""
+
+    max_gen_toks, max_length = 40, 500
+
+    def __init__(self, tokenizer, replies):
+        self.tokenizer, self.replies, self.asked = tokenizer, replies, []
+
+    def generate_until(self, requests, **_):
+        self.asked += [request.args for request in requests]
+        return [self.replies[request.args[0]] for request in requests]
+
+    def apply_chat_template(self, history, add_generation_prompt=True):
+        return self.tokenizer.apply_chat_template(
+            history, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+
+
+def model(tmp_path, entry, replies, tokenizer=None):
+    from moe_finetune.evaluation.backends import Backend
+    from moe_finetune.evaluation.cache import ReplyStore
+
+    inner = Inner(tokenizer or tiny.tokenizer(), replies)
+    backend = Backend(kind="hf", lm=inner, identity="x", checkpoint="x", settings={}, chunk=8)
+    lm = CachedLM(backend, ReplyStore(tmp_path / "replies.sqlite", {}), "error", entry, False)
+    return lm, inner
+
+
+def ask(kind, *arguments):
+    from lm_eval.api.instance import Instance
+
+    return Instance(request_type=kind, doc={}, arguments=arguments, idx=0, metadata=("task", 0, 1))
+
+
+def test_a_chat_is_stopped_after_its_thoughts(tmp_path):
+    entry = SuiteTask(task="sums", metric="exact_match", chat=True, max_tokens=30)
+    thought = "<think>\n5\n</think>\n\n7\nQuestion: 8"
+    replies = {"a": thought, "assistant\n<think>\n": "x" * 400, "b": "7\n8"}
+    lm, inner = model(tmp_path, entry, replies)
+    arguments = {"until": ["\n", "<|im_end|>"], "max_gen_toks": 9}
+    requests = [ask("generate_until", prompt, arguments) for prompt in replies]
+    assert lm.generate_until(requests) == ["7", "", "7"]
+    assert inner.asked[0][1] == {"until": ["<|im_end|>"], "max_gen_toks": 30}
+    assert (lm.usage.thoughts, lm.usage.unanswered) == (1, 1)
+
+
+def test_a_fenced_program_of_a_chat_is_whole(tmp_path):
+    entry = SuiteTask(task="code", metric="pass@1", chat=True, code="humaneval")
+    reply = "Here:\n```python\nimport math\n\ndef f(x):\n    return x\n```"
+    lm, _ = model(tmp_path, entry, {"a": reply})
+    request = ask("generate_until", "a", {"until": ["\ndef"], "max_gen_toks": 90})
+    assert lm.generate_until([request]) == [reply]
+
+
+def test_choices_inside_open_thoughts_are_refused_and_closed_on_request(tmp_path):
+    tokenizer = tokenizer_of("qwen3_5_think")
+    lm, _ = model(tmp_path, SuiteTask(task="arc", metric="acc", chat=True), {}, tokenizer)
+    prompt = lm.apply_chat_template([ASK])
+    with pytest.raises(EvaluationError, match=r"arc: .*set enable_thinking: false"):
+        lm.loglikelihood([ask("loglikelihood", prompt, "A")])
+    entry = SuiteTask(task="arc", metric="acc", chat=True, enable_thinking=False)
+    lm, _ = model(tmp_path, entry, {}, tokenizer)
+    assert lm.apply_chat_template([ASK]).endswith("<think>\n\n</think>\n\n")
+    with pytest.raises(ValueError, match="enable_thinking: is for the chat template"):
+        SuiteTask(task="arc", metric="acc", enable_thinking=False)
+
+
+@pytest.mark.parametrize("overflow", ["error", "truncate"])
+def test_a_reply_longer_than_the_context_is_refused(tmp_path, overflow):
+    lm, _ = model(tmp_path, SuiteTask(task="sums", metric="exact_match", max_tokens=600), {})
+    lm.usage.policy = overflow
+    with pytest.raises(EvaluationError, match="600 tokens does not fit into the context of 500"):
+        lm.generate_until([ask("generate_until", "a", {"until": ["\n"]})])
+
+
+def test_a_line_of_a_suite_records_how_it_was_asked():
+    from moe_finetune.evaluation.collect import task_result
+
+    entry = SuiteTask(task="t", metric="acc", chat=True, enable_thinking=False, max_tokens=7)
+    raw = {"results": {}, "versions": {}, "n-samples": {}}
+    result = task_result(entry, [], raw)
+    recorded = {key: result[key] for key in ("chat", "enable_thinking", "max_tokens")}
+    assert recorded == {"chat": True, "enable_thinking": False, "max_tokens": 7}
+    assert json.dumps(recorded)
