@@ -1,10 +1,9 @@
-"""Engines with MoE blocks of their own: examples of docs/other-trainers.md, on real packages.
+"""Engines with MoE blocks of their own: the examples in recipes/engines, on real packages.
 
 ``make test-integrations`` installs them; without that the tests are skipped.
 """
 
 import os
-import re
 
 import pytest
 
@@ -12,7 +11,7 @@ from tests.conftest import ROOT
 from tests.integrations.environments import environment_of, python
 from tests.ranks import run_ranks
 
-PAGE = ROOT / "docs" / "other-trainers.md"
+ENGINES = ROOT / "recipes" / "engines"
 AUTOMODEL = """
 import torch
 from nemo_automodel.components.moe.config import MoEConfig
@@ -55,19 +54,16 @@ assert gradient.abs().max() > 1e-3
 def test_torchtitan_blocks_under_fsdp2_have_our_losses_and_gradients(monkeypatch):
     packages = environment_of("torchtitan")
     monkeypatch.setenv("PYTHONPATH", f"{packages}{os.pathsep}{ROOT}")
-    run_ranks("tests.integrations.torchtitan_worker", 2, PAGE)
-
-
-def sketch(heading: str) -> str:
-    """The Python block below a heading of the page."""
-    found = re.search(rf"\n### {heading}\n.*?```py\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert found is not None
-    return found[1]
+    run_ranks("tests.integrations.torchtitan_worker", 2, ENGINES / "torchtitan.py")
 
 
 @pytest.mark.slow
 def test_automodels_gate_has_the_gradient_of_its_losses():
-    done = python(environment_of("automodel"), ["-c", sketch("NeMo Automodel") + AUTOMODEL], ROOT)
+    done = python(
+        environment_of("automodel"),
+        ["-c", (ENGINES / "automodel.py").read_text() + AUTOMODEL],
+        ROOT,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -79,5 +75,7 @@ assert list(inspect.signature(TopKRouter.forward).parameters) == ["self", "input
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 assert MoESubmodules(router=RouterWithLosses).router is RouterWithLosses
 """
-    done = python(environment_of("megatron"), ["-c", sketch("Megatron-Core") + check], ROOT)
+    done = python(
+        environment_of("megatron"), ["-c", (ENGINES / "megatron.py").read_text() + check], ROOT
+    )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,15 +1,14 @@
 """One rank of two: torchtitan's MoE blocks in a tiny Qwen3-MoE, with losses, under FSDP2.
 
-``python -m tests.integrations.torchtitan_worker PAGE``: PAGE is the documentation whose example is
-run. Fails where a loss or a gradient is not the one of this package's own hooks.
+``python -m tests.integrations.torchtitan_worker EXAMPLE``, the example's file. Fails where a loss
+or a gradient is not the one of this package's own hooks.
 """
 
 from __future__ import annotations
 
-import re
+import runpy
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import distributed, nn
@@ -114,11 +113,8 @@ def as_ours(name: str, grads: dict[str, torch.Tensor]) -> torch.Tensor:
     return grads[name.replace("mlp.experts.down_proj", f"{experts}.w2_EDF")]
 
 
-def main(page: str) -> None:
-    found = re.search(r"\n### torchtitan\n.*?```py\n(.*?)```", Path(page).read_text(), re.DOTALL)
-    assert found is not None
-    example: dict = {}
-    exec(found[1], example)
+def main(path: str) -> None:
+    example = runpy.run_path(path)
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     rank, world = distributed.get_rank(), distributed.get_world_size()
