@@ -12,6 +12,7 @@ import urllib.request
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,10 +20,12 @@ import torch
 
 from moe_finetune.errors import CaptureError, RecipeError
 from moe_finetune.losses.base import ModelFacts
+from moe_finetune.training.grpo import PinsExperts, Scoring
 from moe_finetune.training.rollout_vllm import (
     ask_server,
     check_rolled_out,
     check_server,
+    client_returns_experts,
     place,
     rolled_out,
 )
@@ -96,6 +99,32 @@ def test_a_rank_of_a_group_takes_its_own_rows(monkeypatch):
         mode="colocate", tensor_parallel_size=2, tp_group="its", llm=llm, accelerator=None
     )
     assert rolled_out(generation, 3) == [3, 4, 5] and llm.routed_experts == []
+
+
+def test_a_server_that_keeps_its_prefix_cache_ends_the_run():
+    client = SimpleNamespace(_post=lambda url, **_: {"success": url.startswith("http://idle")})
+    client_returns_experts(client)
+    assert client._post("http://idle/reset_prefix_cache")["success"]
+    with pytest.raises(CaptureError, match="could not reset its prefix cache"):
+        client._post("http://busy/reset_prefix_cache")
+
+
+class Sampler:
+    tools = None
+
+    def _generate_single_turn(self, prompt_ids, *args):
+        return [[7] for _ in prompt_ids], None
+
+
+@pytest.mark.parametrize("case", ["images", "tools", "rollout_func"])
+def test_rollouts_without_experts_of_their_own_end_the_run(case):
+    trainer: Any = type("Trainer", (PinsExperts, Sampler), {})()
+    trainer.replay, trainer._scoring = "rollout", Scoring()
+    trainer.tools = [len] if case == "tools" else None
+    with pytest.raises(CaptureError, match=rf"router.replay: rollout: .*{case}"):
+        if case == "rollout_func":  # it calls no engine of TRL's
+            trainer._earlier_choice(torch.ones(1, 2))
+        trainer._generate_single_turn([[5]], ["a picture"] if case == "images" else None)
 
 
 def info(**changes):
