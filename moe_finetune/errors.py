@@ -133,5 +133,10 @@ def did_you_mean(name: str, options: Iterable[str]) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line of an error's message, or its type if the message is empty."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    """The first line of an error's message, or its type if the message is empty.
+
+    A line that ends with a colon continues with the next one, as in config errors of transformers.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    colons = next((i for i, line in enumerate(lines) if not line.endswith(":")), len(lines) - 1)
+    return " ".join(lines[: colons + 1]) or type(error).__name__

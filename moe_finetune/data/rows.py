@@ -5,6 +5,7 @@ row has them, see :mod:`moe_finetune.data.turns`; ``{"prompt", "completion"}``; 
 A row that has none of them is refused with its file and line; nothing is skipped silently.
 """
 
+import math
 import string
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -90,7 +91,7 @@ class Former:
         template = self.template
         if not template and not self.columns and not _has_form(row) and "conversations" not in row:
             template = _known(row, self.form == "messages")[1]
-        read = {*self.columns.values()}
+        read = columns_of(self.columns)
         for pattern in template.values():
             read.update(_names(pattern, "data.template"))
         if self.form == "messages":
@@ -136,20 +137,32 @@ class Former:
         return renamed(location, row, self.columns)
 
 
+def columns_of(columns: Mapping[str, str]) -> set[str]:
+    """The file's columns that ``columns`` names, also by a field in one."""
+    return {*columns.values(), *(column.partition(".")[0] for column in columns.values())}
+
+
 def with_values(row: Row) -> set[str]:
     """Columns of ``row`` that are not empty."""
     return {name for name, value in row.items() if value not in (None, "", [])}
 
 
 def renamed(location: str, row: Row, columns: Mapping[str, str]) -> Row:
-    """The row with ``columns`` (our field -> the file's field) added."""
-    for ours, column in columns.items():
-        if column not in row:
+    """The row with ``columns`` (our field -> the file's field, or a field in one) added."""
+    return {**row, **{ours: _value(location, row, ours, c) for ours, c in columns.items()}}
+
+
+def _value(location: str, row: Row, ours: str, column: str) -> Any:
+    """A column, or a field in it (``reward_model.ground_truth``)."""
+    value: Any = row
+    for name in [column] if column in row else column.split("."):
+        if not isinstance(value, dict) or name not in value:
             raise DataError(
                 f"{location}: no field '{column}' (data.columns.{ours})"
                 f"{did_you_mean(column, map(str, row))}"
             )
-    return {**row, **{ours: row[column] for ours, column in columns.items()}}
+        value = value[name]
+    return value
 
 
 def _known(row: Row, chat: bool) -> tuple[str, Mapping[str, str]]:
@@ -218,6 +231,8 @@ def _fill(pattern: str, row: Row, location: str) -> str:
     for name in _names(pattern, location):
         if name not in row:
             raise DataError(f"{location}: no field '{name}'{did_you_mean(name, map(str, row))}")
+        if isinstance(row[name], float) and not math.isfinite(row[name]):
+            raise DataError(f"{location}: '{name}': is {row[name]}, not a text")
     lines = {k: "\n".join(v) for k, v in row.items() if _is_lines(v)}
     return pattern.format_map({**row, **lines})
 

@@ -8,13 +8,16 @@ refused with its file and line.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from moe_finetune.data.examples import Examples, load_examples, malformed_line, unread_lines
-from moe_finetune.data.rows import renamed, with_values
+from moe_finetune.data.rows import columns_of, renamed, with_values
 from moe_finetune.data.sources import SourceReader, files_line, listed, rows_of
 from moe_finetune.data.template_fields import field_reader
 from moe_finetune.data.tokenize import Tokens, rendered, set_chat_template, tokenize_row
@@ -78,12 +81,17 @@ class StageFormer:
         """Return the row in its form; raise DataError with ``location`` if it has none."""
         names, row = list(row), renamed(location, row, self.columns)
         if self.form == "preference":
-            read = {*self.fields, *self.columns.values(), *COLUMNS}
+            read = {*self.fields, *columns_of(self.columns), *COLUMNS}
             self.unread |= with_values({name: row[name] for name in names}) - read
         for field in ANSWERS:
             if isinstance(row.get(field), dict):  # a single turn
                 row[field] = [row[field]]
+        for field in self.fields:
+            if field in row and row[field] is None:
+                raise DataError(f"{location}: '{field}' is null; remove the row")
         turns = all(isinstance(row.get(field), list) and row[field] for field in ANSWERS)
+        if turns and self.form == "preference" and isinstance(row.get("prompt"), str):
+            row = _with_prompt_turns(location, row)
         if "prompt" not in row and turns:
             from trl.data_utils import extract_prompt
 
@@ -154,6 +162,21 @@ class StageFormer:
         return {field: [{k: v for k, v in t.items() if k != "train"} for t in turns], **beside}
 
 
+def _with_prompt_turns(location: str, row: Row) -> Row:
+    """A row whose prompt is a text beside chats: the chats' first turns, as in UltraFeedback."""
+    text, answers = row["prompt"], [row[field] for field in ANSWERS]
+    if all(len(turns) == 1 for turns in answers):
+        return {**row, "prompt": [{"role": "user", "content": text}]}
+    shared = list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*answers, strict=False)))
+    contents = [turn.get("content", turn.get("value")) for turn, _ in shared]
+    if not any(str(content).strip() == text.strip() for content in contents):
+        raise DataError(
+            f"{location}: 'prompt' is a text with which 'chosen' and 'rejected' do not begin; "
+            "remove the field, or write it as turns"
+        )
+    return {name: value for name, value in row.items() if name != "prompt"}
+
+
 def _check_read(location: str, row: Row, field: str, reward: str) -> None:
     """Refuse a row whose ``field`` the named reward cannot read."""
     if field not in row:
@@ -164,6 +187,7 @@ def _check_read(location: str, row: Row, field: str, reward: str) -> None:
         )
     value = row[field]
     good = isinstance(value, str | int | float) and bool(str(value).strip())
+    good = good and not (isinstance(value, float) and not math.isfinite(value))
     expected = "text or a number"
     if field == "tests":
         texts = [value] if isinstance(value, str) else value
@@ -345,15 +369,16 @@ def _table(rows: list[Row], name: str) -> Dataset:
     empty: Row = {"chat_template_kwargs": {}} if "chat_template_kwargs" in turns else {}
     empty |= {"tools": None} if any("tools" in row for row in rows) else {}
     rows = [{**empty, **row} for row in rows]
-    others = [{k: v for k, v in row.items() if k not in turns} for row in rows]
+    features: dict[str, Any] = {}
+    for field in dict.fromkeys(key for row in rows for key in row):
+        features[field] = Json()
+        values = [row.get(field) for row in rows]
+        with suppress(TypeError, ValueError, OverflowError):  # pyarrow's; JSON has any value
+            features |= {} if field in turns else Dataset.from_dict({field: values}).features
     try:
-        inferred = Dataset.from_list(others).features if others[0] else {}
-        features = Features({**inferred, **{field: Json() for field in turns}})
-        return Dataset.from_list(rows, features=features)
-    except (TypeError, ValueError, OverflowError) as error:  # pyarrow's
-        raise DataError(
-            f"data.{name}: a field has values of different types in different rows: {error}"
-        ) from error
+        return Dataset.from_list(rows, features=Features(features))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DataError(f"data.{name}: a field cannot be stored: {error}") from error
 
 
 def _measured(row: Row, tokenizer: Any, data: DataSection) -> Row:

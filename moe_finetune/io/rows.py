@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -88,6 +89,7 @@ def placed_rows(path: Path, finite: bool = True) -> Iterator[Placed]:
 
 
 def _read_csv(path: Path, file: Iterable[str]) -> Iterator[Placed]:
+    csv.field_size_limit(sys.maxsize)  # 131,072 characters by default
     reader = csv.DictReader(file, strict=True)
     refuse_twice(path, reader.fieldnames or ())
     for row in reader:

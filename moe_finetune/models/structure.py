@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe_finetune.errors import CheckpointError, UnsupportedModelError
+from moe_finetune.errors import CheckpointError, UnsupportedModelError, reason_of
 
 _EXPERTS = re.compile(r"(?P<stack>(?:^|.*\.)layers)\.(?P<layer>\d+)\.(?P<path>.+)")
 MOST_SHARED = 8
@@ -271,8 +271,8 @@ def meta_model(config: Any, attn_implementation: str | None = None) -> Any:
 
 def first_line(error: Exception) -> str:
     """An error's type and the first line of its message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]:.300}" if lines else type(error).__name__
+    kind, reason = type(error).__name__, reason_of(error)
+    return kind if reason == kind else f"{kind}: {reason:.300}"
 
 
 def part_of(config: Any) -> str | None:

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 
 from moe_finetune import cli
 from moe_finetune.cli import main
-from moe_finetune.errors import DataError, DiskSpaceError, is_machine_failure
+from moe_finetune.errors import DataError, DiskSpaceError, is_machine_failure, reason_of
 
 
 def full_disk():
@@ -72,3 +72,17 @@ def test_sigterm_ends_every_verb_as_ctrl_c_does(
     said = capsys.readouterr().err
     assert said.count("interrupted") == 1 and line in said
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("one\ntwo", "one"),
+        ("Class validation error for validator 'x':\n    ValueError: 3 layers, 2 types\nmore",
+         "Class validation error for validator 'x': ValueError: 3 layers, 2 types"),
+        ("ends:", "ends:"),
+        ("", "ValueError"),
+    ],
+)  # fmt: skip
+def test_a_reason_is_not_cut_at_a_colon(text, reason):
+    assert reason_of(ValueError(text)) == reason

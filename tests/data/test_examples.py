@@ -507,3 +507,23 @@ def test_a_text_has_one_beginning_and_one_end(row, text, tmp_path, caplog):
         written = str(row)
         noted = "1 rows already have the special token that begins or ends a text" in caplog.text
         assert noted is ("'<s>" in written or "</s>'" in written or "</s>\\n'" in written)
+
+
+def test_a_column_that_nothing_reads_may_have_no_number(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": "hi", "score": NaN}\n{"text": "lo", "score": 1.5}\n')
+    rows, _ = load_dataset_for(DataSection(train=str(file)), tiny.tokenizer(), 0)
+    assert len(rows) == 2
+    template = {"prompt": "{text}", "completion": "{score}"}
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: .*'score': is nan"):
+        load_dataset_for(DataSection(train=str(file), template=template), tiny.tokenizer(), 0)
+    file.write_text('{"text": NaN}\n')
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: 'text': must be text"):
+        load_dataset_for(DataSection(train=str(file)), tiny.tokenizer(), 0)
+
+
+def test_a_field_of_a_csv_file_may_be_long(tmp_path):
+    file = tmp_path / "rows.csv"
+    file.write_text("text,source\nhi," + "x" * 150_000 + "\n")
+    (row,) = (row for _, row in read_rows(str(file)))
+    assert len(row["source"]) == 150_000

@@ -179,3 +179,58 @@ def test_fields_of_turns_that_nothing_reads_are_counted(stage, tokenizer, tmp_pa
     assert unread in caplog.messages
     hidden = "train data: 2 answers are not learned, because of their field 'trainable'"
     assert (hidden in caplog.messages) is (stage == "grpo")
+
+
+@pytest.mark.parametrize("prompt", ["Wet?", None])
+def test_preferences_of_a_text_and_whole_chats(prompt, tokenizer, tmp_path):
+    """UltraFeedback's layout."""
+    row = {"prompt": prompt, "chosen": [ASK, YES], "rejected": [ASK, NO], "score_chosen": 8.5}
+    if prompt is None:
+        with pytest.raises(DataError, match=r"rows\.jsonl:1: 'prompt' is null; remove the row"):
+            load("dpo", row, tokenizer, tmp_path)
+        return
+    plain = {"prompt": [ASK], "chosen": [YES], "rejected": [NO]}
+    (tmp_path / "plain").mkdir()
+    tables = [load("dpo", row, tokenizer, tmp_path),
+              load("dpo", plain, tokenizer, tmp_path / "plain")]  # fmt: skip
+    first, second = (table.train.to_list() for table in tables)
+    assert [{k: r[k] for k in plain} for r in first] == [{k: r[k] for k in plain} for r in second]
+    answers = {"prompt": "Wet?", "chosen": [YES], "rejected": [NO]}
+    (tmp_path / "answers").mkdir()
+    third = load("dpo", answers, tokenizer, tmp_path / "answers").train.to_list()
+    assert third == second
+    with pytest.raises(DataError, match="'prompt' is a text with which 'chosen' and 'rejected' do"):
+        load("dpo", {**row, "prompt": "Dry?"}, tokenizer, tmp_path)
+    with pytest.raises(DataError, match="'rejected' is null"):
+        load("dpo", {**row, "rejected": None}, tokenizer, tmp_path)
+
+
+def test_prompts_keep_numbers_and_types_that_a_table_has_not(tokenizer, tmp_path):
+    rows = [
+        {"prompt": [ASK], "hash": 2**64 - 5, "kind": "a", "reward_model": {"ground_truth": "7"}},
+        {"prompt": [ASK], "hash": -1, "kind": 3, "reward_model": {"ground_truth": "8"}},
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = {"answer": "reward_model.ground_truth"}
+    data = DataSection(train=str(file), columns=columns)
+    table = load_stage_rows(STAGES["grpo"], data, tokenizer, seed=0, rewards=["exact_match"]).train
+    by_answer = {row["answer"]: row for row in table}
+    assert [by_answer[name]["hash"] for name in "78"] == [2**64 - 5, -1]
+    assert [by_answer[name]["kind"] for name in "78"] == ["a", 3]
+    data = DataSection(train=str(file), columns={"answer": "reward_model.truth"})
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: no field 'reward_model\.truth'"):
+        load_stage_rows(STAGES["grpo"], data, tokenizer, seed=0)
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity"])
+def test_a_number_that_is_none_is_refused_where_it_is_read(value, tokenizer, tmp_path):
+    row = '{"prompt": "Wet?", "answer": 7, "score": %s}\n'
+    file = tmp_path / "rows.jsonl"
+    file.write_text((row % "1.5") + (row % value))
+    data = DataSection(train=str(file))
+    rows = load_stage_rows(STAGES["grpo"], data, tokenizer, seed=0, rewards=["exact_match"]).train
+    assert len(rows) == 2
+    file.write_text(file.read_text().replace("7, ", f"{value}, "))
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: 'answer': must be text or a number"):
+        load_stage_rows(STAGES["grpo"], data, tokenizer, seed=0, rewards=["exact_match"])
