@@ -25,7 +25,7 @@ _TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 def carried_files(
     folder: Path,
     config_changes: Mapping[str, Any] | None = None,
-    wanted: Callable[[str], bool] = lambda name: True,
+    needed: Callable[[str], bool] = lambda name: True,
 ) -> dict[str, bytes]:
     """Configs, tokenizer, chat templates and license texts of ``folder`` as path -> bytes.
 
@@ -35,10 +35,10 @@ def carried_files(
     A link that leaves the folder raises CheckpointError.
 
     Args:
-        wanted: whether a file of this path is needed.
+        needed: whether a file of this path is read; by default every file.
     """
     paths = {path.relative_to(folder).as_posix(): path for path in small_files(folder)}
-    paths = {name: path for name, path in paths.items() if wanted(name)}
+    paths = {name: path for name, path in paths.items() if needed(name)}
     refuse_foreign_links(folder, paths.values())
     files = {name: path.read_bytes() for name, path in paths.items() if path.name not in _LEFT}
     if _loaders_disagree(folder):

@@ -42,7 +42,7 @@ def tokenizer_files(
         template: a chat template in place of ``source``'s.
         end: an end-of-text token in place of ``source``'s.
     """
-    files = carried_files(source, wanted=is_tokenizer_file)
+    files = carried_files(source, needed=is_tokenizer_file)
     settings = json.loads(files.get(SETTINGS, b"{}"))
     changed = dict(settings)
     if settings.get("tokenizer_class") in _ONLY_5:
