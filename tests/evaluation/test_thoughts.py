@@ -1,6 +1,8 @@
 """What of a reply is judged: in texts, chats of suites, programs and rewards."""
 
 import json
+import threading
+from http.server import ThreadingHTTPServer
 
 import pytest
 
@@ -9,10 +11,12 @@ from moe_finetune.evaluation.cached_lm import CachedLM
 from moe_finetune.evaluation.code import human_eval_program, mbpp_program
 from moe_finetune.evaluation.suites import SuiteTask
 from moe_finetune.evaluation.thoughts import judged, opens_thoughts
+from moe_finetune.io.rows import read_rows
 from moe_finetune.recipe.sections import RewardSection
 from moe_finetune.training.rewards import boxed, exact_match, reward_functions
 from tests import tiny
 from tests.conversations import ASK, tokenizer_of
+from tests.evaluation.completions_server import Handler
 
 GPT_OSS = "<|channel|>analysis<|message|>5?<|end|><|start|>assistant<|channel|>final<|message|>7"
 
@@ -184,3 +188,49 @@ def test_a_line_of_a_suite_records_how_it_was_asked():
     recorded = {key: result[key] for key in ("chat", "enable_thinking", "max_tokens")}
     assert recorded == {"chat": True, "enable_thinking": False, "max_tokens": 7}
     assert json.dumps(recorded)
+
+
+class Solver(Handler):
+    """Answers HumanEval as a chat: thoughts with a draft, then the program in a fence."""
+
+    def _choice(self, body, ids, index):
+        prompt = self.server.tokenizer.decode(ids)
+        problem = next(each for each in self.server.problems if each["entry_point"] in prompt)
+        program = problem["prompt"] + problem["canonical_solution"]
+        draft = "```python\n" + problem["prompt"] + "    pass\n" * 90 + "```"
+        text = f"<think>\n{draft}\n</think>\n\nHere is\n\n```python\n{program}\n```"
+        for stop in body.get("stop") or []:
+            text = text.split(stop)[0]
+        return {"index": index, "text": text}
+
+
+@pytest.mark.slow
+def test_right_programs_of_a_chat_score_one(data_folder, tmp_path):
+    from moe_finetune.evaluation.engine import evaluate
+    from moe_finetune.evaluation.sandbox.install import no_sandbox
+
+    if trouble := no_sandbox():
+        pytest.skip(trouble)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Solver)
+    server.folder = tiny.save("qwen3_moe", tmp_path / "base", max_position_embeddings=40_000)
+    server.tokenizer, server.problems = (
+        tiny.tokenizer(),
+        read_rows(data_folder / "HumanEval.jsonl.gz"),
+    )
+    server.refusal, server.left, server.lock = None, 100, threading.Lock()
+    server.change = lambda choice: None
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        results = evaluate(
+            server.folder, "paper1_qwen3", "server", output=tmp_path / "eval", data_dir=data_folder,
+            only=["humaneval"], limit=3, progress=False,
+            base_url=f"http://127.0.0.1:{server.server_port}/v1",
+        )  # fmt: skip
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    task = results["tasks"]["humaneval"]
+    assert (task["value"], task["n"], task["max_tokens"]) == (1.0, 3, 16384)
+    assert "the thoughts of 3 replies are not judged" in task["notes"]
