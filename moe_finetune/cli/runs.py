@@ -118,7 +118,7 @@ def train(
 def _train(
     tree: "Tree", output: Path, resume: bool, dry_run: bool, ignore_memory: bool
 ) -> Path | None:
-    from moe_finetune.errors import RecipeError
+    from moe_finetune.errors import DataError, RecipeError
     from moe_finetune.recipe.schema import recipe_from_tree
     from moe_finetune.recipe.validation import placed
 
@@ -130,8 +130,8 @@ def _train(
             print(plan_run(recipe, output, resume, ignore_memory).text())
             return None
         return run_recipe(recipe, output, resume=resume, ignore_memory=ignore_memory)
-    except RecipeError as error:  # of a check that has the recipe, but not its files
-        raise RecipeError(placed(tree, str(error))) from error
+    except (RecipeError, DataError) as error:  # of a check that has the recipe, but not its files
+        raise type(error)(placed(tree, str(error))) from error
 
 
 def _how_to_continue(output: Path) -> str:

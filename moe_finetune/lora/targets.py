@@ -174,10 +174,13 @@ def read_selection(model: nn.Module, lora: LoraSection) -> dict[int, list[int]] 
     if lora.experts == "all":
         return None
     config, family = causal_lm(model).config, family_in(model)
-    selection = ExpertSelection.read(lora.experts)
-    selection.check(family.model_type, family.moe_layers(config), family.num_experts(config))
-    if not selection.experts:
-        raise DataError(f"{lora.experts}: lists no experts; leave 'experts' out of lora.targets")
+    try:
+        selection = ExpertSelection.read(lora.experts)
+        selection.check(family.model_type, family.moe_layers(config), family.num_experts(config))
+        if not selection.experts:
+            raise DataError(f"{lora.experts}: no experts; leave 'experts' out of lora.targets")
+    except DataError as error:
+        raise DataError(f"lora.experts: {error}") from error
     return selection.experts
 
 

@@ -223,7 +223,7 @@ def test_disabled_and_merged_in_place(selection):
 @pytest.mark.parametrize(
     ("document", "said"),
     [
-        ({"experts": {}}, "lists no experts"),
+        ({"experts": {}}, "no experts; leave"),
         ({"experts": {"7": [1]}}, r"layers \[7\] are not MoE layers"),
         ({"experts": {"1": [12]}}, "names expert 12"),
         ({"experts": {"1": [1]}, "model_type": "olmoe"}, "made for model type 'olmoe'"),
