@@ -32,6 +32,7 @@ WEIGHTS = "adapter_model.safetensors"
 METADATA = "moe_finetune.json"
 BIAS_FILE = "router_bias.safetensors"
 PREFIX = "base_model.model."
+_COPIES = (".modules_to_save.weight", ".original_module.weight")
 BASE_KEY = "base_sha256"
 """Key of ``moe_finetune.json``: the fingerprint of the base's tensors."""
 STORED_KEY = "stored_base_sha256"
@@ -133,6 +134,10 @@ def open_adapter(path: str | Path | Adapter) -> Adapter:
         if target is tensors and info.dtype not in FLOATS:
             raise AdapterError(f"{info.file}: '{name}' is {info.dtype}, not a float tensor")
         target[name.removeprefix(PREFIX)] = info
+    for module in [key.removesuffix(_COPIES[0]) for key in tensors if key.endswith(_COPIES[0])]:
+        if f"{module}.weight" in tensors:  # PEFT saves a resized embedding three times
+            for copy in _COPIES:
+                tensors.pop(module + copy, None)
     if not tensors:
         raise AdapterError(f"{folder / WEIGHTS}: contains no tensors; copy the adapter again")
     return Adapter(folder, config, tensors, read_metadata(folder), tables)

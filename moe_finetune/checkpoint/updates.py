@@ -294,6 +294,15 @@ class _Reader:
         name: str,
         rank: int | None = None,
     ) -> None:
+        vocabulary = name.endswith(("embed_tokens.weight", "lm_head.weight"))
+        if vocabulary and rank is None and shape[1:] == expected[1:] and shape != expected:
+            raise self._error(
+                key,
+                f"the training resized the vocabulary to {shape[0]} tokens, and the base "
+                f"{self.base.folder} has {expected[0]}; resize a copy of the base with "
+                f"transformers (model.resize_token_embeddings({shape[0]}), then save_pretrained "
+                "of model and tokenizer), and give that as the base",
+            )
         if shape != expected:
             raise self._error(
                 key,
@@ -322,7 +331,9 @@ class _Reader:
             raise self._error(
                 key,
                 "the base ties lm_head and embed_tokens, and a merge would change both; untie "
-                "them first",
+                "them in a copy with transformers (from_pretrained(base, tie_word_embeddings="
+                "False), lm_head.weight = a clone of embed_tokens.weight, save_pretrained), and "
+                "give that as the base",
             )
         if (path if lora else name) in self._modules:
             return

@@ -7,9 +7,11 @@ import struct
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from moe_finetune.checkpoint.adapter import write_metadata
 from moe_finetune.checkpoint.files import check_values
+from moe_finetune.checkpoint.load import load_model
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.errors import (
     AdapterError,
@@ -381,3 +383,51 @@ def test_a_check_of_some_tensors_does_not_vouch_for_the_others(tmp_path):
     check_values([tensors["good"]], CheckpointError)
     with pytest.raises(CheckpointError, match="bad"):
         check_values(tensors.values(), CheckpointError)
+
+
+def test_an_adapter_of_a_resized_vocabulary(tmp_path):
+    """What the message advises helps: the base is resized, too."""
+    from peft import LoraConfig, get_peft_model
+
+    base, adapter, resized = (tmp_path / name for name in ("base", "adapter", "resized"))
+    tiny.save("qwen3_moe", base)
+    model = load_model(base, dtype="float32")
+    size = model.config.vocab_size + 6
+    model.resize_token_embeddings(size, mean_resizing=False)
+    saved = ["embed_tokens", "lm_head"]
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=saved)
+    trained = get_peft_model(model, config)
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.add_(0.03125 if parameter.requires_grad else 0)
+    trained.save_pretrained(adapter)
+    advice = f"model.resize_token_embeddings({size})"
+    refuse(base, adapter, tmp_path, AdapterError, "resized the vocabulary", advice)
+    again = load_model(base, dtype="float32")
+    again.resize_token_embeddings(size, mean_resizing=False)
+    again.save_pretrained(resized)
+    merge_adapter(resized, adapter, tmp_path / "out")
+    merged = load_model(tmp_path / "out", dtype="float32")
+    expected = trained.base_model.model.model.embed_tokens.modules_to_save.default.weight
+    assert torch.equal(merged.model.embed_tokens.weight, expected)
+
+
+def test_an_adapter_of_a_tied_head_merges_into_an_untied_copy(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    base, adapter, untied = (tmp_path / name for name in ("base", "adapter", "untied"))
+    tiny.save("qwen3_moe", base, tie_word_embeddings=True)
+    config = LoraConfig(r=2, target_modules=["q_proj", "lm_head"])
+    trained = get_peft_model(load_model(base, dtype="float32"), config)
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.add_(0.03125 if parameter.requires_grad else 0)
+    trained.save_pretrained(adapter)
+    refuse(base, adapter, tmp_path, AdapterError, "tie_word_embeddings=False", "lm_head.weight")
+    copy = AutoModelForCausalLM.from_pretrained(base, tie_word_embeddings=False)
+    copy.lm_head.weight = torch.nn.Parameter(copy.get_input_embeddings().weight.clone())
+    copy.save_pretrained(untied)
+    merge_adapter(untied, adapter, tmp_path / "out")
+    ids = torch.arange(5, 12)[None]
+    merged = load_model(tmp_path / "out", dtype="float32")
+    torch.testing.assert_close(merged(ids).logits, trained(ids).logits, atol=1e-4, rtol=1e-4)
