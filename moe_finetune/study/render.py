@@ -1,14 +1,12 @@
-"""A study's table as CSV (long), LaTeX (as in the papers), JSON, Markdown, and aligned text."""
+"""A study's table as CSV (long), Markdown, and aligned text."""
 
 from collections.abc import Callable
 
-from moe_finetune.io.hashes import to_json
 from moe_finetune.io.tables import aligned, csv_text, markdown
 from moe_finetune.study.columns import Column
 from moe_finetune.study.table import Cell, Group, Row, Table
 
 MISSING = "–"
-_LATEX = {"&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", "$": r"\$", "{": r"\{", "}": r"\}"}
 
 
 def to_csv(table: Table) -> str:
@@ -25,11 +23,6 @@ def to_csv(table: Table) -> str:
         for column in table.columns
         if (cell := row.cells.get(column.name)) is not None
     ])  # fmt: skip
-
-
-def to_json_text(table: Table) -> str:
-    """The whole table as JSON."""
-    return to_json(table.to_mapping(), 1, sort=False) + "\n"
 
 
 def heading(column: Column) -> str:
@@ -101,42 +94,6 @@ def to_markdown(table: Table) -> str:
     return f"## {table.title}\n{notes}\n\n{markdown([head, *full])}"
 
 
-def to_latex(table: Table) -> str:
-    """A ``tabular`` with booktabs rules, best in bold, and its caption."""
-    columns = [_escape(heading(c)).replace("↓", r"$\downarrow$") for c in table.columns]
-    header = ["", *columns, *(head.title() for head in summary_heads(table))]
-    lines = [
-        r"% \usepackage{booktabs}",
-        r"\begin{table}",
-        rf"\caption{{{_escape(table.title)}. {_escape(' '.join(explanation(table)))}}}",
-        rf"\begin{{tabular}}{{l{'c' * (len(header) - 1)}}}",
-        r"\toprule",
-        " & ".join(header) + r" \\",
-    ]
-    for group in table.groups:
-        lines.append(r"\midrule")
-        if group.name:
-            lines.append(
-                rf"\multicolumn{{{len(header)}}}{{c}}{{\textit{{{_escape(group.name)}}}}} \\"
-            )
-        for row in group.rows:
-            cells = [_latex_cell(row, column) for column in table.columns]
-            summary = summary_cells(table, row, group)
-            cells += [_escape(text).replace("–", "--") for text in summary]
-            lines.append(" & ".join([_escape(row.label), *cells]) + r" \\")
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"]) + "\n"
-
-
-def _latex_cell(row: Row, column: Column) -> str:
-    text = cell_text(column, row.cells.get(column.name)).replace("–", "--")
-    mean, _, spread = text.partition(" ± ")
-    star = text.endswith("*")
-    mean, spread = mean.rstrip("*"), spread.rstrip("*")
-    if _best(row, column):
-        mean = rf"\textbf{{{mean}}}"
-    return mean + (rf" $\pm$ {spread}" if spread else "") + ("$^{*}$" if star else "")
-
-
 def _best(row: Row, column: Column) -> bool:
     cell = row.cells.get(column.name)
     return cell is not None and cell.best
@@ -164,7 +121,3 @@ def explanation(table: Table) -> list[str]:
             "correction over the table."
         )
     return sentences
-
-
-def _escape(text: str) -> str:
-    return "".join(_LATEX.get(c, c) for c in text)

@@ -191,20 +191,14 @@ def child(command: list[str], run: Run, output: Path) -> None:
 
 
 def write_tables(results: StudyResults) -> None:
-    """Write ``tables/study.{csv,tex,json,txt}`` and ``report/index.html``, if there are results."""
+    """Write ``tables/study.{csv,txt}`` and ``report/index.html``, if there are results."""
     from moe_finetune.study import render
     from moe_finetune.study.page import write_page
     from moe_finetune.study.table import make_table
 
     if not results.finished:
         return
-    table = make_table(results)
-    content = {
-        "csv": render.to_csv(table),
-        "tex": render.to_latex(table),
-        "json": render.to_json_text(table),
-        "txt": render.to_text(table),
-    }
-    for suffix, text in content.items():
-        write_atomic(results.folder / "tables" / f"study.{suffix}", text)
+    table, folder = make_table(results), results.folder / "tables"
+    write_atomic(folder / "study.csv", render.to_csv(table))
+    write_atomic(folder / "study.txt", render.to_text(table))
     write_page(results, table, RunFolder(results.folder).page)
