@@ -234,3 +234,15 @@ def test_a_number_that_is_none_is_refused_where_it_is_read(value, tokenizer, tmp
     file.write_text(file.read_text().replace("7, ", f"{value}, "))
     with pytest.raises(DataError, match=r"rows\.jsonl:1: 'answer': must be text or a number"):
         load_stage_rows(STAGES["grpo"], data, tokenizer, seed=0, rewards=["exact_match"])
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1"])
+def test_preferences_whose_conversation_the_assistant_opens(name, tmp_path):
+    """Also the rows on which routing is measured: their answer is located."""
+    hello = {"role": "assistant", "content": "Hello."}
+    row = {"prompt": [hello, ASK], "chosen": [YES], "rejected": [NO]}
+    tokenizer = tokenizer_of(name)
+    examples = load("dpo", row, tokenizer, tmp_path)
+    labels = examples.sources[0][1][0]["labels"]
+    text = tokenizer.decode([label for label in labels if label >= 0])
+    assert "Yes." in text and "Hello" not in text and "Wet" not in text

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from moe_finetune.io.children import Failure, run_child, run_children
+from moe_finetune.io.terminal import terminal
 
 
 def test_why_a_process_failed(tmp_path):
@@ -22,6 +23,30 @@ def test_why_a_process_failed(tmp_path):
     for command in (full, killed):
         failure = run_child(command, tmp_path / "m.log")
         assert failure.machine
+
+
+def test_a_failure_is_said_before_the_others_have_stopped(tmp_path, monkeypatch):
+    slow = (
+        "import pathlib, signal, sys, time\n"
+        "ended = pathlib.Path(sys.argv[1])\n"
+        "signal.signal(signal.SIGTERM, lambda *a: (time.sleep(1), ended.touch(), sys.exit(130)))\n"
+        "pathlib.Path(sys.argv[2]).touch()\ntime.sleep(60)"
+    )
+    fails = (
+        "import os, pathlib, sys, time\n"
+        "while not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.01)\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    ended, ready = tmp_path / "ended", tmp_path / "ready"
+    said = []
+    monkeypatch.setattr(
+        terminal(), "say", lambda text, level="info": said.append((text, ended.exists()))
+    )
+    commands = {"a": [sys.executable, "-c", slow, str(ended), str(ready)],
+                "b": [sys.executable, "-c", fails, str(ready)]}  # fmt: skip
+    failure = run_children(commands, tmp_path / "logs", 2)
+    assert failure.machine and "b: killed by SIGKILL" in failure.reason
+    assert said == [("b failed; stopping the others", False)] and ended.exists()
 
 
 PARENT = """

@@ -1,11 +1,14 @@
 """What other processes are doing, read from the files that they write."""
 
+import io
 import os
 import time
 
 import pytest
+from rich.console import Console
 
 from moe_finetune.io import terminal as terminal_module
+from moe_finetune.io.board import Board, Phase
 from moe_finetune.io.progress import RunProgress, Watch
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.io.terminal import Terminal, use_terminal
@@ -58,3 +61,12 @@ def test_without_a_terminal_the_status_replaces_the_time(run, tmp_path, monkeypa
     finally:
         use_terminal(previous)
     assert lines == "erc: loads\n"
+
+
+def test_a_live_terminal_has_a_line_for_each_process():
+    phase = Phase("fine-tune")
+    phase.status = ["aux_loss: step 3/9  loss 2.5", "erc: starts"]
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(Board(lambda: phase))
+    first, second, last = console.export_text().splitlines()
+    assert (first.rstrip(), second.rstrip()) == tuple(phase.status) and "fine-tune" in last
