@@ -33,8 +33,8 @@ def test_no_test_imports_another():
     assert not found, "\n".join(found)
 
 
-def test_underscored_modules_are_imported_in_one_file():
-    """Such a module of a library may change without notice; `torch_extension` says why."""
+def test_underscored_names_are_imported_in_one_file_of_each_library():
+    """Such a name may change without notice; `torch_extension` and foreign_names.yaml say why."""
     private = re.compile(r"\s*(from \S*\b_\w[\w.]* import|import \S*\b_\w|from \S+ import \(?_\w)")
     found = {
         str(path.relative_to(ROOT))
@@ -43,4 +43,7 @@ def test_underscored_modules_are_imported_in_one_file():
         for line in path.read_text(encoding="utf-8").splitlines()
         if private.match(line) and not re.search("__(future|main)__", line)
     }
-    assert found == {"moe_finetune/torch_extension.py"}
+    assert found == {
+        "moe_finetune/torch_extension.py",
+        "moe_finetune/data/template_fields.py",  # transformers' compiled templates
+    }

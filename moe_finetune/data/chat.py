@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
+from transformers.utils.chat_template_utils import render_jinja_template
 
+from moe_finetune.data.template_fields import compiled_template
 from moe_finetune.data.turns import REASONING
 from moe_finetune.errors import DataError
 
@@ -195,7 +196,7 @@ class Conversation:
         variables = {"chat_template": self.template, **self.variables, **options}
         try:
             # Not a variable: from transformers 5.23 on, those are plain data.
-            clock = _compile_jinja_template(variables["chat_template"]).globals
+            clock = compiled_template(variables["chat_template"]).globals
             clock["strftime_now"] = midnight().strftime
             try:
                 return render_jinja_template([list(turns)], **variables)

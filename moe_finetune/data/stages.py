@@ -163,7 +163,7 @@ class StageFormer:
 
 
 def _with_prompt_turns(location: str, row: Row) -> Row:
-    """A row whose prompt is a text beside chats: the chats' first turns, as in UltraFeedback."""
+    """A row with a text as prompt and chats as answers (UltraFeedback): their first turns."""
     text, answers = row["prompt"], [row[field] for field in ANSWERS]
     if all(len(turns) == 1 for turns in answers):
         return {**row, "prompt": [{"role": "user", "content": text}]}

@@ -4,8 +4,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from jinja2 import nodes
+from jinja2 import Template, nodes
 from transformers.utils.chat_template_utils import _compile_jinja_template
+
+
+def compiled_template(template: str) -> Template:
+    """The template as transformers compiles it, once: its environment and its globals."""
+    return _compile_jinja_template(template)
 
 
 @functools.lru_cache(maxsize=8)
@@ -14,7 +19,7 @@ def fields_read(template: str) -> tuple[frozenset[str], bool]:
 
     From its syntax tree, so that a field in a branch that no row takes counts, too.
     """
-    tree = _compile_jinja_template(template).environment.parse(template)
+    tree = compiled_template(template).environment.parse(template)
     fields = {node.attr for node in tree.find_all(nodes.Getattr)}
     constants = [node.arg for node in tree.find_all(nodes.Getitem)]
     for call in tree.find_all((nodes.Call, nodes.Filter)):  # turn.get('x'), map(attribute='x')

@@ -78,8 +78,7 @@ VERBS = {
     "eval adapter": [
         "eval", "base", "-s", "suite/local.yaml", "-b", "hf", "--adapter", "adapter", "-o", "out"
     ],
-    "analyze hf": ["analyze", "base", "-d", "train.jsonl", "-o", "out"],
-    "analyze vllm": ["analyze", "base", "-d", "train.jsonl", "-b", "vllm", "-o", "out"],
+    "analyze": ["analyze", "base", "-d", "train.jsonl", "-o", "out"],
     "analyze adapter": [
         "analyze", "base", "-d", "train.jsonl", "--adapter", "adapter", "-o", "out"
     ],

@@ -11,8 +11,8 @@ from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
 from tests import tiny
 from tests.moe.cases import TERMS, adapted, assert_close, gradients
-from tests.moe.test_kept_choice import adapted as near_tied_model
-from tests.moe.test_kept_choice import far, step
+from tests.near_ties import adapted as near_tied_model
+from tests.near_ties import far, step
 
 
 @pytest.mark.slow

@@ -7,9 +7,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from trl.models import enable_selective_activation_checkpointing
 
 from moe_finetune.errors import CaptureError
 from moe_finetune.losses.presets import PRESETS
@@ -21,7 +18,7 @@ from moe_finetune.training.specialization import Specialization
 from tests import tiny, tiny_adapter, tiny_families
 from tests.models.cases import NEEDS_A_FILE
 from tests.moe.cases import TERMS, gradients
-from tests.near_ties import disturb_recomputations, near_tied
+from tests.near_ties import adapted, far, step
 
 LATER = [family.name for family in newer.FAMILIES if family.available]
 EVERY_TERM = {
@@ -47,55 +44,11 @@ METHODS = {
 }
 
 
-def adapted(family: str, how: str | None) -> nn.Module:
-    """A model with an adapter; ``how`` its layers are checkpointed, and disturbed."""
-    base = tiny.model(family, use_cache=False)
-    near_tied(base)
-    model = tiny_adapter.adapted(base, "full").train()
-    model.enable_input_require_grads()
-    if how is None:
-        return model
-    disturb_recomputations(model)
-    if how == "selective":  # as TRL's gradient_checkpointing_kwargs: {selective: true}
-        enable_selective_activation_checkpointing(model)
-    if how != "wrapper":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    if how in ("wrapper", "nested"):
-        layers = backbone_of(model).layers
-        for index, layer in enumerate(layers):
-            layers[index] = checkpoint_wrapper(layer)
-    return model
-
-
 def packed_batch() -> dict:
     batch = tiny.batch(rows=2, length=24)
     del batch["attention_mask"]
     starts = torch.arange(24) % 9
     return {**batch, "position_ids": starts.expand(2, -1), "labels": batch["input_ids"]}
-
-
-def step(model, method, batch, keeps=True, backwards=1) -> tuple[dict, dict]:
-    """Gradients of one window and what is logged."""
-    with Specialization(model, method) as work:
-        work.recorder.change(keeps_choice=keeps)
-        if work.balancer is not None:
-            for bias in work.balancer.bias.values():
-                bias += torch.linspace(-0.2, 0.2, bias.numel() // 2).repeat_interleave(2)
-        torch.manual_seed(5)
-        loss = model(**batch).loss
-        for left in reversed(range(backwards)):
-            loss.backward(retain_graph=left > 0)
-        work.step()
-        values = work.read()
-    return {
-        n.replace("_checkpoint_wrapped_module.", ""): g for n, g in gradients(model).items()
-    }, values
-
-
-def far(ours: dict, theirs: dict) -> float:
-    assert ours.keys() == theirs.keys() and len(ours) > 20
-    difference = sum((ours[name] - theirs[name]).square().sum() for name in ours)
-    return float((difference / sum(value.square().sum() for value in theirs.values())).sqrt())
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,7 @@ from moe_finetune.training.rollout_vllm import (
 )
 from moe_finetune.vllm.install import is_cpu_build
 from tests.ranks import ROOT, run_ranks
-from tests.vllm.test_serve import free_port
-from tests.vllm_server import needs_vllm
+from tests.vllm_server import free_port, needs_vllm
 
 RANKS = 2
 EQUAL = 1e-5

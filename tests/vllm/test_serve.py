@@ -25,15 +25,9 @@ from tests.checkpoint.helpers import EXPERTS, select
 from tests.checkpoint.helpers import adapter as random_adapter
 from tests.evaluation.local import write_suite
 from tests.parity import parity
-from tests.vllm_server import ROOT, needs_vllm
+from tests.vllm_server import ROOT, free_port, needs_vllm
 
 ATTENTION = {"target_parameters": None}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def pairs(command: list[str]) -> dict[str, str]:
