@@ -97,7 +97,7 @@ def _named(recipe: Recipe, key: str) -> str:
     value: Any = recipe.to_mapping()
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
-    return f"{value!s:.80}" if value is not None else "of model.path"
+    return f"{value!s:.400}" if value is not None else "of model.path"
 
 
 # -- fingerprints ---------------------------------------------------------------------------------

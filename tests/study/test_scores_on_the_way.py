@@ -74,7 +74,7 @@ def test_what_is_scored_on_the_way_is_what_a_shorter_run_leaves(finished, traine
 
 def test_runs_and_studies_draw_a_curve_for_each_task(finished):
     run = finished / "runs" / "adapter-long" / "seed_1"
-    curves = read_run(run).curves
+    curves = read_run(run, "long").curves
     assert len(curves["scores/sums"].steps) == len(curves["scores/colours"].steps) == 3
     results = load_results(run / "eval")
     assert curves["scores/colours"].values[-1] == results["tasks"]["colours"]["value"]

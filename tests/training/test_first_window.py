@@ -236,7 +236,7 @@ def test_a_share_whose_aim_is_met_later_keeps_its_weight(caplog):
 @pytest.mark.parametrize("every", [None, 1])
 def test_grpo_goes_on_over_equal_rewards(tmp_path, every):
     trainer = trainer_for(
-        tmp_path, "qwen3_moe", False, max_steps=4, num_iterations=1, beta=0.0, max_grad_norm=1.0
+        tmp_path, "qwen3_moe", "off", max_steps=4, num_iterations=1, beta=0.0, max_grad_norm=1.0
     )
     trainer.callback.method = resolve_method({"terms": {"dpp": {"share": 0.2, "every": every}}})
     calls = []
