@@ -27,7 +27,7 @@ GPU_PYTHON := $(BIN)/python
 GPU_READY := $(STAMP)
 endif
 
-.PHONY: help demo test test-eval test-lowest test-newest test-newest-families test-integrations docs tables families plans lint format format-check types bench wheels gpu-check gpu-step clean
+.PHONY: help demo test test-quick test-eval test-lowest test-newest test-newest-families test-integrations docs tables families plans lint format format-check types bench wheels gpu-check gpu-step clean
 .DELETE_ON_ERROR:
 
 help:  ## Show the targets
@@ -62,6 +62,9 @@ $(BROWSER): $(STAMP)
 
 test: $(STAMP) $(BROWSER)  ## All tests that need no GPU
 	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
+
+test-quick: $(STAMP)  ## Losses, metrics, adapters, data, files, words and layers, on one core
+	$(BIN)/python -m pytest -m "not gpu and not slow" tests/losses tests/metrics tests/routing tests/lora tests/io tests/data tests/report tests/test_registry.py tests/test_plugins.py tests/test_layers.py tests/test_names.py tests/test_style.py tests/test_documentation.py tests/test_foreign_names.py
 
 test-eval: $(STAMP)  ## Tests of eval/: what made the demo's files, and what measures
 	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile eval/tests
