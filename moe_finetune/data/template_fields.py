@@ -4,11 +4,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from jinja2 import Template, nodes
+from jinja2 import nodes
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 
-def compiled_template(template: str) -> Template:
+def compiled_template(template: str) -> Any:
     """The template as transformers compiles it, once: its environment and its globals."""
     return _compile_jinja_template(template)
 

@@ -51,7 +51,7 @@ def test_a_killed_study_ends_with_the_same_table(warm, study_file, tmp_path):
     first = subprocess.Popen(
         [*STUDY, study_file, "--output", killed], start_new_session=True, stderr=subprocess.DEVNULL
     )
-    second_run = killed / "runs" / "aux_loss" / "seed_1" / "metrics.jsonl"
+    second_run = killed / "runs" / "aux_loss" / "seed_1" / "recipe.yaml"  # the first of its files
     wait_for(second_run.exists)
     os.killpg(first.pid, signal.SIGKILL)
     first.wait()
