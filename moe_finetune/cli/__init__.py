@@ -12,7 +12,6 @@ import typer
 # Importing these modules registers their verbs.
 from moe_finetune.cli import checkpoints, evaluation, experts, interactive, runs  # noqa: F401
 from moe_finetune.cli.app import app, check_alone, split_common
-from moe_finetune.cli.dropped import refuse_dropped
 from moe_finetune.cli.pipes import outlive_readers
 from moe_finetune.errors import MoeFinetuneError, is_machine_failure, reason_of
 from moe_finetune.io.signals import sigterm_interrupts
@@ -40,7 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         arguments, common = split_common(arguments)
-        refuse_dropped(arguments)
         check_alone(arguments)
     except ValueError as problem:
         print(f"error: {problem}", file=sys.stderr)

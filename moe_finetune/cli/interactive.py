@@ -44,13 +44,10 @@ def init(
     Example: moe-finetune init ./my-moe --data my.jsonl --gpu 24 --output my.yaml
     """
     from moe_finetune.errors import RecipeError
-    from moe_finetune.recipe.dropped import DROPPED
     from moe_finetune.recipe.stages import STARTERS
 
     if stage not in STARTERS:
-        others = f"init writes recipes for {', '.join(STARTERS)}"
-        _, instead = DROPPED.get(f"stage={stage}", (None, others))
-        raise RecipeError(f"--stage {stage}: {instead}")
+        raise RecipeError(f"--stage {stage}: init writes recipes for {', '.join(STARTERS)}")
     if gpu is not None and not 0 < gpu < 1e6:
         raise RecipeError(f"--gpu: must be the GiB of one GPU, such as 24, not {gpu:g}")
     from moe_finetune.losses.presets import PRESETS

@@ -33,8 +33,6 @@ def check_format(name: str | None, key: str = "quantization") -> bool:
     """
     if name in (None, "none"):
         return False
-    if name == "int8":
-        raise RecipeError(f"{key}: 'int8' was dropped; set nf4")
     if name != NF4:
         raise RecipeError(f"{key}: unknown format '{name}'{did_you_mean(str(name), ['none', NF4])}")
     bitsandbytes()

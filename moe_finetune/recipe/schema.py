@@ -19,7 +19,6 @@ from moe_finetune.errors import PluginError, RecipeError
 from moe_finetune.plugins import use_installed
 from moe_finetune.recipe.conflicts import conflicts
 from moe_finetune.recipe.data import DataSection, Paths
-from moe_finetune.recipe.dropped import without_dropped
 from moe_finetune.recipe.early import check_early
 from moe_finetune.recipe.method import Method, resolve_method, without_unusable_share
 from moe_finetune.recipe.section import WholeRecipe
@@ -129,5 +128,5 @@ def load_recipe(paths: Sequence[str | Path] | str | Path, overrides: Sequence[st
 
 def recipe_from_tree(tree: Tree) -> Recipe:
     """Validate merged values; raise a RecipeError with the place of each problem."""
-    check_early(without_dropped(tree), Recipe)
-    return from_tree(Recipe, without_dropped(without_unusable_share(tree)))
+    check_early(tree, Recipe)
+    return from_tree(Recipe, without_unusable_share(tree))

@@ -26,7 +26,6 @@ from typing import Any, Literal
 from pydantic import Field, PrivateAttr, field_validator
 
 from moe_finetune.errors import StudyError, did_you_mean
-from moe_finetune.recipe.dropped import without_dropped
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.section import Section
 from moe_finetune.recipe.tree import Tree, find_recipe, load_tree, recipes_folder
@@ -143,7 +142,7 @@ def load_study(path: str | Path, overrides: Sequence[str] = ()) -> StudyRecipe:
     """
     path = find_study(path)
     study_overrides = [item for item in overrides if _first_key(item) not in Recipe.model_fields]
-    tree = without_dropped(load_tree([path], study_overrides))
+    tree = load_tree([path], study_overrides)
     study = study_from_tree(tree, path.stem)
     study._arguments, study._source = list(overrides), path
     return study

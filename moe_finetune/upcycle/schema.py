@@ -10,7 +10,6 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from moe_finetune.errors import RecipeError, did_you_mean
-from moe_finetune.recipe.dropped import without_dropped
 from moe_finetune.recipe.method import Method, resolve_method
 from moe_finetune.recipe.section import Section, WholeRecipe
 from moe_finetune.recipe.stages import STAGES
@@ -210,7 +209,7 @@ def load_upcycle_recipe(
     paths: Sequence[str | Path], overrides: Sequence[str] = ()
 ) -> UpcycleRecipe:
     """Read, merge, override and validate recipe files (later ones win)."""
-    return from_tree(UpcycleRecipe, without_dropped(load_tree(paths, overrides)))
+    return from_tree(UpcycleRecipe, load_tree(paths, overrides))
 
 
 def _problems(recipe: UpcycleRecipe) -> Iterator[str]:

@@ -9,8 +9,6 @@ import typer
 
 from moe_finetune import cli
 from moe_finetune.cli.doctor import Check
-from moe_finetune.cli.dropped import OPTIONS
-from moe_finetune.cli.dropped import VERBS as VERBS_DROPPED
 from tests import tiny
 from tests.checkpoint.helpers import adapter as random_adapter
 
@@ -38,20 +36,6 @@ def test_every_option_says_what_it_is():
     assert sorted(commands) == VERBS
     for verb, command in commands.items():
         assert all(parameter.help for parameter in command.params), verb
-
-
-@pytest.mark.parametrize(
-    ("verb", "option", "replacement"),
-    [
-        *((verb, "", line) for verb, line in VERBS_DROPPED.items()),
-        *((verb, o, line) for verb, options in OPTIONS.items() for o, line in options.items()),
-    ],
-)
-def test_what_was_dropped_names_its_replacement(capsys, verb, option, replacement):
-    for form in {option, f"{option}=x" if option else option}:
-        code, out, err = run(capsys, *filter(None, [verb, "x", form]))
-        assert code == 2 and not out and err.count("\n") == 1
-        assert err.startswith(f"error: {verb}") and err.endswith(f"{replacement}\n")
 
 
 @pytest.mark.parametrize("verb", ["merge", "study"])
