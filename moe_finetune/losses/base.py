@@ -161,13 +161,11 @@ class LayerContext:
 
     Attributes:
         previous: the MoE layer below, or None in the first one.
-        first_visit: False when a checkpointed layer runs again; state changes only when True.
         draws: what a recomputation must reuse of this forward: random numbers, and choices that
             rounding could change; by name.
     """
 
     previous: PreviousLayer | None = None
-    first_visit: bool = True
     draws: dict[str, Tensor] = field(default_factory=dict)
 
     def kept(self, name: str, make: Callable[[], Tensor]) -> Tensor:
@@ -224,11 +222,6 @@ class Term(ABC):
     def applies(self, layer: int) -> bool:
         return layer not in self._left_out and self.options.selects(layer)
 
-    @property
-    def keeps_tables(self) -> bool:
-        """Whether :meth:`state_dict` is nonempty after a step, so a checkpoint must contain it."""
-        return False
-
     @abstractmethod
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor | None:
         """The unweighted float32 scalar for this layer, or None if the term has no value here.
@@ -267,12 +260,6 @@ class Term(ABC):
                 "of this model look experts up by token; choose other layers, or remove the "
                 "term (weight: 0)"
             )
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:  # noqa: B027  (most have none)
-        """Restore what :meth:`state_dict` returned."""
 
 
 def _problem(name: str, value: object) -> str | None:

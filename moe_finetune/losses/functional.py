@@ -4,7 +4,7 @@ A loss is a scalar in float32 (float64 for float64 tensors), averaged over the t
 its formula sums over tokens. Gradients have the dtype of their tensor.
 """
 
-from moe_finetune.losses.coupling import coupling_loss, transition_table
+from moe_finetune.losses.coupling import coupling_loss
 from moe_finetune.losses.dpp import dpp_from_gram, dpp_loss
 from moe_finetune.losses.erc import erc_from_table, erc_loss, erc_table
 from moe_finetune.losses.load_balance import load_balancing_loss, load_totals
@@ -37,6 +37,5 @@ __all__ = [
     "specialization_from_gram",
     "specialization_loss",
     "supervised_routing_loss",
-    "transition_table",
     "variance_loss",
 ]

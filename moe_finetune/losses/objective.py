@@ -160,14 +160,6 @@ class Objective:
         self.set_full_weight(term.name, 10.0 ** round(math.log10(target / size)))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """State of all terms, with the term's name as prefix, and weights found for shares."""
-        return self.found_weights() | {
-            f"{term.name}.{key}": tensor
-            for term in self.terms
-            for key, tensor in term.state_dict().items()
-        }
-
-    def found_weights(self) -> dict[str, Tensor]:
         """Weights that training finds, as ``strength.<term>``; 0 until found."""
         return {
             f"{_FOUND}{term.name}": torch.tensor(
@@ -181,11 +173,3 @@ class Objective:
         for term in self.terms:
             if term.options.finds_weight:
                 self.set_full_weight(term.name, float(state[f"{_FOUND}{term.name}"]) or None)
-            prefix = f"{term.name}."
-            term_state = {
-                key.removeprefix(prefix): tensor
-                for key, tensor in state.items()
-                if key.startswith(prefix)
-            }
-            if term_state or term.state_dict():
-                term.load_state_dict(term_state)

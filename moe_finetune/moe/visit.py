@@ -207,11 +207,7 @@ class LayerVisits:
             with without_autocast(record.logits_TE.device):
                 loss = objective(
                     record,
-                    LayerContext(
-                        previous=previous,
-                        first_visit=first_visit,
-                        draws=context.draws.setdefault(layer.index, {}),
-                    ),
+                    LayerContext(previous, context.draws.setdefault(layer.index, {})),
                 )
         passed_up = self._for_next(objective, record)
         if first_visit:

@@ -347,7 +347,7 @@ class SpecializationCallback(TrainerCallback, ExportableState):
         }
 
     def table_state(self) -> dict[str, torch.Tensor]:
-        """Return running tables and biases, which are equal on all ranks."""
+        """Return weights found for shares, and biases, which are equal on all ranks."""
         return self._at_work().state_dict()
 
     def describe_adapter(self, folder: Path) -> None:

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from moe_finetune.errors import CaptureError, ObjectiveError, QuantizationError
-from moe_finetune.losses.coupling import Coupling
 from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.bias import BiasBalancer
 from moe_finetune.moe.context import CONTEXT_KEY
@@ -238,9 +237,6 @@ class Specialization:
             self.statistics.note_strength(rows)
         if self.balancer is not None:
             self.balancer.step()
-        for term in self.objective.terms:
-            if isinstance(term, Coupling):
-                term.reduce_over_ranks()
         self.begin_step(self.steps + 1, self.total_steps)
         if self.unmoved is None and self.steps >= STEPS:
             self.unmoved = unmoved_since(self._start, self.model)
@@ -251,7 +247,7 @@ class Specialization:
         return self.statistics.read()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return what a checkpoint must store: the terms' running tables, and routing biases."""
+        """Return what a checkpoint must store: weights found for shares, and routing biases."""
         return {
             **self.objective.state_dict(),
             **(self.balancer.state_dict() if self.balancer else {}),
@@ -261,17 +257,14 @@ class Specialization:
         """Restore what :meth:`state_dict` returned after at least one step.
 
         Raises:
-            ObjectiveError: a table or bias is missing, of another model, or of another method.
+            ObjectiveError: a weight or bias is missing, of another model, or of another method.
         """
-        weights = self.objective.found_weights()
-        exact = {*weights, *(self.balancer.state_dict() if self.balancer is not None else ())}
-        tables = tuple(f"{term.name}." for term in self.objective.terms if term.keeps_tables)
-        missing = [prefix for prefix in tables if not any(key.startswith(prefix) for key in state)]
-        missing += sorted(exact - state.keys())
-        strange = [key for key in state if key not in exact and not key.startswith(tables)]
+        weights = self.objective.state_dict()
+        known = self.state_dict().keys()
+        missing, strange = known - state.keys(), state.keys() - known
         if missing or strange:
             problem = (
-                f"lacks '{missing[0].rstrip('.')}', which this method needs"
+                f"lacks '{min(missing)}', which this method needs"
                 if missing
                 else f"contains '{min(strange)}', which this method does not use"
             )
@@ -280,11 +273,11 @@ class Specialization:
                 "trained with, or start again"
             )
         experts = self.objective.facts.num_experts
-        for key, table in state.items():
-            if key not in weights and {table.shape[0], table.shape[-1]} != {experts}:
+        for key, bias_E in state.items():
+            if key not in weights and bias_E.shape != (experts,):
                 raise ObjectiveError(
-                    f"the saved state's '{key}' has shape {tuple(table.shape)}, and this model has "
-                    f"{experts} experts"
+                    f"the saved state's '{key}' has shape {tuple(bias_E.shape)}, and this model "
+                    f"has {experts} experts"
                 )
         self._set(state)
 

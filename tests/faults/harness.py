@@ -33,7 +33,7 @@ SAVE = (
 METHODS = {
     "qwen3_moe": {
         "preset": "specialization_coupling",
-        "terms": {"coupling": {"weight": 0.1, "pairing": "transition"}},
+        "terms": {"specialization": {"share": 0.1, "every": 2}, "coupling": {"weight": 0.1}},
     },
     "deepseek_v3": {"preset": "loss_free"},
     "deepseek_v2": {"preset": "orthogonal_variance"},

@@ -66,7 +66,6 @@ def make(size="odd", seed=0, dtype=torch.float64):
         "scores_TK": scores,
         "scores_TE": torch.zeros_like(probs).scatter(-1, index, scores),
         "next_probs_TE": upper.softmax(-1),
-        "transitions_EE": torch.rand(experts, experts, generator=g, dtype=torch.float64),
         "outputs_TKH": shared + normal(tokens, chosen, hidden),
         "activations_TKD": normal(tokens, chosen, width),
         "router_weight_EH": normal(experts, hidden),
@@ -164,17 +163,10 @@ CASES = [
         pairs=True,
     ),
     Case(
-        "coupling-token",
+        "coupling",
         functional.coupling_loss,
         reference.coupling,
         ("probs_TE", "index_TK", "next_probs_TE", "top_k"),
-        ("probs_TE", "next_probs_TE"),
-    ),
-    Case(
-        "coupling-transition",
-        functional.coupling_loss,
-        reference.coupling,
-        ("probs_TE", "index_TK", "next_probs_TE", "top_k", "transitions_EE"),
         ("probs_TE", "next_probs_TE"),
     ),
     *(

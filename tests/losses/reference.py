@@ -163,7 +163,7 @@ def specialization(activations_TKD, mask_T=None):
     return over_tokens(one, mask_T, activations_TKD.shape[0])
 
 
-def coupling(probs_TE, index_TK, next_probs_TE, top_k, mask_T=None, transitions_EE=None):
+def coupling(probs_TE, index_TK, next_probs_TE, top_k, mask_T=None):
     experts = probs_TE.shape[1]
 
     def best(row):
@@ -172,23 +172,11 @@ def coupling(probs_TE, index_TK, next_probs_TE, top_k, mask_T=None, transitions_
     def one(t):
         total = zero()
         for e in index_TK[t].tolist():
-            following = best(next_probs_TE[t] if transitions_EE is None else transitions_EE[e])
-            for n in following:
+            for n in best(next_probs_TE[t]):
                 total = total - probs_TE[t, e] * next_probs_TE[t, n]
         return total
 
     return over_tokens(one, mask_T, probs_TE.shape[0])
-
-
-def transitions(probs_TE, index_TK, next_probs_TE, mask_T=None):
-    tokens, experts = probs_TE.shape
-    table = torch.zeros(experts, experts, dtype=torch.float64)
-    rows = counted(mask_T, tokens)
-    for t in rows:
-        for e in index_TK[t].tolist():
-            for n in range(experts):
-                table[e, n] += probs_TE[t, e] * next_probs_TE[t, n] / len(rows)
-    return table
 
 
 def erc_epsilon(router_EH):

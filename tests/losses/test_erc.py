@@ -227,7 +227,7 @@ def test_noise_is_drawn_once_a_forward_and_met_again():
     layer = record(values, expert_factors=get)
     context = LayerContext()
     first = term().loss(layer, context)
-    again = term().loss(layer, LayerContext(first_visit=False, draws=context.draws))
+    again = term().loss(layer, LayerContext(draws=context.draws))
     assert torch.equal(first, again)
     assert not torch.equal(first, term().loss(layer, LayerContext()))
     torch.manual_seed(6)

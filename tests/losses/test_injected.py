@@ -17,7 +17,7 @@ TERMS = {
     "orthogonality": {"weight": 0.5, "form": "cosine"},
     "variance": {"weight": 0.74},
     "specialization": {"weight": 0.5},
-    "coupling": {"weight": 2.0, "pairing": "transition"},
+    "coupling": {"weight": 2.0},
     "erc": {"weight": 0.4, "activation": "swiglu", "layers_reduction": "mean"},
     "router_orthogonality": {"weight": 0.6},
     "dpp": {"weight": 0.2},

@@ -115,7 +115,7 @@ def _two_ranks(rank, store, sizes):
         if rank == 0:
             again = balance.loss(
                 record(part, mask_T=keep[own]),
-                LayerContext(first_visit=False, draws=context.draws),
+                LayerContext(draws=context.draws),
             )
             assert torch.equal(again, got)
     distributed.destroy_process_group()

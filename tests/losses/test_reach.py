@@ -22,7 +22,6 @@ REACH = {
     "dpp": ({}, {"gate_up", "down"}, True),
     "ncl": ({}, {"gate_up", "down"}, True),
     "coupling": ({}, {"router"}, True),
-    "coupling-transition": ({"pairing": "transition"}, {"router"}, True),
     "erc": ({}, {"router", "gate_up"}, False),
     "erc-router_grad": ({"router_grad": False}, {"gate_up"}, False),
     "erc-output": ({"activation": "output"}, {"router", "gate_up", "down"}, False),

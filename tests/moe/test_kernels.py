@@ -20,7 +20,6 @@ from moe_finetune.training.specialization import Specialization
 from tests import tiny
 from tests.tiny_adapter import random_factors
 
-COUPLED_BY_TABLE = "coupling, transition"
 BY_METHOD = ("qwen3_moe", "deepseek_v3")
 RANK = 3  # not aligned: the grouped path fills it up
 
@@ -42,7 +41,6 @@ def methods(table):
             if term == "supervised_routing":
                 chosen["table"] = table
         yield name, options
-    yield COUPLED_BY_TABLE, {"terms": {"coupling": {"weight": 1.0, "pairing": "transition"}}}
 
 
 def every_term(table):
@@ -187,10 +185,10 @@ def on_meta(family):
     return model.to("meta")
 
 
-def meta_step(model, options, batch, steps, later=False):
+def meta_step(model, options, batch, later=False):
     """Training steps that a GPU would queue from end to end without an answer.
 
-    ``later``: a first step moved the method's tables to the device, and nothing is copied any more.
+    ``later``: a first step moved the method's tensors to the device; nothing is copied any more.
     """
     # Measuring strength, once, compares numbers on the host.
     options = {**options, "strength": {"first": False}}
@@ -198,7 +196,7 @@ def meta_step(model, options, batch, steps, later=False):
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     work.install()
     try:
-        for step in range(later + steps):
+        for step in range(later + 1):
             with NothingReadBack(copies=later) if step >= later else contextlib.nullcontext():
                 model(**batch).loss.backward()
                 optimizer.step()
@@ -206,7 +204,7 @@ def meta_step(model, options, batch, steps, later=False):
                 work.step()
     finally:
         work.restore()
-    assert work.statistics._forwards == later + steps
+    assert work.statistics._forwards == later + 1
     return set(work.statistics._losses)
 
 
@@ -224,7 +222,7 @@ def test_a_step_with_lora_on_some_experts_never_waits_for_the_device(tmp_path):
     ids = torch.zeros(2, 9, dtype=torch.int64, device="meta")
     batch = {"input_ids": ids, "labels": ids}
     options = {"terms": {"erc": {"weight": 1.0}}}
-    assert meta_step(model.to("meta"), options, batch, 1, later=True) == {"erc"}
+    assert meta_step(model.to("meta"), options, batch, later=True) == {"erc"}
 
 
 @pytest.mark.usefixtures("no_autocast", "no_reach", "no_lists_to_device")
@@ -233,7 +231,7 @@ def test_a_later_step_copies_nothing_to_the_device(bias_update, table):
     options = every_term(table) | ({"bias_update": bias_update} if bias_update else {})
     ids = torch.zeros(2, 9, dtype=torch.int64, device="meta")
     batch = {"input_ids": ids, "labels": ids}
-    terms = meta_step(on_meta("deepseek_v3"), options, batch, 1, later=True)
+    terms = meta_step(on_meta("deepseek_v3"), options, batch, later=True)
     assert terms == set(options["terms"])
 
 
@@ -243,11 +241,10 @@ def test_a_step_never_waits_for_the_device(family, table, no_autocast, no_reach)
     """Every method on one family; on the others every term at once."""
     model = on_meta(family)
     ids = torch.zeros(2, 9, dtype=torch.int64, device="meta")
-    every = [(COUPLED_BY_TABLE, every_term(table))]
+    every = [("every term", every_term(table))]
     chosen = methods(table) if family == BY_METHOD[0] else every
     for name, options in chosen:
-        steps = 2 if name == COUPLED_BY_TABLE else 1  # the second meets the first one's table
-        terms = meta_step(model, options, {"input_ids": ids, "labels": ids}, steps)
+        terms = meta_step(model, options, {"input_ids": ids, "labels": ids})
         assert terms == set(options["terms"]), name
 
 

@@ -17,7 +17,7 @@ METHOD = {
     "terms": {
         "orthogonality": {"weight": 0.05},
         "variance": {"share": 0.1},
-        "coupling": {"weight": 0.1, "pairing": "transition"},
+        "coupling": {"weight": 0.1},
     }
 }
 

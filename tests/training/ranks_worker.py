@@ -37,7 +37,6 @@ SHARES = {
     "orthogonality": {"share": 0.3},
 }
 WRONG = "aux_loss, each rank for itself"
-TRANSITION = "coupling, transition"
 METHODS = {
     "every term": {"terms": EVERY_TERM, "strength": {"first": False}},
     "loss_free": {"preset": "loss_free"},
@@ -49,7 +48,6 @@ METHODS = {
 }
 CONTROLS = {
     WRONG: {"terms": {"load_balance": {"weight": 0.3, "scope": "micro_batch"}}},
-    TRANSITION: {"terms": {"coupling": {"weight": 0.1, "pairing": "transition"}}},
 }
 WITHOUT = {
     f"without {term}": {
@@ -59,7 +57,7 @@ WITHOUT = {
     for term in EVERY_TERM
 }
 """What one process trains alone: a term that these do not differ by would not be compared."""
-HAS_STATE = ("loss_free", TRANSITION, "shares", "found weights")
+HAS_STATE = ("loss_free", "shares", "found weights")
 
 
 def model():

@@ -46,8 +46,6 @@ WEIGHT = {
 }
 COUPLED = {
     "coupling alone": {"coupling": {}},
-    # A table of this batch alone: with an older share ranks would begin from another one.
-    "coupling, transition": {"coupling": {"pairing": "transition", "decay": 0.0}},
     "coupling above a layer without balance": {
         "coupling": {"layers": [2]},
         "load_balance": {"layers": [0, 2, 3]},

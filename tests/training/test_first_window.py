@@ -20,10 +20,9 @@ from tests.training.strength import BATCHES, agree, by_hand, logged, train
 
 def test_a_trainers_first_window_is_measured_once_and_changes_nothing(tmp_path, terms):
     del terms["erc"]["noise"]
-    terms["coupling"]["pairing"] = "transition"
-    seen = {"terms": terms}
+    seen = {"terms": terms, "bias_update": 0.01}
     trainer, work, batches = train(tmp_path, seen, dropout=0.1)
-    unseen = {"terms": terms, "strength": {"first": False}}
+    unseen = {**seen, "strength": {"first": False}}
     again, other, _ = train(tmp_path, unseen, dropout=0.1)
     for (name, one), two in zip(
         trainer.model.named_parameters(), again.model.parameters(), strict=True

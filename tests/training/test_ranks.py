@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.ranks import run_ranks
-from tests.training.ranks_worker import EVERY_TERM, METHODS, STEPS, TRANSITION, WRONG
+from tests.training.ranks_worker import EVERY_TERM, METHODS, STEPS, WRONG
 
 pytestmark = pytest.mark.slow
 LIMIT = 1e-5
@@ -59,9 +59,3 @@ def test_a_term_that_is_lost_would_be_seen(both, term):
 def test_the_comparison_can_fail(both):
     (_, one), (_, two) = both
     assert furthest(weights(one, WRONG), weights(two, WRONG)) > 10 * LIMIT
-
-
-def test_transition_tables_are_averaged(both):
-    _, (_, two) = both
-    tables = {k: v for k, v in weights(two, TRANSITION).items() if "transitions" in k}
-    assert tables and all(float(table.sum()) > 0 for table in tables.values())

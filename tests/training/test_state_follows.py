@@ -1,4 +1,4 @@
-"""Tables and a learned bias follow the weights: best model, resume, second training, every save."""
+"""What training found and learned follows the weights: best model, resume, every save."""
 
 import json
 
@@ -19,7 +19,7 @@ from tests.training.cases import collate, rows
 
 BIASED = {"terms": {}, "bias_update": 0.05, "export_bias": "drop"}
 WRITTEN = {"terms": {}, "bias_update": 0.05}
-TABLES = {"terms": {"coupling": {"weight": 0.1, "pairing": "transition"}}, "bias_update": 0.05}
+FOUND = {"terms": {"variance": {"share": 1e-3, "every": 1}}, "bias_update": 0.05}
 
 
 def adapted(family="qwen3_moe", targets=("attention",)):
@@ -29,7 +29,7 @@ def adapted(family="qwen3_moe", targets=("attention",)):
 
 
 class Recall(TrainerCallback):
-    """Keeps the tables as they are at each step's end."""
+    """Keeps the state as it is at each step's end."""
 
     def __init__(self, callback):
         self.callback, self.after = callback, {}
@@ -81,7 +81,7 @@ def logits(model):
 
 
 def test_the_best_model_comes_with_its_own_bias(tmp_path):
-    callback = SpecializationCallback(TABLES, export_bias="drop")
+    callback = SpecializationCallback(FOUND, export_bias="drop")
     made, recall = stock(
         tmp_path,
         adapted(),
@@ -96,19 +96,19 @@ def test_the_best_model_comes_with_its_own_bias(tmp_path):
     best = int(made.state.best_model_checkpoint.rpartition("-")[2])
     assert best < 4 and not same(recall.after[best], recall.after[4])
     assert same(callback.table_state(), recall.after[best])
-    assert {name.partition(".")[0] for name in callback.table_state()} == {"coupling", "bias"}
+    assert {name.partition(".")[0] for name in callback.table_state()} == {"strength", "bias"}
 
 
 def test_a_resume_reads_the_path_that_it_is_given(tmp_path):
     straight = {}
     for name, seed in (("mine", 5), ("other", 6)):
-        callback = SpecializationCallback(TABLES, export_bias="drop")
+        callback = SpecializationCallback(FOUND, export_bias="drop")
         made, recall = stock(tmp_path / name, adapted(), callback, max_steps=2, data_seed=seed)
         made.train()
         callback.close()
         straight[name] = recall.after[2]
     assert not same(straight["mine"], straight["other"])
-    callback = SpecializationCallback(TABLES, export_bias="drop")
+    callback = SpecializationCallback(FOUND, export_bias="drop")
     begun = {}
     note = TrainerCallback()
     note.on_train_begin = lambda *_, **__: begun.update(callback.table_state())
@@ -118,24 +118,27 @@ def test_a_resume_reads_the_path_that_it_is_given(tmp_path):
     assert made.state.global_step == 3
 
 
-def test_tables_that_are_not_there_are_an_error(tmp_path):
+def test_a_state_that_is_not_there_is_an_error(tmp_path):
     plain, _ = stock(tmp_path, adapted(), SpecializationCallback({"terms": {}}), max_steps=2)
     plain.train()
     folder = str(tmp_path / "checkpoint-2")
-    for method, name in ((TABLES, "coupling"), (BIASED, r"bias\.0")):
+    for method, name in (
+        ({"terms": FOUND["terms"]}, r"strength\.variance"),
+        (BIASED, r"bias\.0"),
+    ):
         callback = SpecializationCallback(method, export_bias="drop")
         made, _ = stock(tmp_path, adapted(), callback)
         with pytest.raises(ObjectiveError, match=f"lacks '{name}'"):
             made.train(resume_from_checkpoint=folder)
-    callback = SpecializationCallback(TABLES, export_bias="drop")
+    callback = SpecializationCallback(FOUND, export_bias="drop")
     biased, _ = stock(tmp_path / "b", adapted(), callback, max_steps=2)
     biased.train()
     made, _ = stock(tmp_path, adapted(), SpecializationCallback({"terms": {}}))
     with pytest.raises(ObjectiveError, match=r"contains 'bias.\d', which this method does not use"):
         made.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-2"))
-    with Specialization(adapted(), TABLES) as work, pytest.raises(ObjectiveError, match="experts"):
+    with Specialization(adapted(), FOUND) as work, pytest.raises(ObjectiveError, match="experts"):
         small = {f"bias.{n}": torch.zeros(7) for n in range(2)}
-        work.load_state_dict({**small, "coupling.transitions.1": torch.zeros(12, 12)})
+        work.load_state_dict({**small, "strength.variance": torch.zeros((), dtype=torch.float64)})
 
 
 def test_a_checkpoint_made_without_the_callback_can_be_gone_on_with(tmp_path):
