@@ -14,9 +14,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from moe_finetune.errors import RecipeError
+from moe_finetune.evaluation.statistics import Interval, t_interval
 from moe_finetune.io import write_atomic
 from moe_finetune.io.tables import markdown
-from moe_finetune.metrics.statistics import Interval, t_interval
 
 Verdict = Literal["reproduced", "sign only", "not reproduced", "opposite", "not run"]
 WORDS: Mapping[Verdict, str] = {

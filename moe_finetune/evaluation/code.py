@@ -11,9 +11,9 @@ from moe_finetune.errors import DataError, DependencyError, EvaluationError, did
 from moe_finetune.evaluation.results import TaskResult, samples_file
 from moe_finetune.evaluation.sandbox import Program, Sandbox
 from moe_finetune.evaluation.sandbox.names import free_names, required_names
+from moe_finetune.evaluation.statistics import mean_and_deviation
 from moe_finetune.evaluation.thoughts import judged
 from moe_finetune.io.rows import read_rows, write_jsonl
-from moe_finetune.metrics.statistics import mean_and_deviation
 
 _FENCE = re.compile(r"```(?:python|py|Python)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
 

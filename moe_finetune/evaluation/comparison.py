@@ -14,9 +14,9 @@ import numpy as np
 from moe_finetune.errors import EvaluationError
 from moe_finetune.evaluation.results import Results, load_results
 from moe_finetune.evaluation.score import Score, compare_scores
+from moe_finetune.evaluation.statistics import PairedTest, correct_and_decide, relative_gain
 from moe_finetune.io.hashes import to_json
 from moe_finetune.io.tables import aligned
-from moe_finetune.metrics.statistics import PairedTest, correct_and_decide, relative_gain
 
 VERDICTS = ("better", "unclear", "worse")
 

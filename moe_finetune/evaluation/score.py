@@ -15,7 +15,7 @@ from scipy.stats import norm
 
 from moe_finetune.errors import EvaluationError
 from moe_finetune.evaluation.results import SAMPLE, TaskResult, load_samples, samples_file
-from moe_finetune.metrics.statistics import (
+from moe_finetune.evaluation.statistics import (
     PairedTest,
     compare_items,
     compare_seeds,

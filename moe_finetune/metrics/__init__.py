@@ -27,7 +27,6 @@ from moe_finetune.metrics.router import (
     router_cosine,
 )
 from moe_finetune.metrics.routing import (
-    rmse,
     routing_entropy,
     routing_information,
     routing_variance,
@@ -53,7 +52,6 @@ __all__ = [
     "output_cosine",
     "path_stability",
     "placement_metrics",
-    "rmse",
     "router_cosine",
     "routing_entropy",
     "routing_information",

@@ -65,13 +65,6 @@ def routing_information(scores_TE: Array) -> dict[str, float]:
     }
 
 
-def rmse(curve_a: Array, curve_b: Array) -> float:
-    """Root mean squared difference of two curves of equal length; 0 if equal. Source: P0 eq. 43."""
-    a = floats("curve_a", curve_a, ("N",))
-    b = floats("curve_b", curve_b, a.shape)
-    return float(np.sqrt(((a - b) ** 2).mean()))
-
-
 def _distribution(name: str, values: Array) -> np.ndarray:
     array = floats(name, values, ("T", "E"), as_given=True)
     if array.min() < 0:

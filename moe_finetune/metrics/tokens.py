@@ -1,9 +1,5 @@
 """How far routing follows the token: router ranks compared with token counts."""
 
-import math
-from collections import Counter
-from collections.abc import Hashable, Sequence
-
 import numpy as np
 
 from moe_finetune.metrics.arrays import Array, chunks, floats, integers
@@ -41,17 +37,3 @@ def conditional_mean_rank(
         chosen_share = np.take_along_axis(of_token, chosen[:, None], axis=-1)
         ranks[part] = 1 + (of_token > chosen_share).sum(-1)
     return float(ranks.mean()), float(ranks.std())
-
-
-def token_consistency(tokens: Sequence[Hashable], experts: Sequence[int]) -> float:
-    """Share of repeated tokens that go to the most frequent expert of their token.
-
-    ``tokens`` and ``experts`` have one entry per position of a text. 1 if the token alone
-    determines the expert; NaN if no token is repeated.
-    """
-    counts: dict[Hashable, Counter[int]] = {}
-    for token, expert in zip(tokens, experts, strict=True):
-        counts.setdefault(token, Counter())[expert] += 1
-    repeated = [count for count in counts.values() if count.total() > 1]
-    total = sum(count.total() for count in repeated)
-    return sum(max(count.values()) for count in repeated) / total if total else math.nan

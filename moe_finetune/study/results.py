@@ -15,7 +15,6 @@ from moe_finetune.evaluation.results import Results, TaskResult, step_results
 from moe_finetune.evaluation.results import load_results as load_evaluation
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.run_folder import RunFolder, read_log
-from moe_finetune.metrics import rmse
 from moe_finetune.study import folder as disk
 
 RMSE = "_rmse"
@@ -143,7 +142,8 @@ class RunResult:
             return None
         curve, other = self.curve(metric), self.reference.curve(metric)
         steps = sorted(curve.keys() & other.keys())
-        return rmse([curve[s] for s in steps], [other[s] for s in steps]) if steps else None
+        apart = [(curve[step] - other[step]) ** 2 for step in steps]
+        return math.sqrt(sum(apart) / len(apart)) if apart else None  # P0 eq. 43
 
 
 @dataclass(frozen=True)

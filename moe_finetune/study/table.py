@@ -14,14 +14,14 @@ from scipy.stats import rankdata
 from moe_finetune.errors import StudyError
 from moe_finetune.evaluation.comparison import check_joined
 from moe_finetune.evaluation.score import Score, compare_scores
-from moe_finetune.io.run_folder import RunFolder
-from moe_finetune.metrics.statistics import (
+from moe_finetune.evaluation.statistics import (
     PairedTest,
     compare_seeds,
     correct_and_decide,
     mean_and_deviation,
     relative_gain,
 )
+from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.study.columns import Column, columns_of, value_of
 from moe_finetune.study.results import AVERAGE, RunResult, StudyResults
 

@@ -19,11 +19,11 @@ from moe_finetune.io.hub import continue_with
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.run_folder import RunFolder, missing_plugins, read_log
 from moe_finetune.io.terminal import curve, duration, terminal
-from moe_finetune.metrics.shown import name, number, ordered
 from moe_finetune.recipe.conflicts import check_resumable
 from moe_finetune.recipe.schema import Recipe, load_recipe
 from moe_finetune.training.checkpoint import MANIFEST, checkpoints, written_by
 from moe_finetune.training.inputs import CHECKED_LIBRARIES, note_inputs, read_inputs
+from moe_finetune.training.shown import name, number, ordered
 from moe_finetune.training.start import FEW_STEPS, logged_every
 from moe_finetune.training.state import check_continues
 

@@ -7,7 +7,6 @@ import torch
 from moe_finetune.metrics import (
     expert_load,
     max_violation,
-    rmse,
     routing_entropy,
     routing_information,
     routing_variance,
@@ -119,7 +118,3 @@ def test_chunks_join(monkeypatch):
     small = lambda rows, width: arrays.chunks(rows, width, limit=90)  # noqa: E731
     monkeypatch.setattr(routing, "chunks", small)
     assert (routing_entropy(probs), score_variance(probs)) == pytest.approx(whole, rel=1e-12)
-
-
-def test_rmse():
-    assert rmse([1.0, 2.0, 4.0], [1.0, 4.0, 3.0]) == pytest.approx(math.sqrt(5 / 3))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moe_finetune.evaluation.score import Score
-from moe_finetune.metrics.statistics import paired_bootstrap
+from moe_finetune.evaluation.statistics import paired_bootstrap
 from moe_finetune.report.compare import difference, score_text
 
 

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,6 +17,7 @@ from moe_finetune.report.context import Report, Section
 from moe_finetune.report.markup import VOID, Markup, tag
 from moe_finetune.report.page import render_page
 from moe_finetune.report.runs import read_runs
+from moe_finetune.report.sections.text import token_consistency
 from tests.report.folders import routing, write_run
 
 SECTION_IDS = ["answer", "routing", "specialization", "curves", "scores", "settings",
@@ -259,3 +261,9 @@ def test_what_the_pictures_rest_on_is_said(tmp_path: Path):
     file = run / "routing" / "after.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "data": "train"}))
     assert said in _page([run], tmp_path / "page.html")[1].text
+
+
+def test_consistency_counts_repeated_tokens_only():
+    # a: 1, 1, 5 -> 2 of 3; b: 2, 6 -> 1 of 2; c occurs once
+    assert token_consistency("abacab", [1, 2, 1, 3, 5, 6]) == pytest.approx(3 / 5)
+    assert math.isnan(token_consistency("abc", [1, 2, 3]))

@@ -1,10 +1,10 @@
 """Text colored by the experts of its tokens, and the same as a searchable table."""
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
-from moe_finetune.metrics.tokens import token_consistency
 from moe_finetune.report.charts.frame import nth_color
 from moe_finetune.report.context import Cell, Report, Snapshot, figure, group, listed, table
 from moe_finetune.report.markup import DASH, Markup, join, number, tag
@@ -45,6 +45,20 @@ def text(report: Report, shots: list[Snapshot]) -> Markup | None:
         wide=True,
     )
     return group("Text", content, _token_table(texts_of, where))
+
+
+def token_consistency(tokens: Sequence[Hashable], experts: Sequence[int]) -> float:
+    """Share of repeated tokens that go to the most frequent expert of their token.
+
+    ``tokens`` and ``experts`` have one entry per position of a text. 1 if the token alone
+    determines the expert; NaN if no token is repeated.
+    """
+    counts: dict[Hashable, Counter[int]] = {}
+    for token, expert in zip(tokens, experts, strict=True):
+        counts.setdefault(token, Counter())[expert] += 1
+    repeated = [count for count in counts.values() if count.total() > 1]
+    total = sum(count.total() for count in repeated)
+    return sum(max(count.values()) for count in repeated) / total if total else math.nan
 
 
 def largest_groups(groups: Sequence[int], count: int) -> list[int]:

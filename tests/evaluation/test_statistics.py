@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from moe_finetune.metrics.statistics import (
+from moe_finetune.evaluation.statistics import (
     compare_items,
     compare_seeds,
     crossed_bootstrap,
