@@ -77,11 +77,14 @@ $(LOWEST)/.set-up: $(STAMP) tests/lowest.txt
 	  --target $(LOWEST)/core $$(sed -n 's/^core //p' tests/lowest.txt)
 	@$(BIN)/python -m pip install --no-compile --disable-pip-version-check --quiet --no-deps \
 	  --target $(LOWEST)/recipes $$(sed -n 's/^recipes //p' tests/lowest.txt)
+	@$(BIN)/python -m pip install --no-compile --disable-pip-version-check --quiet --no-deps \
+	  --target $(LOWEST)/reader $$(sed -n 's/^reader //p' tests/lowest.txt)
 	@touch $@
 
 test-lowest: $(LOWEST)/.set-up  ## The losses, and a recipe, on the lowest versions that are declared
 	PYTHONPATH=$(LOWEST)/core:. $(BIN)/python -m pytest -p no:cacheprovider tests/metrics tests/losses/test_all_losses.py tests/losses/test_released.py tests/training/test_trainers.py tests/test_foreign_names.py -k "not deepseek_v3"
 	PYTHONPATH=$(LOWEST)/recipes:. $(BIN)/python -m pytest -p no:cacheprovider tests/test_run.py tests/checkpoint/test_verify.py
+	READER=$(LOWEST)/reader $(BIN)/python -m pytest -p no:cacheprovider tests/older
 
 NEWEST := build/newest
 # An environment with the newest versions and links to the rest of this one, without vLLM and what

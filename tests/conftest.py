@@ -54,6 +54,9 @@ collect_ignore = [
     if importlib.metadata.version(name) != version
 ]
 """``make test-newest`` runs what is in there, in another environment."""
+READER = Path(os.environ.get("READER", ROOT / "build" / "lowest" / "reader")).resolve()
+collect_ignore += [] if READER.is_dir() else ["older"]
+"""``make test-lowest`` runs it: this environment writes, and an older transformers reads."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -44,9 +44,13 @@ class Completion:
 
 
 def complete_each(
-    checkpoints: Sequence[Path], prompts: list[list[int]], max_tokens: int
+    checkpoints: Sequence[Path], prompts: list[list[int]] | list[list[dict]], max_tokens: int
 ) -> list[list[Completion] | str]:
     """Greedy float32 completions of exactly ``max_tokens`` tokens (no stop at the end token).
+
+    Args:
+        prompts: token ids, or chats: these are rendered by the checkpoint's own template, and their
+            answers stop at its own end tokens.
 
     Returns:
         for each checkpoint its completions, or what went wrong with it.
@@ -101,7 +105,7 @@ def _serve(request: Path, answer: Path) -> None:
     answer.write_text(json.dumps(found))
 
 
-def _completions(checkpoint: str, prompts: list[list[int]], max_tokens: int) -> list[dict]:
+def _completions(checkpoint: str, prompts: list[list[Any]], max_tokens: int) -> list[dict]:
     from vllm import LLM, SamplingParams
 
     engine = LLM(
@@ -115,8 +119,14 @@ def _completions(checkpoint: str, prompts: list[list[int]], max_tokens: int) -> 
         trust_remote_code=False,
         attention_backend="CPU_MLA",  # AMX's kernel of latent attention has no float32
     )
-    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=0)
-    outputs = engine.generate([{"prompt_token_ids": ids} for ids in prompts], sampling)
+    chats = isinstance(prompts[0][0], dict)
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=max_tokens, ignore_eos=not chats, logprobs=0
+    )
+    if chats:
+        outputs = engine.chat(prompts, sampling)
+    else:
+        outputs = engine.generate([{"prompt_token_ids": ids} for ids in prompts], sampling)
     rows = []
     for output in outputs:
         best = output.outputs[0]

@@ -44,9 +44,7 @@ def tokenizer_files(
     """
     files = carried_files(source, needed=is_tokenizer_file)
     settings = json.loads(files.get(SETTINGS, b"{}"))
-    changed = dict(settings)
-    if settings.get("tokenizer_class") in _ONLY_5:
-        changed["tokenizer_class"] = _READ_BY_ALL
+    changed = _read_by_all(settings)
     if template is not None:
         files = {n: c for n, c in files.items() if "chat_template" not in n}
         changed.pop("chat_template", None)
@@ -68,12 +66,21 @@ def saved_tokenizer(tokenizer: Any) -> dict[str, bytes]:
         paths = [path for path in Path(scratch).rglob("*") if path.is_file()]
         files = {path.relative_to(scratch).as_posix(): path.read_bytes() for path in paths}
     settings = json.loads(files.get(SETTINGS, b"{}"))
-    if settings.get("tokenizer_class") in _ONLY_5:
-        settings["tokenizer_class"] = _READ_BY_ALL
+    if (changed := _read_by_all(settings)) != settings:
         for name in ("is_local", "local_files_only"):
-            settings.pop(name, None)
-        files[SETTINGS] = json_text(settings).encode()
+            changed.pop(name, None)
+        files[SETTINGS] = json_text(changed).encode()
     return files
+
+
+def _read_by_all(settings: dict[str, Any]) -> dict[str, Any]:
+    """A tokenizer's settings under names that transformers 4 reads, too."""
+    changed = dict(settings)
+    if settings.get("tokenizer_class") in _ONLY_5:
+        changed["tokenizer_class"] = _READ_BY_ALL
+    if isinstance(settings.get("extra_special_tokens"), list):
+        changed["additional_special_tokens"] = changed.pop("extra_special_tokens")
+    return changed
 
 
 def is_tokenizer_file(name: str) -> bool:

@@ -1,0 +1,80 @@
+"""What a run merges is read by transformers 4.57, which is in an environment of its own.
+
+``make test-lowest`` installs it over this environment's packages and runs this.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from transformers import AutoTokenizer
+
+from moe_finetune.io.rows import write_jsonl
+from moe_finetune.io.run_folder import RunFolder
+from moe_finetune.recipe.schema import recipe_from_tree
+from moe_finetune.recipe.tree import Tree
+from moe_finetune.run import run_recipe
+from tests import tiny
+from tests.conftest import READER
+from tests.older.read import read
+
+ROWS = [
+    {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}!"}]}
+    for n in range(7)
+]
+
+
+def as_published(file: Path) -> None:
+    """Keys of the makers' own files, which both versions read, where version 5 writes others."""
+    config = json.loads(file.read_text())
+    config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
+    if config["model_type"] == "qwen3_moe":
+        config["num_experts"] = config.pop("num_local_experts")
+    file.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [("qwen3_moe", None), ("qwen3_moe", {}), ("deepseek_v3", {}), ("olmoe", {}), ("mixtral", None)],
+)
+def test_a_merged_run(family, lora, tmp_path):
+    base = tiny.save(family, tmp_path / "base")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<extra>"]})
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(base)
+    (base / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((base / "tokenizer_config.json").read_text())
+    assert isinstance(settings["extra_special_tokens"], list)  # 4.57 reads no list there
+    as_published(base / "config.json")
+    write_jsonl(tmp_path / "chat.jsonl", ROWS)
+    tree = {
+        "model": {"path": str(base), "dtype": "float32"},
+        "method": {"preset": "none"},
+        "router": {"train": "full"},
+        "lora": lora if lora is None else {"rank": 3, "alpha": 6},
+        "data": {"train": str(tmp_path / "chat.jsonl"), "chat_template": "chatml"},
+        "trainer": {"max_steps": 2, "learning_rate": 1e-2, "report_to": []},
+    }
+    merged = RunFolder(run_recipe(recipe_from_tree(Tree(tree)), tmp_path / "run")).merged
+    answer = tmp_path / "answer"
+    program = Path(__file__).with_name("read.py")
+    environment = {**os.environ, "PYTHONPATH": str(READER)}
+    done = subprocess.run(
+        [sys.executable, str(program), str(merged), str(answer)],
+        env=environment, capture_output=True, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    logits, ours = read(str(merged))
+    with safe_open(answer, "pt") as file:
+        theirs = json.loads(file.metadata()["said"])
+        difference = (file.get_tensor("logits") - logits).abs().max().item()
+    assert theirs.pop("version").startswith("4.57") and ours.pop("version").startswith("5.")
+    assert difference < 1e-5 * logits.abs().max().item()
+    assert theirs == ours and ours["not loaded"] == []
+    assert "<extra>" in ours["special"] and "<|im_end|>\n" in ours["chat"]
+    assert 2 in ours["ends"]  # <|im_end|>, the end of chatml's answers
