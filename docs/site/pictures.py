@@ -13,9 +13,15 @@ from html import escape
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from moe_finetune import metrics
-from moe_finetune.metrics.router import erc_of_norms
+from moe_finetune.losses.erc import erc_from_table
+from moe_finetune.losses.functional import coupling_loss
+from moe_finetune.losses.gram import gram
+from moe_finetune.metrics.arrays import entropy
+from moe_finetune.routing.measures import least_alpha
+from moe_finetune.routing.sums import squared_cosine
 
 FOLDER = Path(__file__).resolve().parents[1] / "pictures"
 COLORS = ("#0072b2", "#c2500a", "#00805d", "#a8477f")
@@ -141,8 +147,8 @@ def entropies() -> str:
     collapsed_TE /= collapsed_TE.sum(1, keepdims=True)
     parts = []
     for scores_TE in (scores(0.4), scores(4.0), collapsed_TE):
-        values = metrics.routing_information(scores_TE)
-        words = f"H(Z|X) {values['conditional_entropy']:.2f}, H(Z) {values['entropy']:.2f}"
+        of_all = entropy(scores_TE.mean(0))
+        words = f"H(Z|X) {metrics.routing_entropy(scores_TE):.2f}, H(Z) {of_all:.2f}"
         parts.append((cells(scores_TE), words))
     return panels("Scores: uncertain, confident, and collapsed on two experts", *parts)
 
@@ -153,7 +159,7 @@ def activation_cosine() -> str:
     for degrees in (20.0, 80.0):
         turned = np.deg2rad([8.0, 8.0 + degrees])
         vectors_K2 = np.stack([np.cos(turned), np.sin(turned)], axis=1)
-        value = metrics.activation_cosine(vectors_K2[None])
+        value = squared_cosine(gram(torch.from_numpy(vectors_K2[None]))).item()
         drawing = "".join(
             arrow(40, 140, 40 + 120 * x, 140 - 120 * y, color)
             for (x, y), color in zip(vectors_K2, COLORS, strict=False)
@@ -171,7 +177,7 @@ def coupling_mass() -> str:
         )
         below, above = exp / exp.sum(1, keepdims=True)
         top = np.argsort(-below)[None, :2]
-        value = metrics.coupling_mass(below[None], top, above[None], 2)
+        value = -coupling_loss(*map(torch.from_numpy, (below[None], top, above[None])), 2).item()
         chosen = np.concatenate([np.isin(np.arange(6), np.argsort(-p)[:2]) for p in (below, above)])
         parts.append((bars(np.concatenate([below, above]), chosen), f"coupling mass {value:.2f}"))
     return panels("Probabilities in a layer (left six) and the next (right six)", *parts)
@@ -182,8 +188,11 @@ def erc() -> str:
     weak = np.array([[0.9, 0.7, 1.1], [0.8, 1.0, 0.6], [0.5, 1.2, 1.0]])
     parts = []
     for norms_EE in (weak, weak * 0.6 + np.eye(3)):
-        table = erc_of_norms(norms_EE)
-        words = f"ERC loss {table['loss'][1.0]:.2f}, least alpha {table['least_alpha']:.2f}"
+        loss, least = (
+            erc_from_table(torch.from_numpy(norms_EE)),
+            least_alpha(torch.from_numpy(norms_EE)),
+        )
+        words = f"ERC loss {loss:.2f}, least alpha {least:.2f}"
         parts.append((cells(norms_EE, 1.6), words))
     return panels("Activation norm: router row (down) into expert (across)", *parts)
 

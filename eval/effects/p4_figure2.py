@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from eval.effects.pictures import new_figure, save
-from moe_finetune.metrics.coherence import coherence_barrier, gram_coherence
+from moe_finetune.metrics.coherence import coherence_barrier
+from moe_finetune.routing.sums import largest_cosine
 
 CROWD = 3
 """Dimensions of the space toward which random features are pulled; few, so that they get close."""
@@ -52,7 +54,7 @@ def random_features(
         pull_B = (low_B + high_B) / 2
         features_BNH = _unit(start_BNH + pull_B[:, None, None] * towards_BNH)
         gram_BNN = features_BNH @ features_BNH.transpose(0, 2, 1)
-        above_B = gram_coherence(gram_BNN) > coherence
+        above_B = largest_cosine(torch.from_numpy(gram_BNN)).numpy() > coherence
         low_B, high_B = np.where(above_B, low_B, pull_B), np.where(above_B, pull_B, high_B)
     return features_BNH
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_finetune.metrics.load import expert_load
 from moe_finetune.metrics.paths import pair_counts
 
 MAX_PAIRS = 1_000_000_000
@@ -69,6 +68,12 @@ def count_coactivation(index_TLK: np.ndarray, num_experts: int) -> Coactivation:
     load = np.einsum("lee->le", within).copy()
     np.einsum("lee->le", within)[:] = 0
     blocks = np.array_split(index, min(DRIFT_BLOCKS, len(index)))
-    loads = np.stack([expert_load(block, num_experts) for block in blocks])
+    bins = np.arange(layers)[:, None] * num_experts  # of an expert of a layer
+    loads = np.stack(
+        [
+            np.bincount((block + bins).ravel(), minlength=load.size).reshape(load.shape)
+            for block in blocks
+        ]
+    )
     relative = loads / loads.mean(-1, keepdims=True)
     return Coactivation(within * width, across * max(width - 1, 1), load, relative, width)

@@ -92,16 +92,19 @@ def erc_from_table(table_EE: Tensor, alpha: float = 1.0) -> Tensor:
 def perturbed(proxies_PH: Tensor, uniform_PH: Tensor) -> Tensor:
     """``R ⊙ δ``, with δ from ``uniform_PH`` in [0, 1) scaled to ``U(1-ε, 1+ε)``."""
     with torch.no_grad():
-        # Differences, not products: near rows would lose their distance to rounding.
-        apart_PP = torch.cdist(
-            proxies_PH, proxies_PH, compute_mode="donot_use_mm_for_euclid_dist"
-        ).fill_diagonal_(torch.inf)
-        twice_P1 = 2.0 * torch.linalg.vector_norm(proxies_PH, dim=-1, keepdim=True)
-        epsilon_P1 = apart_PP.amin(-1, keepdim=True) / twice_P1
-        # A zero row stays zero, and a single expert has no neighbor to stay clear of.
-        epsilon_P1 = epsilon_P1.masked_fill(~epsilon_P1.isfinite(), 0.0)
-        delta_PH = 1.0 + epsilon_P1 * (2.0 * uniform_PH - 1.0)
+        delta_PH = 1.0 + noise_width(proxies_PH).unsqueeze(-1) * (2.0 * uniform_PH - 1.0)
     return proxies_PH * delta_PH
+
+
+def noise_width(proxies_PH: Tensor) -> Tensor:
+    """``ε_i = min_{j≠i}‖R_i-R_j‖/(2‖R_i‖)`` (P,); 0 for a zero row, and for a single one."""
+    # Differences, not products: near rows would lose their distance to rounding.
+    apart_PP = torch.cdist(
+        proxies_PH, proxies_PH, compute_mode="donot_use_mm_for_euclid_dist"
+    ).fill_diagonal_(torch.inf)
+    epsilon_P = apart_PP.amin(-1) / (2.0 * torch.linalg.vector_norm(proxies_PH, dim=-1))
+    # A zero row stays zero, and a single expert has no neighbor to stay clear of.
+    return epsilon_P.masked_fill(~epsilon_P.isfinite(), 0.0)
 
 
 def check_alpha(alpha: float) -> None:

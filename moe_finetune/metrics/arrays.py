@@ -5,7 +5,6 @@ D expert width, N items of a sample, V vocabulary, R ranks.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,19 +21,6 @@ class NotFiniteError(NumericsError, ValueError):
     def __init__(self, name: str, problem: str):
         super().__init__(f"{name}: {problem}")
         self.name = name
-
-
-@contextmanager
-def from_layer(layer: int) -> Iterator[None]:
-    """Blame the model for NaN or infinity in a metric of what its ``layer`` computed."""
-    try:
-        yield
-    except NotFiniteError as error:
-        raise NumericsError(
-            f"layer {layer}: the model computes NaN or infinity ({error.name}). Its weights are "
-            "finite but too large; restore the checkpoint, load it in a wider dtype, or, after "
-            "training, lower trainer.learning_rate"
-        ) from error
 
 
 def to_numpy(values: Array) -> np.ndarray:

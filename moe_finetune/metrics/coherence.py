@@ -12,21 +12,12 @@ def mutual_coherence(features_NH: Array) -> float:
     (orthogonal: perfect specialization) to 1 (two experts parallel). A zero feature has cosine 0
     with anything; N = 1 has no pairs and gives 0. Source: P4 def. 5.2.
     """
-    unit = unit_rows(floats("features_NH", features_NH, ("N", "H")))
-    return float(gram_coherence((unit @ unit.T)[None])[0])
+    import torch
 
+    from moe_finetune.losses.gram import cosines
 
-def gram_coherence(gram_TKK: Array) -> np.ndarray:
-    """:func:`mutual_coherence` of each token's outputs, from their Gram matrices: ``(T,)``."""
-    gram = floats("gram_TKK", gram_TKK, ("T", "K", "K"))
-    width = gram.shape[1]
-    if gram.shape[2] != width:
-        raise ValueError(f"gram_TKK: got shape {gram.shape}, expected (T, {width}, {width})")
-    norms_TK = np.sqrt(np.maximum(np.einsum("tkk->tk", gram), 0))
-    scale = norms_TK[:, :, None] * norms_TK[:, None, :]
-    cosines = np.divide(np.abs(gram), scale, out=np.zeros_like(gram), where=scale > 0)
-    cosines[:, np.arange(width), np.arange(width)] = 0
-    return np.minimum(cosines.max((1, 2)), 1.0)
+    unit = torch.from_numpy(unit_rows(floats("features_NH", features_NH, ("N", "H"))))
+    return min(float(cosines((unit @ unit.T)[None]).abs().max()), 1.0)
 
 
 def coherence_barrier(k: int) -> float:

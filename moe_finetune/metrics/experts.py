@@ -1,4 +1,4 @@
-"""How different the experts are on tokens: neighbors, clusters, cosines."""
+"""How different the experts are on tokens: neighbors and clusters."""
 
 import numpy as np
 
@@ -8,9 +8,7 @@ from moe_finetune.metrics.arrays import (
     chunks,
     floats,
     integers,
-    keep,
     to_numpy,
-    unit_rows,
 )
 
 NEIGHBORS = 10
@@ -39,27 +37,11 @@ def expert_overlap(embeddings_NH: Array, labels_N: Array, k: int = NEIGHBORS) ->
     return other / (count * neighbors)
 
 
-def silhouette(embeddings_NH: Array, labels_N: Array) -> float:
-    """Mean silhouette coefficient of embeddings labeled by their top-1 expert (scikit-learn's).
-
-    Range -1 (every point is nearer to another cluster) to 1 (perfectly separate experts); 0 for
-    overlapping ones. Arguments as in :func:`expert_overlap`. Raises ValueError unless there are 2
-    to N - 1 different labels. Source: P0 eq. 38.
-    """
-    embeddings, labels = _checked(embeddings_NH, labels_N)
-    kinds = len(np.unique(labels))
-    if not 2 <= kinds <= len(labels) - 1:
-        raise ValueError(
-            f"labels_N: got {kinds} different labels on {len(labels)} embeddings, expected 2 to "
-            "N - 1"
-        )
-    return _silhouette(_squared_distances(embeddings, slice(0, len(labels))), labels)
-
-
 def separation(embeddings_NH: Array, labels_N: Array) -> tuple[float | None, float | None]:
-    """:func:`expert_overlap` and :func:`silhouette` of a sample, from one distance matrix.
+    """:func:`expert_overlap` and scikit-learn's silhouette of a sample, from one distance matrix.
 
-    None if undefined: with fewer than 2 embeddings, or with 1 or N different labels.
+    The silhouette (P0 eq. 38) is -1 (every point is nearer to another expert's) to 1 (perfectly
+    separate experts). None if undefined: fewer than 2 embeddings, or 1 or N different labels.
     """
     embeddings, labels = _checked(embeddings_NH, labels_N)
     count, kinds = len(labels), len(np.unique(labels))
@@ -69,48 +51,6 @@ def separation(embeddings_NH: Array, labels_N: Array) -> tuple[float | None, flo
     neighbors = min(NEIGHBORS, count - 1)
     overlap = _foreign(distances.copy(), labels, 0, neighbors) / (count * neighbors)
     return overlap, _silhouette(distances, labels) if 2 <= kinds <= count - 1 else None
-
-
-def activation_cosine(activations_TKD: Array, mask_T: Array | None = None) -> float:
-    """Mean squared cosine over ordered pairs of a token's selected experts' activations.
-
-    ``activations_TKD`` ``(T, K, D)``: z after the gate, before the down projection. Range 0
-    (orthogonal: perfect specialization) to 1 (parallel); a zero vector has cosine 0 with anything;
-    K = 1 has no pairs and gives 0. Source: P1 Table 1, normalized by K(K - 1).
-    """
-    return _mean_squared_cosine("activations_TKD", activations_TKD, ("T", "K", "D"), mask_T)
-
-
-def output_cosine(outputs_TKH: Array, mask_T: Array | None = None) -> float:
-    """Mean squared cosine over ordered pairs of a token's selected experts' outputs.
-
-    ``outputs_TKH`` ``(T, K, H)``: y before the routing weight. Range and conventions as in
-    :func:`activation_cosine`. Source: P4 section 6.2.
-    """
-    return _mean_squared_cosine("outputs_TKH", outputs_TKH, ("T", "K", "H"), mask_T)
-
-
-def gram_cosine(gram_TKK: Array, mask_T: Array | None = None) -> float:
-    """:func:`output_cosine` or :func:`activation_cosine` from the Gram matrices ``(T, K, K)``."""
-    gram = floats("gram_TKK", gram_TKK, ("T", "K", "K"))
-    width = gram.shape[1]
-    if gram.shape[2] != width:
-        raise ValueError(f"gram_TKK: got shape {gram.shape}, expected (T, {width}, {width})")
-    gram = gram[keep("mask_T", mask_T, len(gram))]
-    norms = np.einsum("tkk->tk", gram)
-    scale = norms[:, :, None] * norms[:, None, :]
-    squared = np.divide(gram**2, scale, out=np.zeros_like(gram), where=scale > 0)
-    if width == 1:
-        return 0.0
-    pairs = squared.sum() - np.einsum("tkk->", squared)
-    return float(pairs / (len(gram) * width * (width - 1)))
-
-
-def _mean_squared_cosine(
-    name: str, values: Array, expected: tuple[str, str, str], mask_T: Array | None
-) -> float:
-    unit = unit_rows(floats(name, values, expected))
-    return gram_cosine(unit @ unit.transpose(0, 2, 1), mask_T)
 
 
 def _foreign(distances_RN: np.ndarray, labels_N: np.ndarray, start: int, neighbors: int) -> int:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from moe_finetune.metrics.arrays import Array, chunks, floats, integers, keep, to_numpy
+from moe_finetune.metrics.arrays import Array, chunks, integers, keep, to_numpy
 
 
 def pair_counts(index_TK: np.ndarray, next_index_TK: np.ndarray, num_experts: int) -> np.ndarray:
@@ -32,30 +32,6 @@ def conditional_activation(
     counts_EE = pair_counts(index, following, num_experts).astype(np.float64)
     used_E = np.bincount(index.ravel(), minlength=num_experts)[:, None]
     return np.divide(counts_EE, used_E, out=np.zeros_like(counts_EE), where=used_E > 0)
-
-
-def coupling_mass(
-    probs_TE: Array,
-    index_TK: Array,
-    next_probs_TE: Array,
-    top_k: int,
-    mask_T: Array | None = None,
-) -> float:
-    """Mean over tokens of ``(sum_{e in A^l} p^l_e) (sum_{top-K} p^{l+1}_n)``: minus P1's coupling.
-
-    ``probs_TE`` and ``next_probs_TE`` ``(T, E)``, normalized over experts; ``index_TK`` the experts
-    selected in layer l; ``top_k`` of layer l+1. Range ``K^2 / E^2`` (uniform probabilities) to 1
-    (all mass on the selected experts of both layers). Source: P1 eq. 6, Table 9.
-    """
-    probs = floats("probs_TE", probs_TE, ("T", "E"))
-    following = floats("next_probs_TE", next_probs_TE, (len(probs), "E"))
-    index = integers("index_TK", index_TK, (len(probs), "K"), limit=probs.shape[1])
-    experts = following.shape[1]
-    if not 1 <= top_k <= experts:
-        raise ValueError(f"top_k: got {top_k}, expected 1 to {experts}")
-    here_T = np.take_along_axis(probs, index.astype(np.int64), axis=-1).sum(-1)
-    there_T = np.partition(following, experts - top_k, axis=-1)[:, experts - top_k :].sum(-1)
-    return float((here_T * there_T)[keep("mask_T", mask_T, len(probs))].mean())
 
 
 def path_stability(top1_a_T: Array, top1_b_T: Array) -> float:

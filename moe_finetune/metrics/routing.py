@@ -1,8 +1,25 @@
-"""Statistics of the router's probabilities and scores over a set of tokens."""
+"""Balance, spread and certainty of routing. ``of_*`` take sums' means over the last axis, any axes
+before it, and are the definitions that the log, the page, ``analyze`` and ``compare`` read."""
 
 import numpy as np
 
 from moe_finetune.metrics.arrays import Array, chunks, entropy, floats
+
+
+def max_violation(load_E: Array) -> float:
+    """MaxVio: ``(max_e load_e - mean load) / mean load`` over the whole evaluation set.
+
+    ``load_E`` ``(E,)`` counts or shares. Range 0 (perfect balance) to E - 1 (one expert takes all;
+    at most E / K - 1 with K distinct experts per token). Source: P0 eq. 36 (after Wang et al.
+    2024). Raises ValueError for negative or all-zero loads.
+    """
+    load = floats("load_E", load_E, ("E",))
+    if load.min() < 0 or load.max() == 0:
+        raise ValueError(
+            f"load_E: got values from {load.min():g} to {load.max():g}, expected loads >= 0 "
+            "of which at least one is positive"
+        )
+    return float(of_load(load))
 
 
 def routing_variance(probs_TE: Array) -> float:
@@ -12,23 +29,22 @@ def routing_variance(probs_TE: Array) -> float:
     ``(E - 1) / E^2`` when one expert takes everything. Source: P0 eq. 42.
     """
     probs = floats("probs_TE", probs_TE, ("T", "E"), as_given=True)
-    mean_E = probs.mean(0, dtype=np.float64)
-    return float(((mean_E - 1 / len(mean_E)) ** 2).mean())
+    return float(of_mean_probability(probs.mean(0, dtype=np.float64)))
 
 
 def score_variance(scores_TE: Array) -> float:
-    """Mean over tokens of ``1/E sum_e (s_te - mean_t s_te)^2``: what the variance loss raises.
+    """Mean over tokens of ``1/E sum_e (s_te - mean_t s_te)^2``: minus the variance loss.
 
     ``scores_TE`` ``(T, E)`` after top-k: rows sum to 1, zeros elsewhere. 0 if all tokens have equal
     scores; at most ``(1 - 1/E) / E``, reached by one-hot scores in perfect balance (perfect
     specialization). Source: P0 eq. 7.
     """
-    scores = floats("scores_TE", scores_TE, ("T", "E"), as_given=True)
-    mean_E = scores.mean(0, dtype=np.float64)
-    total = 0.0
-    for part in chunks(*scores.shape):
-        total += float(((scores[part] - mean_E) ** 2).sum())
-    return total / scores.size
+    import torch
+
+    from moe_finetune.losses.variance import variance_loss
+
+    scores = floats("scores_TE", scores_TE, ("T", "E"))
+    return abs(float(variance_loss(torch.from_numpy(scores))))
 
 
 def routing_entropy(probs_TE: Array) -> float:
@@ -38,35 +54,46 @@ def routing_entropy(probs_TE: Array) -> float:
     for top-k scores) if all are equal, 0 if every token has one certain expert. Source: P1; P3's
     S_RL.
     """
-    probs = _distribution("probs_TE", probs_TE)
-    total = 0.0
-    for part in chunks(*probs.shape):
-        total += float(entropy(probs[part].astype(np.float64)).sum())
-    return total / len(probs)
+    probs = floats("probs_TE", probs_TE, ("T", "E"), as_given=True)
+    if probs.min() < 0:
+        raise ValueError(f"probs_TE: got values down to {probs.min():g}, expected at least 0")
+    parts = (entropy(probs[part].astype(np.float64)) for part in chunks(*probs.shape))
+    return float(sum(part.sum() for part in parts) / len(probs))
 
 
-def routing_information(scores_TE: Array) -> dict[str, float]:
-    """Entropies of the expert Z that a token X is routed to, in nats.
+def of_load(load: np.ndarray) -> np.ndarray:
+    """MaxVio of loads over the last axis; -1 where there is none."""
+    mean = load.mean(-1)
+    return (load.max(-1) - mean) / np.maximum(mean, 1e-12)
 
-    ``scores_TE`` ``(T, E)``: top-k scores, rows sum to 1. Returns ``entropy`` H(Z) of the mean
-    distribution (``ln E`` at perfect balance), ``conditional_entropy`` H(Z|X) (at most ``ln K``; 0
-    for one-hot scores), ``mutual_information`` I(X;Z) = H(Z) - H(Z|X) (``ln E`` at perfect
-    specialization in balance) and ``collision_entropy`` H_2 = -ln sum_e mean_e^2 (between 0 and
-    H(Z)). Source: P4 thm 3.3, 4.1, 4.2.
+
+def of_mean_probability(mean: np.ndarray) -> np.ndarray:
+    """Routing variance from mean probabilities."""
+    return ((mean - 1 / mean.shape[-1]) ** 2).mean(-1)
+
+
+def of_scores(
+    mean: np.ndarray, square: np.ndarray, score_entropy: np.ndarray | None = None
+) -> dict[str, np.ndarray]:
+    """Metrics from the mean top-k scores, mean squared scores and their mean entropy H(Z|X).
+
+    ``score_variance`` (P0 eq. 7); with the entropy also ``score_entropy``, ``expert_entropy`` H(Z)
+    (``ln E`` at perfect balance), ``mutual_information`` I(X;Z) = H(Z) - H(Z|X) (``ln E`` at
+    perfect specialization in balance) and ``collision_entropy`` -ln sum_e mean_e^2, between 0 and
+    H(Z): P4 thm 3.3, 4.1, 4.2.
     """
-    scores = _distribution("scores_TE", scores_TE)
-    mean_E = scores.mean(0, dtype=np.float64)
-    total, conditional = float(entropy(mean_E)), routing_entropy(scores)
-    return {
-        "entropy": total,
-        "conditional_entropy": conditional,
-        "mutual_information": total - conditional,
-        "collision_entropy": float(-np.log((mean_E**2).sum())),
-    }
+    squares = (mean**2).sum(-1)
+    # mean_t (s - mean s)^2 = mean_t s^2 - (mean s)^2, summed over experts.
+    metrics = {"score_variance": (square - squares) / mean.shape[-1]}
+    if score_entropy is not None:
+        marginal = entropy(mean)
+        metrics["score_entropy"] = score_entropy
+        metrics["expert_entropy"] = marginal
+        metrics["mutual_information"] = marginal - score_entropy
+        metrics["collision_entropy"] = -np.log(np.maximum(squares, 1e-300))
+    return metrics
 
 
-def _distribution(name: str, values: Array) -> np.ndarray:
-    array = floats(name, values, ("T", "E"), as_given=True)
-    if array.min() < 0:
-        raise ValueError(f"{name}: got values down to {array.min():g}, expected probabilities >= 0")
-    return array
+def collapse_limit(num_experts: int, top_k: int) -> float:
+    """MaxVio above which a router counts as collapsed: 3/4 of the largest value, E / K - 1."""
+    return 0.75 * (num_experts / top_k - 1)

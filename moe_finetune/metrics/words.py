@@ -75,7 +75,6 @@ WORDS: dict[str, Word] = {
     ),
     "mean_token_accuracy": Word("Token accuracy", "share of next tokens predicted correctly", 1),
     "num_tokens": Word("Tokens seen", "since the start", 1),
-    "routing_entropy": Word("Routing entropy", "in nats; low when the router is confident", 0),
     "score_entropy": Word(
         "Score entropy",
         "how uncertain the router is about a single token: the mean entropy of its top-k scores in "

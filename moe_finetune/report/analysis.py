@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from moe_finetune.routing.trace import RoutingTrace
 
 
+UNSHOWN = ("mutual_coherence", "below_barrier", "coupling_mass")
+"""Measured, and not among a trace's metrics: the page has coherence of its own."""
+
+
 def find_trace(path: str | Path) -> Path | None:
     """The trace at ``path``, or in a folder that ``analyze`` wrote; None if there is none."""
     path = Path(path)
@@ -158,15 +162,17 @@ def write_analysis(
 
     opened = RoutingTrace.open(trace)
     summary = summarize_trace(opened)
-    arrays = summary.pop("arrays")
+    arrays, coherence = summary.pop("arrays"), None
     if measures is not None:
-        measured = measures.per_layer()
+        of_model = measures.per_layer()
+        measured = {name: values for name, values in of_model.items() if name not in UNSHOWN}
+        coherence = measures.coherence(of_model)
         summary["per_layer"] |= measured
         summary["mean"] |= {name: mean_known(values) for name, values in measured.items()}
     if trace.parent == folder:  # which has a temporary name
         summary["trace"]["path"] = str(output / trace.name)
     write_atomic(RunFolder(folder).summary, json.dumps(summary))
-    picture = trace_snapshot(opened, summary, arrays, measures, tokenizer)
+    picture = trace_snapshot(opened, summary, arrays, coherence, tokenizer)
     write_atomic(RunFolder(folder).routing_after, json.dumps(picture))
     run = replace(read_run(folder, output.resolve().name), path=output)
     title = f"Routing of {opened.info.checkpoint}"
@@ -177,7 +183,7 @@ def trace_snapshot(
     trace: RoutingTrace,
     summary: dict[str, Any],
     arrays: dict[str, np.ndarray],
-    measures: Measures | None = None,
+    coherence: Mapping[str, Any] | None = None,
     tokenizer: Any = None,
 ) -> dict[str, Any]:
     """The trace as a routing snapshot for the report."""
@@ -190,7 +196,7 @@ def trace_snapshot(
     return snapshot(
         routing_path(info.layers, arrays["load_LE"], info.tokens, info.top_k, matrix_EE),
         summary["per_layer"],
-        measures,
+        coherence,
         {
             name: np.rint(shares_LE * tokens[name]).astype(int)
             for name, shares_LE in zip(info.domains, counts_GLE, strict=True)

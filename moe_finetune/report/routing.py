@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from moe_finetune.errors import TraceError
-from moe_finetune.metrics.load import collapse_limit
+from moe_finetune.metrics.routing import collapse_limit
 from moe_finetune.report.markup import number
 
 

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moe_finetune.metrics.paths import top_choice
-from moe_finetune.routing.sums import RoutingSums, gather, routing_metrics
+from moe_finetune.routing.gather import gather
 
 if TYPE_CHECKING:
+    from moe_finetune.routing.sums import Sums
     from moe_finetune.routing.trace import RoutingTrace, TraceChunk
 
 MAX_UNITS = 2048
@@ -49,21 +50,21 @@ def compare_traces(
     paired = units_a.same_as(units_b)
     sums_a, sums_b = units_a.sums(), units_b.sums()
     stable_UL = _stable(a, b, units_a) if paired else None
-    tokens_U = sums_a.tokens
+    tokens_U = sums_a.column(sums_a.array(), "tokens")[:, 0]
 
-    metrics_a, metrics_b = routing_metrics(sums_a.total()), routing_metrics(sums_b.total())
+    metrics_a, metrics_b = sums_a.metrics(), sums_b.metrics()
     names = [name for name in metrics_a if name in metrics_b]
     differences: dict[str, list[np.ndarray]] = {name: [] for name in names}
     stabilities: list[np.ndarray] = []
     rng = np.random.default_rng(seed)
     # A block of replicates has about 4 million sums at a time.
-    block = max(1, min(bootstrap, 4_000_000 // sums_a.load_LE[0].size))
+    block = max(1, min(bootstrap, 4_000_000 // sums_a.array()[0].size))
     for start in range(0, bootstrap, block):
         count = min(block, bootstrap - start)
         draw_a = _draw(rng, count, units_a.count)
         draw_b = draw_a if paired else _draw(rng, count, units_b.count)
-        found_a = routing_metrics(sums_a.weighted(draw_a))
-        found_b = routing_metrics(sums_b.weighted(draw_b))
+        found_a = sums_a.weighted(draw_a)
+        found_b = sums_b.weighted(draw_b)
         for name in names:
             differences[name].append((found_b[name] - found_a[name]).mean(-1))
         if stable_UL is not None:
@@ -112,9 +113,8 @@ class _Units:
             return np.array_equal(self.trace.load("token_ids"), other.trace.load("token_ids"))
         return True
 
-    def sums(self) -> RoutingSums:
-        sums = gather(self.trace, self.of, self.count, "seq")
-        return sums.map(lambda array: array.astype(np.float64))
+    def sums(self) -> Sums:
+        return gather(self.trace, self.of, self.count, "seq")
 
     def of(self, chunk: TraceChunk) -> np.ndarray:
         return self.unit_T[chunk.start : chunk.start + chunk.tokens]

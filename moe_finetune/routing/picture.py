@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from moe_finetune.metrics.arrays import mean_known
-from moe_finetune.routing.measures import Measures
 
 PASSAGE = 150
 PASSAGES = 4
@@ -40,7 +39,7 @@ def routing_path(
 def snapshot(
     path: Mapping[str, Any],
     metrics: Mapping[str, Sequence[float | None]],
-    measures: Measures | None = None,
+    coherence: Mapping[str, Any] | None = None,
     domains: Mapping[str, Any] | None = None,
     passages: Iterable[Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
@@ -49,7 +48,7 @@ def snapshot(
     Args:
         path: the result of :func:`routing_path`.
         metrics: lists over layers, by name.
-        measures: measures of the same tokens.
+        coherence: :meth:`Measures.coherence` of the same tokens.
         domains: selections ``(L, E)`` by domain; omitted if there is only one.
         passages: results of :func:`passage` for at most ``PASSAGES`` domains.
     """
@@ -62,8 +61,8 @@ def snapshot(
     }
     if domains is not None and len(domains) > 1:
         picture["domains"] = {name: np.asarray(c).tolist() for name, c in domains.items()}
-    if measures is not None:
-        picture["coherence"] = measures.coherence()
+    if coherence is not None:
+        picture["coherence"] = coherence
     if passages is not None:
         picture["colored_text"] = list(passages)
     return picture

@@ -10,7 +10,7 @@ from moe_finetune.metrics.arrays import mean_known
 from moe_finetune.metrics.domains import domain_information
 from moe_finetune.metrics.experts import NEIGHBORS, separation
 from moe_finetune.metrics.paths import pair_counts
-from moe_finetune.routing.sums import RoutingSums, gather, routing_metrics
+from moe_finetune.routing.gather import gather
 
 if TYPE_CHECKING:
     from moe_finetune.routing.trace import RoutingTrace, TraceChunk
@@ -39,23 +39,27 @@ def summarize_trace(trace: RoutingTrace, sample: int = 2000, seed: int = 0) -> d
     by_domain = gather(
         trace, lambda chunk: chunk["domain"], len(info.domains), "domain", transitions
     )
-    _check_domains(trace, by_domain)
-    total = by_domain.total()
+    sums_GLW = by_domain.array()
+    tokens_G = by_domain.column(sums_GLW, "tokens")[:, 0]
+    _check_domains(trace, tokens_G)
+    total_LW = sums_GLW.sum(0)
     per_layer: dict[str, list[float | None]] = {
-        name: values.tolist() for name, values in routing_metrics(total).items()
+        name: values.tolist() for name, values in by_domain.metrics(total_LW).items()
     }
-    domains = [domain_information(by_domain.load_LE[:, layer]) for layer in range(len(info.layers))]
+    load_GLE = by_domain.column(sums_GLW, "load")
+    load_LE = by_domain.load_LE()
+    domains = [domain_information(load_GLE[:, layer]) for layer in range(len(info.layers))]
     if len(info.domains) > 1:
         per_layer["domain_information"] = [metrics["mutual_information"] for metrics in domains]
     if trace.num_embeddings:
         per_layer |= _embedding_metrics(trace, sample, seed)
     arrays = {
-        "load_LE": total.load_LE,
-        "conditional_activation_LEE": transitions.conditional(total.load_LE),
+        "load_LE": load_LE,
+        "conditional_activation_LEE": transitions.conditional(load_LE),
         "domain_shares_GLE": np.stack([metrics["shares_GE"] for metrics in domains], axis=1),
     }
-    if total.score_LE is not None:
-        arrays["mean_score_LE"] = total.score_LE / total.tokens
+    if "score" in by_domain.columns:
+        arrays["mean_score_LE"] = by_domain.column(total_LW, "score") / info.tokens
     return {
         "trace": {
             "path": str(trace.path),
@@ -66,8 +70,7 @@ def summarize_trace(trace: RoutingTrace, sample: int = 2000, seed: int = 0) -> d
             "top_k": info.top_k,
             "tokens": info.tokens,
             "domains": {
-                name: int(tokens)
-                for name, tokens in zip(info.domains, by_domain.tokens, strict=True)
+                name: int(tokens) for name, tokens in zip(info.domains, tokens_G, strict=True)
             },
         },
         "sample": {
@@ -81,11 +84,11 @@ def summarize_trace(trace: RoutingTrace, sample: int = 2000, seed: int = 0) -> d
     }
 
 
-def _check_domains(trace: RoutingTrace, by_domain: RoutingSums) -> None:
+def _check_domains(trace: RoutingTrace, tokens_G: np.ndarray) -> None:
     from moe_finetune.errors import TraceError
 
-    if not by_domain.tokens.all():
-        name = trace.info.domains[int(by_domain.tokens.argmin())]
+    if not tokens_G.all():
+        name = trace.info.domains[int(tokens_G.argmin())]
         raise TraceError(f"{trace.path}: domain '{name}' has no tokens; record it again")
 
 

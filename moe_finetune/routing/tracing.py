@@ -16,7 +16,8 @@ from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import causal_lm, in_mode, model_facts
 from moe_finetune.moe.perturbation import Perturbation
-from moe_finetune.routing.measures import NEEDS, Measures
+from moe_finetune.routing.measures import Measures
+from moe_finetune.routing.sums import NEEDS
 from moe_finetune.routing.trace import TraceWriter
 
 EMBEDDINGS = 4000
@@ -55,7 +56,7 @@ def trace_model(
 
     total = sum(len(ids) for texts in sequences.values() for ids in texts)
     gated = facts.has_gate and facts.shared_input_space
-    measures = Measures(facts.moe_layers, facts.num_experts, facts.top_k, gated)
+    measures = Measures(facts, gated)
     writer = TraceWriter(
         folder,
         model_type=config.model_type,
@@ -79,6 +80,7 @@ def trace_model(
                 model(input_ids=ids, use_cache=False, logits_to_keep=1)
                 for record in records:
                     measures.add(record)
+                measures.check()
                 _append(writer, records, ids_BT, sequence, domain, probabilities)
                 sequence += len(ids_BT)
     return measures

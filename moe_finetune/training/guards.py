@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 from moe_finetune.errors import DataError, NumericsError
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.io.terminal import terminal
-from moe_finetune.metrics.load import collapse_limit
+from moe_finetune.metrics.routing import collapse_limit
 from moe_finetune.training import ranks
 from moe_finetune.training.checkpoint import newest_checkpoint, step_of
 

@@ -9,7 +9,6 @@ D expert width.
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,73 +23,78 @@ from moe_finetune.io import write_atomic
 from moe_finetune.losses.base import ModelFacts
 from moe_finetune.losses.objective import LayerLoss
 from moe_finetune.losses.record import RoutingRecord
-from moe_finetune.metrics import (
-    conditional_activation,
-    coupling_mass,
-    max_violation,
-    score_variance,
-)
-from moe_finetune.metrics.arrays import from_layer, mean_known
+from moe_finetune.metrics import conditional_activation
+from moe_finetune.metrics.arrays import mean_known
 from moe_finetune.metrics.experts import separation
 from moe_finetune.metrics.paths import top_choice
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import in_mode, model_facts
 from moe_finetune.moe.perturbation import Perturbation
-from moe_finetune.routing.measures import NEEDS, Measures
+from moe_finetune.routing.measures import Measures
 from moe_finetune.routing.picture import PASSAGE, PASSAGES, passage, routing_path, snapshot
+from moe_finetune.routing.sums import NEEDS
 from moe_finetune.training import ranks
 
 MAX_TOKENS = 8192
 MAX_EMBEDDINGS = 1500
 MAX_BATCHES = 8
 MEASURED = (
+    *("max_violation", "score_variance", "expert_overlap", "silhouette"),
     *("entropy", "routing_variance", "router_cosine", "noise_level"),
     *("activation_cosine", "output_cosine"),
 )
+VECTORS = ("coupling_mass", "mutual_coherence", "below_barrier")
+"""Metrics of a snapshot, and what an evaluation logs besides."""
 BATCH = 1024
 MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 Example = Mapping[str, Any]
 
 
 class Sample:
-    """Observer that keeps what metrics and pictures need from the first tokens it sees.
+    """Observer that sums the first tokens it sees, and keeps of some what pictures need.
 
     Embeddings are too large to keep all. A seeded draw keeps those of ``MAX_EMBEDDINGS`` tokens,
     the same in every layer. The number of tokens is not known in advance, so each token gets a
     random priority and the lowest ones are kept.
+
+    Args:
+        group_T: the domain of each token, for the loads by domain.
 
     Attributes:
         layers: decoder indices of the MoE layers; pictures show the layer ``middle``.
         measures: sums over the same tokens.
     """
 
-    def __init__(self, facts: ModelFacts, max_tokens: int = MAX_TOKENS):
+    def __init__(
+        self, facts: ModelFacts, max_tokens: int = MAX_TOKENS, group_T: np.ndarray | None = None
+    ):
         self.layers = list(facts.moe_layers)
         self.middle = self.layers[len(self.layers) // 2]
+        self.shown = self.layers[len(self.layers) // 2 :][:2]
         self.num_experts, self.top_k = facts.num_experts, facts.top_k
         self._priority_T = np.random.default_rng(0).permutation(max_tokens)
         self._seen = dict.fromkeys(self.layers, 0)
-        self._kept: dict[str, dict[int, list[np.ndarray]]] = {}
-        self.measures = Measures(self.layers, self.num_experts, self.top_k, gate_values=False)
+        self._kept: dict[tuple[str, int], list[np.ndarray]] = {}
+        self._group_T = None if group_T is None else torch.from_numpy(group_T)
+        groups = 1 if group_T is None else int(group_T.max()) + 1
+        self.measures = Measures(facts, groups=groups)
 
     def __call__(self, record: RoutingRecord, _: LayerLoss) -> None:
         layer = record.layer
         first = self._seen[layer]
         at_T = record.mask_T.nonzero().squeeze(1)[: len(self._priority_T) - first]
         end = self._seen[layer] = first + len(at_T)
-        drawn = self._drawn(end)
-        drawn_N = torch.from_numpy(drawn[drawn >= first] - first).to(at_T.device)
-        self._note("index", layer, record.index_TK[at_T])
-        self._note("weights", layer, record.scores_TK[at_T])
-        self._note("scores", layer, record.scores_TE[at_T].float())
-        self._note("probabilities", layer, record.distribution_TE[at_T].float())
-        self._note("inputs", layer, record.inputs_TH[at_T[drawn_N]].float())
-        self._note("inputs_at", layer, first + drawn_N)
-        self.measures.add(record, at_T)
-
-    def _note(self, name: str, layer: int, rows: Tensor) -> None:
-        chunks = self._kept.setdefault(name, {}).setdefault(layer, [])
-        chunks.append(rows.detach().cpu().numpy())
+        group_T = None if self._group_T is None else self._group_T[first:end].to(at_T.device)
+        self.measures.add(record, group_T, at_T)
+        index_TK, scores_TK = _host(record.index_TK[at_T]), _host(record.scores_TK[at_T])
+        top_T, drawn = top_choice(index_TK, scores_TK), self._drawn(end)
+        drawn_N = drawn[drawn >= first] - first
+        inputs_NH = record.inputs_TH[at_T[torch.from_numpy(drawn_N).to(at_T.device)]].float()
+        arrays = {"inputs": _host(inputs_NH), "label": top_T[drawn_N], "at": first + drawn_N}
+        if layer in self.shown:
+            arrays |= {"index": index_TK, "top": top_T}
+        for name, rows in arrays.items():
+            self._kept.setdefault((name, layer), []).append(rows)
 
     def _drawn(self, count: int) -> np.ndarray:
         """Ascending positions of the drawn tokens among the first ``count``."""
@@ -100,54 +104,22 @@ class Sample:
         return np.sort(lowest[:MAX_EMBEDDINGS])
 
     def rows(self, name: str, layer: int) -> np.ndarray:
-        """``index`` (T, K), ``scores`` or ``probabilities`` (T, E), or Gram matrices (T, K, K)."""
-        chunks = self._kept[name][layer]
-        if len(chunks) > 1:
-            self._kept[name][layer] = chunks = [np.concatenate(chunks)]
-        return chunks[0]
-
-    def load_E(self, layer: int) -> np.ndarray:
-        return np.bincount(self.rows("index", layer).ravel(), minlength=self.num_experts)
-
-    def top_T(self, layer: int) -> np.ndarray:
-        return top_choice(self.rows("index", layer), self.rows("weights", layer))
+        """``index`` (T, K) or ``top`` (T,) of the layers in ``shown``."""
+        return np.concatenate(self._kept[name, layer])
 
     def embeddings(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
         """Block inputs ``(N, H)`` of the drawn tokens, and their top experts ``(N,)``."""
-        drawn_N = self._drawn(self._seen[layer])
-        held_N = self.rows("inputs_at", layer)
-        return (
-            self.rows("inputs", layer)[np.searchsorted(held_N, drawn_N)],
-            self.top_T(layer)[drawn_N],
-        )
+        at_N = np.searchsorted(self.rows("at", layer), self._drawn(self._seen[layer]))
+        return self.rows("inputs", layer)[at_N], self.rows("label", layer)[at_N]
 
     def metrics(self) -> dict[str, list[float | None]]:
         """Metrics by name, each a list over layers; None where a metric does not exist."""
         measured = self.measures.per_layer()
-        metrics: dict[str, list[float | None]] = {}
-        for layer in self.layers:
-            with from_layer(layer):
-                overlap, clusters = separation(*self.embeddings(layer))
-                values = {
-                    "max_violation": max_violation(self.load_E(layer)),
-                    "score_variance": score_variance(self.rows("scores", layer)),
-                    "expert_overlap": overlap,
-                    "silhouette": clusters,
-                }
-            for name, value in values.items():
-                metrics.setdefault(name, []).append(None if value is None else float(value))
-        return metrics | {name: measured[name] for name in MEASURED if name in measured}
-
-    def coupling(self) -> list[float]:
-        return [
-            coupling_mass(
-                self.rows("probabilities", lower),
-                self.rows("index", lower),
-                self.rows("probabilities", upper),
-                self.top_k,
-            )
-            for lower, upper in pairwise(self.layers)
-        ]
+        overlap, clusters = zip(
+            *(separation(*self.embeddings(n)) for n in self.layers), strict=True
+        )
+        measured |= {"expert_overlap": list(overlap), "silhouette": list(clusters)}
+        return {name: measured[name] for name in (*MEASURED, *VECTORS) if name in measured}
 
     def routing(self) -> dict[str, Any]:
         """Load of every layer, and the path from the middle layer to the next, as JSON values.
@@ -156,14 +128,15 @@ class Sample:
         :func:`~moe_finetune.metrics.conditional_activation`; it is absent if no layer follows.
         """
         matrix_EE = None
-        if self.middle != self.layers[-1]:
-            next_layer = self.layers[self.layers.index(self.middle) + 1]
-            matrix_EE = conditional_activation(
-                self.rows("index", self.middle), self.rows("index", next_layer), self.num_experts
-            )
-        load_LE = np.stack([self.load_E(layer) for layer in self.layers])
-        tokens = len(self.rows("index", self.layers[0]))
+        if len(self.shown) == 2:
+            index, following = (self.rows("index", layer) for layer in self.shown)
+            matrix_EE = conditional_activation(index, following, self.num_experts)
+        load_LE, tokens = self.measures.sums.load_LE(), self._seen[self.layers[0]]
         return routing_path(self.layers, load_LE, tokens, self.top_k, matrix_EE)
+
+
+def _host(rows: Tensor) -> np.ndarray:
+    return rows.detach().cpu().numpy()
 
 
 def sample_examples(
@@ -212,14 +185,17 @@ def take_snapshot(
     The model stays in its train or eval mode. ``tokenizer``: to show text in the experts' colors.
     ``data``: where the examples come from, for the report.
     """
-    sample = Sample(model_facts(model))
     rows = list(examples)
+    names = list(dict.fromkeys(row["domain"] for row in rows))
+    domains = [names.index(row["domain"]) for row in rows]
+    group_T = np.repeat(domains, [len(row["input_ids"]) for row in rows])
+    sample = Sample(model_facts(model), group_T=group_T)
     with Recorder(model, observers=[sample], needs=NEEDS, observe="all", perturbation=perturbation):
         _run(model, _batches([row["input_ids"] for row in rows]))
     # Every rank took part, because the model may be sharded; rank 0 writes.
     if ranks.rank() > 0:
         return {}
-    picture = {"data": data, **_picture(sample, rows, tokenizer)}
+    picture = {"data": data, **_picture(sample, rows, names, tokenizer)}
     write_atomic(path, json.dumps(picture))
     return picture
 
@@ -244,32 +220,25 @@ def _padded(rows: list[list[int]]) -> dict[str, Tensor]:
     }
 
 
-def _picture(sample: Sample, rows: list[Example], tokenizer: Any) -> dict[str, Any]:
-    domain_T = np.repeat([row["domain"] for row in rows], [len(row["input_ids"]) for row in rows])
-    names = list(dict.fromkeys(row["domain"] for row in rows))
+def _picture(
+    sample: Sample, rows: list[Example], names: list[str], tokenizer: Any
+) -> dict[str, Any]:
+    sums, metrics = sample.measures.sums, sample.metrics()
+    load_GLE = sums.column(sums.array(), "load").astype(int)
     return snapshot(
         sample.routing(),
-        sample.metrics(),
-        sample.measures,
-        {name: _counts(sample, domain_T == name) for name in names},
+        {name: metrics[name] for name in MEASURED if name in metrics},
+        sample.measures.coherence(metrics),
+        dict(zip(names, load_GLE, strict=True)),
         None if tokenizer is None else _passages(sample, rows, tokenizer, names),
     )
-
-
-def _counts(sample: Sample, here_T: np.ndarray) -> list[list[int]]:
-    return [
-        np.bincount(
-            sample.rows("index", layer)[here_T].ravel(), minlength=sample.num_experts
-        ).tolist()
-        for layer in sample.layers
-    ]
 
 
 def _passages(
     sample: Sample, rows: list[Example], tokenizer: Any, names: list[str]
 ) -> list[dict[str, Any]]:
     """The start of each domain's first example, with its experts in the middle layer."""
-    top_T, index_TK = sample.top_T(sample.middle), sample.rows("index", sample.middle)
+    top_T, index_TK = (sample.rows(name, sample.middle) for name in ("top", "index"))
     starts = np.cumsum([0, *(len(row["input_ids"]) for row in rows)])
     passages = []
     for name in names[:PASSAGES]:
@@ -342,15 +311,9 @@ def undivided(batches: Any) -> Iterable[Any]:
 
 
 def evaluation_metrics(sample: Sample) -> dict[str, float]:
-    """Metrics that need vectors, averaged over layers: ``eval_routing/<name>``."""
-    metrics = sample.metrics()
-    metrics["coupling_mass"] = list(sample.coupling())
-    coherence = sample.measures.coherence()
-    if coherence is not None:
-        metrics["mutual_coherence"] = [row["mean"] for row in coherence["per_layer"]]
-        metrics["below_barrier"] = [row["share_below"] for row in coherence["per_layer"]]
+    """Means over layers: ``eval_routing/<name>``."""
     return {
         f"eval_routing/{name}": mean
-        for name, values in metrics.items()
+        for name, values in sample.metrics().items()
         if (mean := mean_known(values)) is not None
     }

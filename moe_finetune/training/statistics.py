@@ -12,7 +12,8 @@ from torch import Tensor
 
 from moe_finetune.losses.objective import LayerLoss
 from moe_finetune.losses.record import RoutingRecord
-from moe_finetune.routing.sums import RoutingSums, routing_metrics
+from moe_finetune.routing.measures import router_geometry
+from moe_finetune.routing.sums import CHOICES, Sums
 from moe_finetune.training import ranks
 
 
@@ -30,8 +31,7 @@ class TrainingStatistics:
     def __init__(self, layers: Sequence[int], num_experts: int, names: Sequence[str] = ()):
         self.layers = list(layers)
         self.num_experts = num_experts
-        self._row = {layer: row for row, layer in enumerate(self.layers)}
-        self._sums: Tensor | None = None  # (L, 2E + 3): load, score sums, tokens, squares, entropy
+        self._sums = self._none()
         self.names = list(names)
         self._routers: dict[int, Tensor] = {}  # (2,): cosine and noise level, by layer
         self._losses: dict[str, Tensor] = {}
@@ -56,33 +56,18 @@ class TrainingStatistics:
         }
 
     def __call__(self, record: RoutingRecord, loss: LayerLoss) -> None:
-        experts = self.num_experts
-        if self._sums is None or self._sums.device != record.index_TK.device:
-            self._sums = self._zeros(record.index_TK.device)
-        row = self._sums[self._row[record.layer]]
-        mask_T1 = record.mask_T.unsqueeze(1)
-        counted_TK = mask_T1.to(torch.float64).expand(record.index_TK.shape)
-        scores_TK = record.scores_TK.detach().masked_fill(~mask_T1, 0.0).double()
-        index_S = record.index_TK.reshape(-1)
-        row[:experts].scatter_add_(0, index_S, counted_TK.reshape(-1))
-        row[experts : 2 * experts].scatter_add_(0, index_S, scores_TK.reshape(-1))
-        p_TE = record.distribution_TE.detach()
-        entropy_T = torch.special.entr(p_TE).sum(-1).masked_fill(~record.mask_T, 0.0)
-        row[2 * experts] += record.mask_T.sum()
-        row[2 * experts + 1] += scores_TK.square().sum()
-        row[2 * experts + 2] += entropy_T.sum()
+        self._sums.add(record)
         weight_EH = record.router_weight_EH
         if weight_EH is not None and record.layer not in self._routers:
-            self._routers[record.layer] = _router_measures(weight_EH.detach())
+            self._routers[record.layer] = router_geometry(weight_EH)
         for name, value in loss.values.items():
             total = self._losses.get(name)
             self._losses[name] = value.double() if total is None else total + value
         if record.layer == self.layers[0]:
             self._forwards += 1
 
-    def _zeros(self, device: torch.device) -> Tensor:
-        rows, columns = len(self.layers), 2 * self.num_experts + 3
-        return torch.zeros(rows, columns, dtype=torch.float64, device=device)
+    def _none(self) -> Sums:
+        return Sums(self.layers, self.num_experts, (*CHOICES, "score", "square", "entropy"))
 
     def read(self) -> dict[str, float]:
         """Return the values since the last read, over all ranks, and reset the sums.
@@ -98,9 +83,7 @@ class TrainingStatistics:
         if not together and not self._forwards:
             return {}
         names = sorted(set(self._losses) | set(self.names))
-        sums = self._sums
-        if sums is None:
-            sums = self._zeros(ranks.device())
+        sums = self._sums.tensor(self._sums.device or ranks.device())
         zero = sums.new_zeros(())
         values = torch.stack(
             [self._losses.get(name, zero) for name in names]
@@ -115,23 +98,15 @@ class TrainingStatistics:
         numbers = (values[: len(names)] / values[-1]).tolist()
         changed, repeated = values[len(names) : -1].tolist()
         self._changed, self._repeated = None, 0
-        load, score, moments = sums.cpu().split([self.num_experts, self.num_experts, 3], dim=1)
         routers = list(self._routers.values())
-        self._sums, self._losses, self._forwards, self._routers = None, {}, 0, {}
+        read, self._sums, self._losses, self._forwards = self._sums, self._none(), {}, 0
+        self._routers = {}
         strength, self._strength = self._strength, {}
-        self.last_load_LE = load.to(torch.int64)
-        by_layer = [part.unsqueeze(1).numpy() for part in (load, score, moments)]
-        load_L1E, score_L1E, moments_L1M = by_layer
-        metrics = routing_metrics(
-            RoutingSums(
-                moments_L1M[:, 0, 0],
-                load_L1E,
-                score_L1E,
-                moments_L1M[..., 1],
-                prob_entropy_L=moments_L1M[..., 2],
-            )
-        )
-        entropy = float(metrics["routing_entropy"].mean())
+        sums_LW = sums[0].cpu().numpy()
+        load = torch.from_numpy(read.column(sums_LW, "load")).to(torch.int64)
+        self.last_load_LE = load
+        metrics = read.metrics(sums_LW)
+        entropy = float(metrics["entropy"].mean())
         router_means = torch.stack(routers).double().mean(0).tolist() if routers else []
         return {
             **{f"losses/{name}": mean for name, mean in zip(names, numbers, strict=True)},
@@ -147,15 +122,3 @@ class TrainingStatistics:
             ),
             **({"routing/changed_in_recomputation": changed / repeated} if repeated else {}),
         }
-
-
-def _router_measures(weight_EH: Tensor) -> Tensor:
-    """:func:`~moe_finetune.metrics.router_cosine` and ``noise_level`` on the device, ``(2,)``."""
-    weight_EH = weight_EH.float()
-    experts, norms_E = len(weight_EH), weight_EH.norm(dim=1)
-    unit_EH = weight_EH / norms_E.clamp_min(1e-30).unsqueeze(1)
-    own_EE = torch.eye(experts, dtype=torch.bool, device=weight_EH.device)
-    cosines_EE = (unit_EH @ unit_EH.T).abs().masked_fill(own_EE, 0.0)
-    apart_E = torch.cdist(weight_EH, weight_EH).masked_fill(own_EE, torch.inf).amin(1)
-    epsilon = (apart_E / (2 * norms_E.clamp_min(1e-30))).mean()
-    return torch.stack([cosines_EE.sum() / (experts * (experts - 1)), epsilon])

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from moe_finetune.metrics import conditional_mean_rank, top_choice
-from moe_finetune.metrics.arrays import entropy
 from moe_finetune.routing.picture import passage, routing_path, snapshot
+from moe_finetune.routing.sums import CHOICES, VALUES, Sums
 from moe_finetune.upcycle.texts import SPLITS, Split
 
 if TYPE_CHECKING:
@@ -55,11 +56,11 @@ class RoutingPool:
     top-k scores; both in nats.
     """
 
-    def __init__(self, categories: int, layers: int, experts: int):
+    def __init__(self, categories: int, layers: Sequence[int], experts: int):
         self.pools = {name: Pool() for name in ("cmr_1", "cmr_2", "s_rl", "score_entropy")}
-        self.selected_CLN = np.zeros((categories, layers, experts), np.int64)
+        self.sums = Sums(layers, experts, CHOICES, categories)
 
-    def add(self, layer: int, record: Any, category_T: np.ndarray, counts_VN: np.ndarray) -> None:
+    def add(self, record: Any, category_T: np.ndarray, counts_VN: np.ndarray) -> None:
         """Add one layer's record; ``category_T`` belongs to the tokens that the mask keeps."""
         keep = record.mask_T
         logits_TN = record.logits_TE[keep].float().cpu().numpy()
@@ -68,18 +69,16 @@ class RoutingPool:
         for k in (1, 2) if counted else ():
             ranks = conditional_mean_rank(logits_TN, np.arange(tokens), counts_TN, k)
             self.pools[f"cmr_{k}"].add(counted, *ranks)
-        for name, probabilities in (
-            ("s_rl", record.distribution_TE),
-            ("score_entropy", record.scores_TK),
-        ):
-            nats_T = entropy(probabilities[keep].cpu().numpy())
+        for name, column in (("s_rl", "entropy"), ("score_entropy", "score_entropy")):
+            nats_T = VALUES[column](record)[keep].cpu().numpy()
             self.pools[name].add(tokens, float(nats_T.mean()), float(nats_T.std()))
-        index_TK = record.index_TK[keep].cpu().numpy()
-        np.add.at(self.selected_CLN[:, layer], (category_T[:, None], index_TK), 1)
+        at_T = keep.nonzero().squeeze(1)
+        self.sums.add(record, torch.from_numpy(category_T).to(at_T.device), at_T)
 
     def summary(self) -> dict[str, Any]:
         """Plain values; selections are counts, ``[category][layer][expert]``."""
-        selected = {"selected": self.selected_CLN.tolist()}
+        selected_CLN = self.sums.column(self.sums.array(), "load").astype(int)
+        selected = {"selected": selected_CLN.tolist()}
         return {name: pool.summary() for name, pool in self.pools.items()} | selected
 
 
@@ -125,8 +124,6 @@ def measure(
 
 def accelerator() -> str:
     """The device that models are measured on: the GPU if there is one, else the CPU."""
-    import torch
-
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -138,8 +135,6 @@ def _of_split(
     split: Split,
     moe: bool,
 ) -> dict[str, Any]:
-    import torch
-
     from moe_finetune.data.batches import fill
     from moe_finetune.moe.hooks import Recorder
     from moe_finetune.moe.layers import model_facts
@@ -155,7 +150,7 @@ def _of_split(
     recorder: AbstractContextManager[Any] = nullcontext()
     if moe:
         facts = model_facts(model)
-        pool = RoutingPool(len(texts.categories), len(facts.moe_layers), facts.num_experts)
+        pool = RoutingPool(len(texts.categories), facts.moe_layers, facts.num_experts)
         recorder = Recorder(model, observers=[lambda r, _: records.append(r)], observe="all")
     losses: list[tuple[int, float, int]] = []
     with torch.no_grad(), recorder:
@@ -166,8 +161,8 @@ def _of_split(
             losses += zip(category_B.tolist(), loss_B, length_B.tolist(), strict=True)
             if pool is not None:
                 category_T = np.repeat(category_B, length_B)
-                for layer, record in enumerate(records):
-                    pool.add(layer, record, category_T, table.counts_VN)
+                for record in records:
+                    pool.add(record, category_T, table.counts_VN)
     categories_T, loss_T, tokens_T = zip(*losses, strict=True)
     perplexities = np.exp(loss_T)
     measured: dict[str, Any] = {
@@ -185,8 +180,6 @@ def _of_split(
 
 def text_losses(model: Any, texts: Sequence[np.ndarray]) -> list[float]:
     """Mean loss per predicted token of each text, in nats, computed in float32."""
-    import torch
-
     from moe_finetune.data.batches import mask, pad
 
     device = next(model.parameters()).device
@@ -214,8 +207,6 @@ def passages(
     :func:`~moe_finetune.routing.picture.passage` with an additional ``frequent``: the expert of the
     token's largest count, -1 if the training texts lack the token.
     """
-    import torch
-
     from moe_finetune.moe.hooks import Recorder
     from moe_finetune.moe.layers import model_facts
 

@@ -4,14 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from moe_finetune.metrics import (
-    activation_cosine,
-    expert_overlap,
-    gram_cosine,
-    output_cosine,
-    silhouette,
-)
+from moe_finetune.metrics import expert_overlap
 from moe_finetune.metrics.arrays import NotFiniteError
+from moe_finetune.metrics.experts import separation
 
 N, H = 41, 5
 
@@ -80,37 +75,8 @@ def test_silhouette_against_loop():
         own = mean.pop(labels[i])
         other = min(mean.values())
         total += (other - own) / max(own, other)
-    assert silhouette(embeddings, labels) == pytest.approx(total / N, abs=1e-12)
-    with pytest.raises(ValueError, match="got 1 different labels on 41"):
-        silhouette(embeddings, np.zeros(N, int))
-
-
-@pytest.mark.parametrize("metric", [activation_cosine, output_cosine])
-def test_cosines_against_loop(metric):
-    rng = np.random.default_rng(6)
-    vectors = rng.normal(size=(13, 3, 8)).astype(np.float32)
-    vectors[2, 1] = 0
-    mask = np.arange(13) % 3 != 1
-    total, count = 0.0, 0
-    for token in np.flatnonzero(mask):
-        for a in range(3):
-            for b in range(3):
-                if a == b:
-                    continue
-                x, y = vectors[token, a].astype(float), vectors[token, b].astype(float)
-                norm = np.linalg.norm(x) * np.linalg.norm(y)
-                total += (x @ y / norm) ** 2 if norm else 0.0
-                count += 1
-    assert metric(vectors, mask) == pytest.approx(total / count, rel=1e-9)
-    assert metric(torch.from_numpy(vectors), torch.from_numpy(mask)) == pytest.approx(total / count)
-    gram = vectors.astype(float) @ vectors.astype(float).transpose(0, 2, 1)
-    assert gram_cosine(gram, mask) == pytest.approx(total / count, rel=1e-9)
-
-
-def test_cosines_at_the_ends():
-    assert activation_cosine(np.eye(4)[None]) == 0.0
-    assert output_cosine(np.array([[[1.0, 2.0], [-2.0, -4.0]]])) == pytest.approx(1.0)
-    assert output_cosine(np.array([[[1e-30, 0.0], [2e-30, 0.0]]])) == pytest.approx(1.0)
-    assert output_cosine(np.ones((3, 1, 5))) == 0.0
-    with pytest.raises(ValueError, match="mask_T: all False, expected at least one True"):
-        output_cosine(np.ones((3, 2, 5)), np.zeros(3, bool))
+    overlap, silhouette = separation(embeddings, labels)
+    assert silhouette == pytest.approx(total / N, abs=1e-12)
+    assert overlap == pytest.approx(expert_overlap(embeddings, labels), abs=1e-12)
+    assert separation(embeddings, np.zeros(N, int)) == (0.0, None)
+    assert separation(embeddings[:1], labels[:1]) == (None, None)

@@ -7,13 +7,12 @@ import torch
 from moe_finetune.metrics import (
     conditional_activation,
     conditional_mean_rank,
-    coupling_mass,
     domain_information,
     path_stability,
     placement_metrics,
     top_choice,
 )
-from tests.metrics.drawn import E, T, choices, distribution
+from tests.metrics.drawn import E, T, choices
 
 
 def test_conditional_activation_against_loop():
@@ -36,24 +35,6 @@ def test_conditional_activation_of_a_fixed_path():
     assert found.tolist() == [[0, 1, 0], [0, 0, 1], [1, 0, 0]]
     masked = conditional_activation(here, (here + 1) % 3, 3, mask_T=[1, 0, 1, 1])
     assert masked.tolist() == [[0, 1, 0], [0, 0, 0], [1, 0, 0]]
-
-
-def test_coupling_mass_against_loop():
-    probs, following = distribution(0), distribution(1, experts=9)
-    index = choices(2)
-    mask = np.arange(T) % 3 != 1
-    total = 0.0
-    for t in np.flatnonzero(mask):
-        best = sorted(following[t], reverse=True)[:4]
-        for e in index[t]:
-            for p in best:
-                total += probs[t, e] * p
-    found = coupling_mass(probs, index, following, 4, mask)
-    assert found == pytest.approx(total / mask.sum(), rel=1e-12)
-    uniform = np.full((3, 6), 1 / 6)
-    assert coupling_mass(uniform, [[0, 1]] * 3, uniform, 2) == pytest.approx(2**2 / 6**2)
-    with pytest.raises(ValueError, match="top_k: got 10, expected 1 to 9"):
-        coupling_mass(probs, index, following, 10)
 
 
 def test_path_stability():

@@ -35,7 +35,7 @@ def routing(
     violation = load_LE.max(1) / load_LE.mean(1) - 1
     per_layer = {
         "max_violation": violation.tolist(),
-        "routing_entropy": rng.uniform(1.6, 2.1, layers).tolist(),
+        "entropy": rng.uniform(1.6, 2.1, layers).tolist(),
         "score_variance": (0.008 + 0.006 * sharpness * rng.uniform(0.8, 1.2, layers)).tolist(),
         "expert_overlap": rng.uniform(0.3, 0.5, layers).tolist(),
         "silhouette": rng.uniform(-0.1, 0.2, layers).tolist(),

@@ -7,23 +7,27 @@ from moe_finetune.errors import TraceError
 from moe_finetune.metrics import (
     conditional_activation,
     domain_information,
-    expert_load,
     expert_overlap,
     max_violation,
     path_stability,
     routing_entropy,
-    routing_information,
     routing_variance,
     score_variance,
-    silhouette,
     top_choice,
 )
+from moe_finetune.metrics.arrays import entropy
+from moe_finetune.metrics.experts import separation
 from moe_finetune.routing import comparison as compare_module
 from moe_finetune.routing.comparison import compare_traces
 from moe_finetune.routing.summary import summarize_trace
 from moe_finetune.routing.trace import RoutingTrace, TraceWriter
 
 LAYERS, E, K, H = (0, 1, 4), 8, 3, 6
+
+
+def loads(index):
+    """Dispatches ``(..., E)`` of ``(T, K)`` or ``(T, L, K)``."""
+    return (index[..., None] == np.arange(E)).sum((0, -2))
 
 
 def record(
@@ -79,31 +83,30 @@ def test_summary_equals_the_functions(tmp_path):
     probs /= probs.sum(-1, keepdims=True)
     embeddings, labels = trace.load("embeddings"), trace.load("embedding_labels")
     counts_GE = [
-        np.stack([expert_load(ids[domain == g, layer], E) for g in (0, 1)])
-        for layer in range(len(LAYERS))
+        np.stack([loads(ids[domain == g, layer]) for g in (0, 1)]) for layer in range(len(LAYERS))
     ]
     for layer in range(len(LAYERS)):
         scores = np.zeros((len(ids), E))
         shares = weights[:, layer] / weights[:, layer].sum(-1, keepdims=True)
         np.put_along_axis(scores, ids[:, layer].astype(np.int64), shares, axis=-1)
-        information = routing_information(scores)
+        mean_E, of_token = scores.mean(0), routing_entropy(scores)
         wanted = {
-            "max_violation": max_violation(expert_load(ids[:, layer], E)),
+            "max_violation": max_violation(loads(ids[:, layer])),
             "score_variance": score_variance(scores),
             "score_entropy": routing_entropy(scores),
-            "expert_entropy": information["entropy"],
-            "mutual_information": information["mutual_information"],
-            "collision_entropy": information["collision_entropy"],
+            "expert_entropy": entropy(mean_E),
+            "mutual_information": entropy(mean_E) - of_token,
+            "collision_entropy": -np.log((mean_E**2).sum()),
             "routing_variance": routing_variance(probs[:, layer]),
-            "routing_entropy": routing_entropy(probs[:, layer]),
+            "entropy": routing_entropy(probs[:, layer]),
             "domain_information": domain_information(counts_GE[layer])["mutual_information"],
             "expert_overlap": expert_overlap(embeddings[:, layer], labels[:, layer]),
-            "silhouette": silhouette(embeddings[:, layer], labels[:, layer]),
+            "silhouette": separation(embeddings[:, layer], labels[:, layer])[1],
         }
         got = {name: values[layer] for name, values in found["per_layer"].items()}
         assert got == pytest.approx(wanted, rel=1e-5, abs=1e-9)
     arrays = found["arrays"]
-    assert np.array_equal(arrays["load_LE"], expert_load(ids, E))
+    assert np.array_equal(arrays["load_LE"], loads(ids))
     for layer in range(len(LAYERS) - 1):
         assert arrays["conditional_activation_LEE"][layer] == pytest.approx(
             conditional_activation(ids[:, layer], ids[:, layer + 1], E)
@@ -177,9 +180,7 @@ def test_bootstrap_against_loop(tmp_path):
     differences = []
     for draw in draws:
         rows = np.concatenate([np.flatnonzero(seq == n) for n in range(20) for _ in range(draw[n])])
-        values = [
-            np.mean([max_violation(load) for load in expert_load(index[rows], E)]) for index in ids
-        ]
+        values = [np.mean([max_violation(load) for load in loads(index[rows])]) for index in ids]
         differences.append(values[1] - values[0])
     entry = found["metrics"]["max_violation"]
     assert (entry["low"], entry["high"]) == pytest.approx(

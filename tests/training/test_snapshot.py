@@ -12,11 +12,12 @@ from trl import SFTConfig, SFTTrainer
 from moe_finetune import SpecializationCallback
 from moe_finetune.data.examples import load_examples
 from moe_finetune.lora.targets import add_lora
-from moe_finetune.metrics import coherence_barrier, gram_cosine, mutual_coherence
+from moe_finetune.metrics import coherence_barrier, mutual_coherence
 from moe_finetune.metrics.experts import separation
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
 from moe_finetune.recipe.sections import DataSection, LoraSection
+from moe_finetune.routing.sums import squared_cosine
 from moe_finetune.training import sample as sampling
 from moe_finetune.training.sample import (
     Sample,
@@ -111,7 +112,9 @@ def test_a_snapshot_is_what_the_layers_computed(model, tmp_path, monkeypatch):
         assert metrics["expert_overlap"] == pytest.approx(overlap)
         assert metrics["silhouette"] == pytest.approx(clusters)
         gram = outputs_TKH @ outputs_TKH.transpose(1, 2)
-        assert metrics["output_cosine"] == pytest.approx(gram_cosine(gram), rel=1e-4)
+        assert metrics["output_cosine"] == pytest.approx(
+            squared_cosine(gram).mean().item(), rel=1e-4
+        )
     middle = torch.cat([r.probs_TE for r in seen[1]]).argmax(1).tolist()
     law, math = found["colored_text"]
     assert (law["domain"], math["domain"]) == ("law", "math") and law["layer"] == 1
@@ -141,8 +144,9 @@ def test_a_sample_keeps_to_its_limit(model):
     with torch.no_grad(), recorder:
         for _ in range(2):
             model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-    assert all(len(sample.rows(name, 2)) == 17 for name in ("index", "scores"))
-    assert sample.measures.tokens_L.tolist() == [17] * 3
+    assert all(len(sample.rows(name, 2)) == 17 for name in ("index", "top"))
+    sums = sample.measures.sums
+    assert sums.column(sums.array(), "tokens").tolist() == [[17] * 3]
 
 
 def test_embeddings_are_drawn_over_all_rows_alike_in_every_layer(model, monkeypatch):

@@ -9,7 +9,7 @@ from moe_finetune.report.markup import DASH, Markup, join, number, tag
 from moe_finetune.report.runs import Run
 
 LEADING = (
-    "expert_overlap", "score_variance", "max_violation", "entropy", "routing_entropy",
+    "expert_overlap", "score_variance", "max_violation", "entropy",
     "score_entropy", "activation_cosine", "output_cosine", "coupling_mass", "router_cosine",
 )  # fmt: skip
 UNCHANGED = 0.02
