@@ -2,17 +2,19 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from moe_finetune import plugins
 from moe_finetune.cli import main
 from moe_finetune.errors import PluginError, RecipeError
 from moe_finetune.io.run_folder import RunFolder
-from moe_finetune.losses.base import TERMS
+from moe_finetune.losses.base import TERMS, LayerContext
 from moe_finetune.models import find_family
 from moe_finetune.models.structure import class_of
 from moe_finetune.recipe.schema import recipe_from_tree
@@ -20,6 +22,7 @@ from moe_finetune.recipe.tree import Tree
 from moe_finetune.training.run_folder import begin_run, check_run_folder
 from tests import registries, unheard
 from tests.conftest import ROOT
+from tests.losses.cases import make, record
 
 FAMILY = """
 from moe_finetune.models import Family, register_family
@@ -139,6 +142,19 @@ def test_a_run_notes_the_file_and_resumes_with_the_same(tmp_path, caplog):
 
     warn_of_plugins(run.path / "adapter")
     assert "was trained with --plugin mine.py" in caplog.text
+
+
+def test_the_loss_of_the_documentation(tmp_path):
+    page = (ROOT / "docs" / "extending.md").read_text()
+    (example,) = re.findall(r"```python\n([^`]*@term.*?)```", page, re.DOTALL)
+    plugins.use_file(write(tmp_path, example))
+    options = recipe(method={"terms": {"logit_spread": {"weight": 1, "power": 4}}}).method.terms
+    values = make()
+    value = TERMS["logit_spread"](options["logit_spread"]).loss(record(values), LayerContext())
+    torch.testing.assert_close(value, values["logits_TE"].pow(4).mean())
+    assert TERMS["logit_spread"].Options(weight=1).power == 2
+    with pytest.raises(RecipeError, match=r"method\.terms\.logit_spread\.power"):
+        recipe(method={"terms": {"logit_spread": {"weight": 1, "power": 1}}})
 
 
 def install(folder, module, text):

@@ -11,7 +11,6 @@ import yaml
 from moe_finetune import Specialization, cli, plugins
 from moe_finetune.errors import ObjectiveError, RecipeError, UnsupportedModelError
 from moe_finetune.losses import TERMS
-from moe_finetune.losses.z_loss import ZLoss
 from moe_finetune.models import family_of
 from moe_finetune.recipe.sections import RewardSection
 from moe_finetune.training.rewards import REWARDS, reward_functions
@@ -99,9 +98,9 @@ def test_an_entry_point_of_before_is_named(group, look, error, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("registry", "name", "value", "problem"),
     [
-        (TERMS, "variance", ZLoss, "loss term 'variance' is already registered"),
+        (TERMS, "variance", TERMS["z_loss"], "loss term 'variance' is already registered"),
         (TERMS, "odd", 1, "is 1, and must be a subclass of .*Term"),
-        (TERMS, "odd", ZLoss, "its class has the name 'z_loss'"),
+        (TERMS, "odd", TERMS["z_loss"], "its class has the name 'z_loss'"),
         (REWARDS, "boxed", len, "reward 'boxed' is already registered"),
         (REWARDS, "odd", "text", "must be a function"),
     ],

@@ -16,6 +16,7 @@ from moe_finetune.moe.grouped import Kernel
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import backbone_of, model_facts
 from moe_finetune.moe.quantized_model import quantize_model
+from moe_finetune.recipe.method import resolve_method
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.statistics import TrainingStatistics
 
@@ -121,7 +122,7 @@ class Variant:
             terms["supervised_routing"]["table"] = random_table(facts)
         self.context = contextlib.nullcontext
         if terms is not None:
-            objective = Objective.from_options(terms, facts) if terms else None
+            objective = Objective(resolve_method({"terms": terms}).terms, facts) if terms else None
             observers = []
             if name == "ours+metrics":
                 observers = [TrainingStatistics(facts.moe_layers, facts.num_experts)]

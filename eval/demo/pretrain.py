@@ -19,6 +19,7 @@ from eval.demo.text import Document
 from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
+from moe_finetune.recipe.method import resolve_method
 from moe_finetune.upcycle.tokenizer import train_tokenizer
 
 PROBLEMS_FOR_TOKENIZER = 4000
@@ -69,7 +70,9 @@ def pretrain(
     tokenizer = make_tokenizer(documents, config.vocab_size, seed)
     model = make_model(config, tokenizer, seed)
     balance = {"weight": config.balance_weight, "layers_reduction": "sum"}
-    objective = Objective.from_options({"load_balance": balance}, model_facts(model))
+    objective = Objective(
+        resolve_method({"terms": {"load_balance": balance}}).terms, model_facts(model)
+    )
     optimizers = make_optimizers(model, config)
     source = batches(documents, tokenizer, config.mixture, seed)
     model.train()

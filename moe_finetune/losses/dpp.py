@@ -1,27 +1,23 @@
 """Determinantal diversity of a token's expert outputs (P4, algorithm 2)."""
 
+from typing import Annotated
+
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from moe_finetune.losses.base import LayerContext, Term, TermOptions
 from moe_finetune.losses.gram import ZERO_SQUARED, cosines, gram, squared_lengths
-from moe_finetune.losses.record import RoutingRecord
-from moe_finetune.losses.tensors import (
-    check_shapes,
-    counted,
-    full_precision,
-    mean_over_tokens,
-)
+from moe_finetune.losses.tensors import check_shapes, counted, full_precision, mean_over_tokens
+from moe_finetune.losses.term import term
 
-SMALLEST_EPS = 1e-5
+EPS, SMALLEST_EPS = 1e-4, 1e-5
 
 
 @full_precision
 def dpp_loss(
     outputs_TKH: Tensor,
     mask_T: Tensor | None = None,
-    eps: float = 1e-4,
+    eps: float = EPS,
 ) -> Tensor:
     """``-logdet(Ĝ + eps I)`` per token in nats, Ĝ the Gram matrix of the normalized outputs.
 
@@ -43,11 +39,14 @@ def dpp_loss(
     return dpp_from_gram(gram(outputs_TKH, mask_T), mask_T, eps)
 
 
+@term("dpp", source="P4 algorithm 2", reads="expert outputs", trains="experts", gram="outputs")
 @full_precision
 def dpp_from_gram(
     gram_TKK: Tensor,
     mask_T: Tensor | None = None,
-    eps: float = 1e-4,
+    eps: Annotated[
+        float, Field(ge=SMALLEST_EPS, description="added to the Gram matrix's diagonal")
+    ] = EPS,
 ) -> Tensor:
     """:func:`dpp_loss` from the inner products (T, K, K) of each token's outputs."""
     check_shapes(gram_TKK=gram_TKK, mask_T=mask_T)
@@ -63,27 +62,3 @@ def dpp_from_gram(
     factor_TKK, _ = torch.linalg.cholesky_ex(kernel_TKK)
     logdet_T = 2.0 * factor_TKK.diagonal(dim1=-2, dim2=-1).log().sum(-1)
     return mean_over_tokens(-logdet_T, mask_T)
-
-
-class DppOptions(TermOptions):
-    """Options of :func:`dpp_loss`."""
-
-    eps: float = Field(
-        default=1e-4, ge=SMALLEST_EPS, description="added to the Gram matrix's diagonal"
-    )
-
-
-class Dpp(Term):
-    """``dpp``: negative log-volume spanned by the selected experts' outputs."""
-
-    name = "dpp"
-    source = "P4 algorithm 2"
-    reads = "expert outputs"
-    trains = frozenset({"experts"})
-    needs = frozenset({"outputs_gram"})
-    Options = DppOptions
-    options: DppOptions
-
-    def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
-        assert record.outputs_gram_TKK is not None
-        return dpp_from_gram(record.outputs_gram_TKK, record.mask_T, self.options.eps)

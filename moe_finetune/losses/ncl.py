@@ -1,20 +1,25 @@
 """Negative correlation of a token's expert outputs (P4, algorithm 3, without its label term)."""
 
 import warnings
+from typing import Annotated
 
 import torch
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from torch import Tensor
 
-from moe_finetune.losses.base import LayerContext, Term, TermOptions
 from moe_finetune.losses.gram import ZERO_SQUARED, gram, lengths, squared_lengths
-from moe_finetune.losses.record import RoutingRecord
-from moe_finetune.losses.tensors import (
-    check_shapes,
-    counted,
-    full_precision,
-    mean_over_tokens,
-)
+from moe_finetune.losses.tensors import check_shapes, counted, full_precision, mean_over_tokens
+from moe_finetune.losses.term import term
+
+
+def _bounded(normalize: bool) -> bool:
+    if not normalize:
+        warnings.warn(
+            "method.terms.ncl.normalize: false leaves the loss unbounded below; "
+            "it falls as the outputs grow",
+            stacklevel=2,
+        )
+    return normalize
 
 
 @full_precision
@@ -41,11 +46,22 @@ def ncl_loss(
     return ncl_from_gram(gram(outputs_TKH, mask_T), mask_T, normalize)
 
 
+@term(
+    "ncl",
+    source="P4 algorithm 3 without its label term",
+    reads="expert outputs",
+    trains="experts",
+    gram="outputs",
+)
 @full_precision
 def ncl_from_gram(
     gram_TKK: Tensor,
     mask_T: Tensor | None = None,
-    normalize: bool = True,
+    normalize: Annotated[
+        bool,
+        Field(description="outputs are divided by the mean norm of the token's outputs first"),
+        AfterValidator(_bounded),
+    ] = True,
 ) -> Tensor:
     """:func:`ncl_loss` from inner products: ``Σ‖d_i‖² = tr G - (Σ_jk G_jk) / K``."""
     check_shapes(gram_TKK=gram_TKK, mask_T=mask_T)
@@ -58,37 +74,3 @@ def ncl_from_gram(
         nonzero_T = scale_T > ZERO_SQUARED
         spread_T = torch.where(nonzero_T, spread_T / torch.where(nonzero_T, scale_T, 1.0), 0.0)
     return mean_over_tokens(-spread_T, mask_T)
-
-
-class NclOptions(TermOptions):
-    """Options of :func:`ncl_loss`."""
-
-    normalize: bool = Field(
-        default=True,
-        description="outputs are divided by the mean norm of the token's outputs first",
-    )
-
-
-class Ncl(Term):
-    """``ncl``: negative spread of the selected experts' outputs around their mean."""
-
-    name = "ncl"
-    source = "P4 algorithm 3 without its label term"
-    reads = "expert outputs"
-    trains = frozenset({"experts"})
-    needs = frozenset({"outputs_gram"})
-    Options = NclOptions
-    options: NclOptions
-
-    def __init__(self, options: NclOptions):
-        super().__init__(options)
-        if not options.normalize:
-            warnings.warn(
-                "method.terms.ncl.normalize: false leaves the loss unbounded below; "
-                "it falls as the outputs grow",
-                stacklevel=2,
-            )
-
-    def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
-        assert record.outputs_gram_TKK is not None
-        return ncl_from_gram(record.outputs_gram_TKK, record.mask_T, self.options.normalize)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
-from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor, distributed
 
 from moe_finetune.errors import ObjectiveError
-from moe_finetune.losses.base import TERMS, LayerContext, ModelFacts, Need, Term
+from moe_finetune.losses.base import TERMS, LayerContext, ModelFacts, Need, Term, TermOptions
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import distributed_run
 from moe_finetune.torch_extension import is_fake
@@ -59,7 +57,7 @@ class Objective:
     """Loss terms, their weights at the current step, and the layers each applies to.
 
     Args:
-        terms: loss terms with distinct names.
+        terms: validated options of each loss by its name, as a resolved method has them.
         facts: facts about the model; every term is checked against them.
 
     Attributes:
@@ -67,12 +65,9 @@ class Objective:
         weights: the weights at this step.
     """
 
-    def __init__(self, terms: Iterable[Term], facts: ModelFacts):
-        self.terms = tuple(terms)
+    def __init__(self, terms: Mapping[str, TermOptions], facts: ModelFacts):
+        self.terms = tuple(TERMS[name](options) for name, options in terms.items())
         self.facts = facts
-        names = [term.name for term in self.terms]
-        if len(set(names)) < len(names):
-            raise ObjectiveError(f"method.terms: a term is given twice: {names}")
         for term in self.terms:
             term.check(facts)
         self._layers = {
@@ -85,23 +80,6 @@ class Objective:
         self.weights: dict[str, float] = {}
         self._progress = (0, 1)
         self.set_progress(0, 1)
-
-    @classmethod
-    def from_options(cls, terms: Mapping[str, Mapping[str, Any]], facts: ModelFacts) -> Objective:
-        """Build from ``{term name: options}``; a term with weight 0 is skipped."""
-        built = []
-        for name, options in terms.items():
-            kind = TERMS[name]
-            try:
-                parsed = kind.Options(**options)
-            except ValidationError as error:
-                first = error.errors()[0]
-                key = ".".join(("method", "terms", name, *(str(part) for part in first["loc"])))
-                message = first["msg"].removeprefix("Value error, ")
-                raise ObjectiveError(f"{key}: {message}") from None
-            if not parsed.removed:
-                built.append(kind(parsed))
-        return cls(built, facts)
 
     @property
     def needs(self) -> frozenset[Need]:

@@ -1,13 +1,11 @@
 """Orthogonality of a token's expert outputs (P0 eq. 25 and 28; P4 §6.2)."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 from torch import Tensor
 
-from moe_finetune.losses.base import LayerContext, Term, TermOptions
 from moe_finetune.losses.gram import gram, inverse_lengths, off_diagonal, squared_lengths
-from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import (
     at_least_float32,
     check_choice,
@@ -16,8 +14,10 @@ from moe_finetune.losses.tensors import (
     full_precision,
     mean_over_tokens,
 )
+from moe_finetune.losses.term import term
 
 Form = Literal["projection", "cosine"]
+EPS = 1e-8
 
 
 @full_precision
@@ -27,7 +27,7 @@ def orthogonality_loss(
     mask_T: Tensor | None = None,
     form: Form = "projection",
     tau_gate: float = 0.0,
-    eps: float = 1e-8,
+    eps: float = EPS,
 ) -> Tensor:
     """Squared overlap of a token's expert outputs over ordered pairs, mean over tokens.
 
@@ -52,14 +52,27 @@ def orthogonality_loss(
     return orthogonality_from_gram(gram_TKK, scores_TK, mask_T, form, tau_gate, eps)
 
 
+@term(
+    "orthogonality",
+    source="P0 eq. 25, 28; P4 §6.2",
+    reads="expert outputs",
+    trains="experts",
+    gram="outputs",
+)
 @full_precision
 def orthogonality_from_gram(
     gram_TKK: Tensor,
     scores_TK: Tensor | None = None,
     mask_T: Tensor | None = None,
-    form: Form = "projection",
-    tau_gate: float = 0.0,
-    eps: float = 1e-8,
+    form: Annotated[
+        Form, Field(description="squared projections, or squared cosines")
+    ] = "projection",
+    tau_gate: Annotated[
+        float, Field(ge=0, lt=1, description="drop selected experts with at most this weight")
+    ] = 0.0,
+    eps: Annotated[
+        float, Field(gt=0, description="added to the squared length in the denominator")
+    ] = EPS,
 ) -> Tensor:
     """:func:`orthogonality_loss` from the inner products ``⟨y_j, y_k⟩`` of each token."""
     check_shapes(gram_TKK=gram_TKK, scores_TK=scores_TK, mask_T=mask_T)
@@ -82,33 +95,3 @@ def _overlap(gram_TKK: Tensor, form: Form, eps: float) -> Tensor:
         return (gram_TKK / (squared_k_TK + eps)).square() * squared_k_TK
     inverse_TK = inverse_lengths(squared_TK)
     return (gram_TKK * inverse_TK.unsqueeze(-1) * inverse_TK.unsqueeze(-2)).square()
-
-
-class OrthogonalityOptions(TermOptions):
-    """Options of :func:`orthogonality_loss`."""
-
-    form: Form = Field(default="projection", description="squared projections, or squared cosines")
-    tau_gate: float = Field(
-        default=0.0, ge=0, lt=1, description="drop selected experts with at most this weight"
-    )
-    eps: float = Field(
-        default=1e-8, gt=0, description="added to the squared length in the denominator"
-    )
-
-
-class Orthogonality(Term):
-    """``orthogonality``: overlap of the selected experts' outputs."""
-
-    name = "orthogonality"
-    source = "P0 eq. 25, 28; P4 §6.2"
-    reads = "expert outputs"
-    trains = frozenset({"experts"})
-    needs = frozenset({"outputs_gram"})
-    Options = OrthogonalityOptions
-    options: OrthogonalityOptions
-
-    def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
-        options = self.options
-        shared = (record.scores_TK, record.mask_T, options.form, options.tau_gate, options.eps)
-        assert record.outputs_gram_TKK is not None
-        return orthogonality_from_gram(record.outputs_gram_TKK, *shared)

@@ -2,15 +2,9 @@
 
 from torch import Tensor
 
-from moe_finetune.losses.base import LayerContext, Term
 from moe_finetune.losses.gram import cosines, gram
-from moe_finetune.losses.record import RoutingRecord
-from moe_finetune.losses.tensors import (
-    check_shapes,
-    counted,
-    full_precision,
-    mean_over_tokens,
-)
+from moe_finetune.losses.tensors import check_shapes, counted, full_precision, mean_over_tokens
+from moe_finetune.losses.term import term
 
 
 @full_precision
@@ -33,23 +27,16 @@ def specialization_loss(activations_TKD: Tensor, mask_T: Tensor | None = None) -
     return specialization_from_gram(gram(activations_TKD, mask_T), mask_T)
 
 
+@term(
+    "specialization",
+    source="P1 eq. 4",
+    reads="expert activations",
+    trains="experts",
+    gram="activations",
+)
 @full_precision
 def specialization_from_gram(gram_TKK: Tensor, mask_T: Tensor | None = None) -> Tensor:
     """:func:`specialization_loss` from the inner products ``⟨z_e, z_ν⟩`` of each token."""
     check_shapes(gram_TKK=gram_TKK, mask_T=mask_T)
     cosines_TKK = cosines(counted(gram_TKK, mask_T))
     return mean_over_tokens(cosines_TKK.square().sum((-1, -2)), mask_T)
-
-
-class Specialization(Term):
-    """``specialization``: similarity of the selected experts' activations."""
-
-    name = "specialization"
-    source = "P1 eq. 4"
-    reads = "expert activations"
-    trains = frozenset({"experts"})
-    needs = frozenset({"activations_gram"})
-
-    def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
-        assert record.activations_gram_TKK is not None
-        return specialization_from_gram(record.activations_gram_TKK, record.mask_T)

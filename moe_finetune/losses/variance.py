@@ -2,8 +2,6 @@
 
 from torch import Tensor
 
-from moe_finetune.losses.base import LayerContext, Term
-from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import (
     check_shapes,
     count,
@@ -11,8 +9,10 @@ from moe_finetune.losses.tensors import (
     full_precision,
     mean_over_tokens,
 )
+from moe_finetune.losses.term import term
 
 
+@term("variance", source="P0 eq. 7", reads="router scores after top-k", trains="router")
 @full_precision
 def variance_loss(scores_TE: Tensor, mask_T: Tensor | None = None) -> Tensor:
     """``-(1/E) Σ_e (s_te - s̄_e)²`` per token, ``s̄_e`` the mean over the tokens that count.
@@ -30,15 +30,3 @@ def variance_loss(scores_TE: Tensor, mask_T: Tensor | None = None) -> Tensor:
     scores_TE = counted(scores_TE, mask_T)
     mean_E = scores_TE.sum(0) / count(mask_T, scores_TE)
     return mean_over_tokens(-(scores_TE - mean_E).square().mean(-1), mask_T)
-
-
-class Variance(Term):
-    """``variance``: spread of the scores after top-k."""
-
-    name = "variance"
-    source = "P0 eq. 7"
-    reads = "router scores after top-k"
-    trains = frozenset({"router"})
-
-    def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
-        return variance_loss(record.scores_TE, record.mask_T)

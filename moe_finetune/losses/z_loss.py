@@ -2,16 +2,11 @@
 
 from torch import Tensor
 
-from moe_finetune.losses.base import LayerContext, Term
-from moe_finetune.losses.record import RoutingRecord
-from moe_finetune.losses.tensors import (
-    check_shapes,
-    counted,
-    full_precision,
-    mean_over_tokens,
-)
+from moe_finetune.losses.tensors import check_shapes, counted, full_precision, mean_over_tokens
+from moe_finetune.losses.term import term
 
 
+@term("z_loss", source="ST-MoE eq. 5", reads="router logits", trains="router")
 @full_precision
 def router_z_loss(logits_TE: Tensor, mask_T: Tensor | None = None) -> Tensor:
     """``(logsumexp_e logits)²`` per token, in nats squared.
@@ -26,15 +21,3 @@ def router_z_loss(logits_TE: Tensor, mask_T: Tensor | None = None) -> Tensor:
     check_shapes(logits_TE=logits_TE, mask_T=mask_T)
     logits_TE = counted(logits_TE, mask_T)
     return mean_over_tokens(logits_TE.logsumexp(-1).square(), mask_T)
-
-
-class ZLoss(Term):
-    """``z_loss``: squared log-partition of the router logits."""
-
-    name = "z_loss"
-    source = "ST-MoE eq. 5"
-    reads = "router logits"
-    trains = frozenset({"router"})
-
-    def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
-        return router_z_loss(record.logits_TE, record.mask_T)

@@ -1,7 +1,7 @@
 """The ``method:`` section: from a preset and its changes to validated losses and perturbations."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError
 from pydantic.functional_serializers import field_serializer
@@ -11,6 +11,11 @@ from moe_finetune.io.terminal import terminal
 from moe_finetune.recipe.section import Section
 from moe_finetune.recipe.tree import Tree, merge_mappings
 from moe_finetune.recipe.validation import describe
+
+if TYPE_CHECKING:
+    from moe_finetune.losses.base import TermOptions
+else:
+    TermOptions = BaseModel  # the losses, and torch with them, are imported when one is named
 
 Share = Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["recommended"]
 
@@ -50,7 +55,7 @@ class Method(Section):
         "balance, instead of the paper's weight, such as 0.1; `recommended`: the measured "
         "shares of [methods](../methods.md#recommended-shares), balance included",
     )
-    terms: dict[str, SerializeAsAny[BaseModel]] = Field(
+    terms: dict[str, SerializeAsAny[TermOptions]] = Field(
         default={}, description="loss -> its options, see [losses](losses.md)"
     )
     token_mask: Literal["attention", "labels"] = Field(
@@ -66,11 +71,6 @@ class Method(Section):
     )
 
     @property
-    def options(self) -> dict[str, dict[str, Any]]:
-        """The options of each loss by its name."""
-        return {name: options.model_dump() for name, options in self.terms.items()}
-
-    @property
     def trains_routers(self) -> bool:
         """Whether the gradient of any loss reaches the routers of its layers."""
         from moe_finetune.losses import TERMS
@@ -78,7 +78,7 @@ class Method(Section):
         return any("router" in TERMS[name].parts(options) for name, options in self.terms.items())
 
     @field_serializer("terms")
-    def _with_removed(self, terms: dict[str, BaseModel]) -> dict[str, Any]:
+    def _with_removed(self, terms: dict[str, TermOptions]) -> dict[str, Any]:
         """Mark the preset's removed terms, so that the dump resolves to the same method."""
         removed = set(_preset(self.preset).get("terms", {})) - set(terms) if self.preset else ()
         dumped = {name: options.model_dump(mode="json") for name, options in terms.items()}
@@ -189,10 +189,10 @@ def without_unusable_share(tree: Tree) -> Tree:
     return Tree(values, tree.origins)
 
 
-def _terms(terms: dict[str, Any]) -> dict[str, BaseModel]:
+def _terms(terms: dict[str, Any]) -> dict[str, TermOptions]:
     from moe_finetune.losses import TERMS
 
-    resolved: dict[str, BaseModel] = {}
+    resolved: dict[str, TermOptions] = {}
     for name, options in terms.items():
         if name not in TERMS:
             nearest = did_you_mean(str(name), TERMS)

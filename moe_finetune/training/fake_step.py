@@ -165,10 +165,10 @@ def _run(
     def note(name: str) -> None:
         peaks[name] = live.reset() - base
 
-    terms, noise = recipe.method.options, TrainingNoise(recipe.method.perturbations)
+    terms, noise = recipe.method.terms, TrainingNoise(recipe.method.perturbations)
     recorder = Recorder(
         model,
-        Objective.from_options(terms, model_facts(model)) if terms else None,
+        Objective(terms, model_facts(model)) if terms else None,
         perturbation=noise if noise.active else None,
         token_mask="attention",  # TRL's head has the labels, below the call that is recorded
         dropout=recipe.lora.dropout if recipe.lora else 0.0,
@@ -192,7 +192,7 @@ def _run(
         note("forward of the reference")
     loss.backward()
     note("backward")
-    shares = any(options.get("share") is not None for options in terms.values())
+    shares = any(options.share is not None for options in terms.values())
     if terms and (shares or recipe.method.strength.first):
         if not accumulates:
             model.zero_grad()

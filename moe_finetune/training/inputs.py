@@ -123,8 +123,8 @@ def _files(recipe: Recipe) -> Iterator[tuple[str, str]]:
     keys: dict[str, Any] = {"data.chat_template": recipe.data.chat_template}
     if recipe.lora is not None:
         keys["lora.experts"] = recipe.lora.experts
-    for term, options in recipe.method.options.items():
-        keys |= {f"method.terms.{term}.{name}": value for name, value in options.items()}
+    for term, options in recipe.method.terms.items():
+        keys |= {f"method.terms.{term}.{name}": value for name, value in options}
     for key, value in keys.items():
         if isinstance(value, str) and (path := Path(value).expanduser()).is_file():
             yield key, sha256_file(path)

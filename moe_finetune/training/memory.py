@@ -297,14 +297,14 @@ def plan_recipe(config: Any, recipe: Recipe, device: Device = "cuda", gpus: int 
     always = stored.opened + (stored.gradients if gpus > 1 else 0)
     peaks = {moment: peak + always for moment, peak in peaks.items()}
     peaks["optimizer step"] = stored.gradients
-    terms = recipe.method.options.values()
+    terms = recipe.method.terms.values()
     # Measuring keeps the gradients of routers and experts by each loss until the step ends, in the
     # host's memory if they would take more than the weights.
     measured = stored.measured_gradients * (len(terms) + 1)
     if MEASURING in peaks and (device == "cpu" or measured // 4 <= stored.parameters):
         peaks[MEASURING] += measured - stored.measured_gradients
         peaks[AFTER_MEASURING] += measured
-    repeated = any(options.get("every") is not None for options in terms)
+    repeated = any(options.every is not None for options in terms)
 
     def states(moment: str) -> int:
         # Strength is measured in the first step, which has no states yet.

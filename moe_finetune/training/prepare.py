@@ -98,7 +98,7 @@ def prepare(recipe: Recipe, ignore_memory: bool = False, activations: bool = Fal
 
             continue_adapter(model, Path(recipe.lora.start), start.checkpoint)  # ranks and parts
         check_ids(start, model, rows.largest_id, arguments)
-        check_reach(model, Objective.from_options(recipe.method.options, model_facts(model)))
+        check_reach(model, Objective(recipe.method.terms, model_facts(model)))
         inputs = Inputs(
             start,
             rows.train,
@@ -217,7 +217,7 @@ def check_start(start: Start) -> None:
             f"{start.folder}: its MoE layers have one expert, so there is no routing to train or "
             "measure; train it as a dense model, with TRL"
         )
-    Objective.from_options(method.options, facts)
+    Objective(method.terms, facts)
     exported = method.export_bias == "write" and (recipe.export.merge or not start.adapted)
     if method.bias_update is not None and exported:
         try:

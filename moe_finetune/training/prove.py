@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_finetune.errors import ObjectiveError
+from moe_finetune.losses.base import Schedule
 from moe_finetune.losses.objective import Objective
 from moe_finetune.losses.tensors import without_autocast
 from moe_finetune.models.base import Family
@@ -126,28 +127,26 @@ class _Proof:
     def _objective(self, model: nn.Module) -> Objective:
         """The recipe's losses that this model can have, each with weight 1."""
         facts, possible = model_facts(model), {}
-        for name, options in self.recipe.method.options.items():
+        for name, options in self.recipe.method.terms.items():
             options = self._options(name, options, facts.vocab_size, facts.num_experts)
             try:
-                Objective.from_options({name: options}, facts)
+                Objective({name: options}, facts)
             except ObjectiveError as error:
                 self.notes.append(f"{name}: {error}")
                 continue
             possible[name], self.weights[name] = options, 1.0
         self.weights = {}
-        return Objective.from_options(possible, facts)
+        return Objective(possible, facts)
 
-    def _options(self, name: str, options: dict[str, Any], vocabulary: int, experts: int) -> Any:
+    def _options(self, name: str, options: Any, vocabulary: int, experts: int) -> Any:
         """A loss's options with weight 1 in all layers, and a table of the small model's size."""
-        if options.get("table"):
+        if getattr(options, "table", None):
             from safetensors.torch import save_file
 
             file = self.folder / f"{name}.safetensors"
             torch.manual_seed(4)
             save_file({"token_frequencies": torch.rand(vocabulary, experts).softmax(1)}, file)
-            options = {**options, "table": str(file)}
-        fixed = {"weight": 1.0, "share": None, "target": None, "every": None, "layers": "all"}
-        return {**options, **fixed, "schedule": {}}
+        return self._everywhere(name, options, 1.0)
 
     # -- 2 ------------------------------------------------------------------------------------
 
@@ -267,8 +266,8 @@ class _Proof:
         """The recipe's method with the weights that were found; ``noise``: its perturbations."""
         method = self.recipe.method
         terms = {
-            name: self._table_of(name, options) | {"weight": self.weights[name]}
-            for name, options in method.options.items()
+            name: self._everywhere(name, options, self.weights[name]).model_dump()
+            for name, options in method.terms.items()
             if name in self.weights
         }
         return resolve_method(
@@ -281,12 +280,12 @@ class _Proof:
             }
         )
 
-    def _table_of(self, name: str, options: dict[str, Any]) -> dict[str, Any]:
-        fixed: dict[str, Any] = {"share": None, "target": None, "every": None, "layers": "all"}
-        fixed["schedule"] = {}
-        if options.get("table"):
+    def _everywhere(self, name: str, options: Any, weight: float) -> Any:
+        """A loss's options at one weight in all layers and steps, with the small model's table."""
+        fixed = {"weight": weight, "share": None, "target": None, "every": None, "layers": "all"}
+        if getattr(options, "table", None):
             fixed["table"] = str(self.folder / f"{name}.safetensors")
-        return {**options, **fixed}
+        return options.model_copy(update={**fixed, "schedule": Schedule()})
 
     def _gradients(
         self,

@@ -91,7 +91,7 @@ class Specialization:
         self.total_steps = total_steps
         self.steps = 0
         facts = model_facts(model)
-        self.objective = Objective.from_options(self.method.options, facts)
+        self.objective = Objective(self.method.terms, facts)
         self.statistics = TrainingStatistics(
             facts.moe_layers, facts.num_experts, [term.name for term in self.objective.terms]
         )
@@ -342,7 +342,7 @@ def measure_strength(
                 (model(**batch).loss * (tokens / max(sum(learned), 1))).backward()
             rows = specialization.strength.end()
             for row in rows:
-                if (share := method.terms[row.term].share) is not None and not row.weight:  # type: ignore[attr-defined]
+                if (share := method.terms[row.term].share) is not None and not row.weight:
                     raise ObjectiveError(
                         f"method.terms.{row.term}.share: no weight gives it a share of {share:g} "
                         f"in the window: {row.missing}; give a weight instead, or remove the term"

@@ -25,10 +25,10 @@ from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 from torchtitan.models.qwen3 import model_registry
 
 from moe_finetune.losses import functional
-from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
 from tests import tiny
+from tests.objectives import objective_of
 
 TERMS = {
     "load_balance": {"weight": 0.3},
@@ -126,7 +126,7 @@ def main(path: str) -> None:
         loss.backward()
 
     ours = tiny.model("qwen3_moe").train()
-    objective, values = Objective.from_options(TERMS, model_facts(ours)), []
+    objective, values = objective_of(TERMS, model_facts(ours)), []
     noted = lambda record, loss: values.append(loss.total.detach())  # noqa: E731
     with Recorder(ours, objective, [noted]):
         step(ours)

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from moe_finetune.errors import ObjectiveError
 from moe_finetune.losses import TERMS
 from moe_finetune.losses.base import ModelFacts, Schedule, TermOptions, expand_layers
-from moe_finetune.losses.objective import Objective
+from tests.objectives import objective_of
 
 NAMES = list(TERMS)
 FACTS = ModelFacts(moe_layers=(1, 2, 3, 4), num_experts=7, top_k=3, vocab_size=13)
@@ -107,7 +107,7 @@ def test_a_share_takes_the_weights_place_and_weight_zero_still_removes():
 def test_terms_on_the_selection_leave_out_layers_that_look_experts_up(name):
     facts = replace(FACTS, fixed_layers=(1, 3))
     assert facts.selecting_layers == (2, 4)
-    objective = Objective.from_options({name: {"weight": 1.0}, "z_loss": {"weight": 1.0}}, facts)
+    objective = objective_of({name: {"weight": 1.0}, "z_loss": {"weight": 1.0}}, facts)
     by_name = {term.name: term for term in objective.terms}
     assert [by_name[name].applies(layer) for layer in (1, 2, 3, 4)] == [False, True, False, True]
     assert by_name["z_loss"].applies(3)
@@ -119,9 +119,9 @@ def test_terms_on_the_selection_leave_out_layers_that_look_experts_up(name):
             ObjectiveError,
             match=f"terms.{name} acts on the selection of experts, but layers .*3",
         ):
-            Objective.from_options({name: {"weight": 1.0, **options}}, wrong)
+            objective_of({name: {"weight": 1.0, **options}}, wrong)
 
 
 def test_erc_needs_router_and_experts_in_one_space():
     with pytest.raises(ObjectiveError, match="router and experts read different vectors"):
-        Objective.from_options({"erc": {"weight": 1.0}}, replace(FACTS, shared_input_space=False))
+        objective_of({"erc": {"weight": 1.0}}, replace(FACTS, shared_input_space=False))

@@ -8,9 +8,9 @@ from moe_finetune.errors import ObjectiveError
 from moe_finetune.losses import TERMS
 from moe_finetune.losses.base import LayerContext, ModelFacts, PreviousLayer
 from moe_finetune.losses.functional import coupling_loss
-from moe_finetune.losses.objective import Objective
 from tests.losses import reference
 from tests.losses.cases import make, mask, record
+from tests.objectives import objective_of
 
 TERM = TERMS["coupling"]
 
@@ -101,11 +101,11 @@ def test_the_mean_over_layers_is_the_mean_over_pairs():
     totals = []
     for reduction in ("sum", "mean"):
         options = {"coupling": {"weight": 0.6, "layers_reduction": reduction}}
-        objective = Objective.from_options(options, facts)
+        objective = objective_of(options, facts)
         totals.append(objective(record(values, layer=4), LayerContext(previous=lower)).total)
     torch.testing.assert_close(totals[1], totals[0] / 3)
     options["coupling"]["layers"] = [1, 2, 4]
-    objective = Objective.from_options(options, facts)
+    objective = objective_of(options, facts)
     two = objective(record(values, layer=4), LayerContext(previous=lower)).total
     torch.testing.assert_close(two, totals[0] / 2)
 

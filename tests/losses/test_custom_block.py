@@ -7,10 +7,10 @@ import torch
 from torch.nn.functional import silu
 
 from moe_finetune.losses import RoutingRecord, functional, inject
-from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts, moe_layers, stacks
 from tests import tiny
+from tests.objectives import objective_of
 
 TERMS = {
     "load_balance": {"weight": 0.3},
@@ -69,7 +69,7 @@ def losses_of(record, below):
 def test_values_and_gradients_are_those_of_our_own_hooks():
     model = tiny.model("qwen3_moe", num_hidden_layers=2).train()
     batch, totals, records = tiny.batch(), [], []
-    objective = Objective.from_options(TERMS, model_facts(model))
+    objective = objective_of(TERMS, model_facts(model))
 
     def observer(record, loss):
         records.append(record)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
 from tests import tiny
+from tests.objectives import objective_of
 
 TERMS = {
     "load_balance": {"weight": 0.3, "variant": "gshard", "scope": "sequence"},
@@ -31,7 +31,7 @@ def step(model, batches, terms, checkpointing=False):
     model = copy.deepcopy(model)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    objective = Objective.from_options(terms, model_facts(model))
+    objective = objective_of(terms, model_facts(model))
     values = []
     torch.manual_seed(5)
     with Recorder(model, objective, observers=[lambda _, loss: values.append(loss.values)]):

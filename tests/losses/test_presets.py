@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from moe_finetune.losses import TERMS
-from moe_finetune.losses.objective import Objective
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
 from moe_finetune.recipe.method import resolve_method
 from tests import tiny
+from tests.objectives import objective_of
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -112,7 +112,7 @@ def gradient(terms, rows):
     """Router gradients of the objective over a batch of ``rows`` equal sequences."""
     model = tiny.model("qwen3_moe", num_hidden_layers=2).train()
     ids = torch.arange(4, 21).repeat(rows, 1)
-    with Recorder(model, Objective.from_options(terms, model_facts(model))):
+    with Recorder(model, objective_of(terms, model_facts(model))):
         (model(input_ids=ids).logits.sum() * 0.0).backward()
     return torch.cat([layer.mlp.gate.weight.grad.flatten() for layer in model.model.layers])
 

@@ -7,7 +7,6 @@ import torch
 
 from moe_finetune.errors import ObjectiveError, RecipeError
 from moe_finetune.losses.functional import softmax_variance_loss, span_orthogonality_loss
-from moe_finetune.losses.objective import Objective
 from moe_finetune.losses.released import grouped_by_expert, router_row_overlap
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
@@ -15,6 +14,7 @@ from moe_finetune.recipe.method import resolve_method
 from tests import tiny
 from tests.losses import reference
 from tests.losses.cases import make, mask, record
+from tests.objectives import objective_of
 
 TERMS = {"span_orthogonality": {"target": 1e-4}, "softmax_variance": {"target": 1e-3}}
 
@@ -76,7 +76,7 @@ def test_the_reshape_groups_by_expert():
     assert torch.equal(grouped, torch.stack(rows).view(-1, 3, 5))
     terms = {"span_orthogonality": {"weight": 2.0, "group_by_expert": True}}
     facts = model_facts(tiny.model("qwen3_moe"))
-    found = Objective.from_options(terms, facts)(record(values, "softmax", keep), None)
+    found = objective_of(terms, facts)(record(values, "softmax", keep), None)
     expected = 2.0 * released_orthogonality(grouped)
     torch.testing.assert_close(found.weighted["span_orthogonality"].double(), expected)
 
@@ -92,7 +92,7 @@ def test_router_rows_give_the_weight_of_the_loss_on_outputs():
 def test_weights_are_powers_of_ten_found_once_in_the_first_layer():
     model = tiny.model("qwen3_moe", num_hidden_layers=2).train()
     facts = model_facts(model)
-    objective = Objective.from_options(TERMS, facts)
+    objective = objective_of(TERMS, facts)
     seen = []
     ids = torch.arange(4, 21).repeat(2, 1)
     with Recorder(model, objective, observers=[lambda record, _: seen.append(record)]):
@@ -107,7 +107,7 @@ def test_weights_are_powers_of_ten_found_once_in_the_first_layer():
         "softmax_variance": pytest.approx(10 ** round(math.log10(1e-3 / value.item()))),
     }
     assert objective.full_weights == weights
-    again = Objective.from_options(TERMS, facts)
+    again = objective_of(TERMS, facts)
     again.load_state_dict(objective.state_dict())
     assert again.full_weights == weights
 
@@ -120,4 +120,4 @@ def test_a_target_gives_way_to_a_share_and_refuses_what_it_cannot_be():
         resolve_method("orthogonal_variance_released", terms={"softmax_variance": {"target": 0}})
     facts = model_facts(tiny.model("qwen3_moe", num_experts_per_tok=1))
     with pytest.raises(ObjectiveError, match="a token has only one expert, so there are no"):
-        Objective.from_options(TERMS, facts)
+        objective_of(TERMS, facts)

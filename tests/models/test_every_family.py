@@ -16,7 +16,6 @@ from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.errors import CaptureError, ObjectiveError, UnsupportedModelError
 from moe_finetune.lora.coverage import lora_coverage
 from moe_finetune.losses.inject import PerTermLosses
-from moe_finetune.losses.objective import Objective
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.models import FAMILIES, family_of
 from moe_finetune.models.structure import class_of
@@ -41,6 +40,7 @@ from tests.models.cases import (
     batch,
     run,
 )
+from tests.objectives import objective_of
 
 # Their own gate's SiLU is taken over all rows at once: the last of a vector round otherwise.
 OWN_GATE = {
@@ -219,7 +219,7 @@ def test_every_preset_reaches(family):
             options[name] = term.model_dump()
     if not (facts.has_gate and facts.shared_input_space):
         with pytest.raises(ObjectiveError, match="erc"):
-            Objective.from_options(options, facts)
+            objective_of(options, facts)
         del options["erc"]
     routers = {n for n, p in model.named_parameters() if p.requires_grad and "lora_" not in n}
     assert routers == {
@@ -230,7 +230,7 @@ def test_every_preset_reaches(family):
         for own, _ in module.named_parameters()
         if not own.endswith(tiny.BIASES)
     }, "something else trains in full, or the selection bias does"
-    objective = Objective.from_options(options, facts)
+    objective = objective_of(options, facts)
     reach.check_reach(model, objective)
     acting = reaching(model, objective)
     assert len(acting) >= 8 and all(acting[name] for name in set(acting) - {"erc"})

@@ -6,12 +6,12 @@ from transformers import AutoModelForCausalLM
 
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.errors import UnsupportedModelError
-from moe_finetune.losses.objective import Objective
 from moe_finetune.models import FAMILIES
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts, moe_layers
 from tests import tiny_families as tiny
 from tests.models.cases import adapted, batch, run
+from tests.objectives import objective_of
 
 TERMS = {"orthogonality": {"weight": 0.1}, "variance": {"weight": 0.2}, "z_loss": {"weight": 0.05}}
 
@@ -57,7 +57,7 @@ def test_layers_that_run_again_give_the_same_gradients(family):
             model.enable_input_require_grads()
             model.gradient_checkpointing_enable({"use_reentrant": False})
         torch.manual_seed(7)
-        with Recorder(model, Objective.from_options(TERMS, model_facts(model))):
+        with Recorder(model, objective_of(TERMS, model_facts(model))):
             found.append(run(model)[1])
     for name, grad in found[0].items():
         scale = float(grad.abs().max()) + 1e-6

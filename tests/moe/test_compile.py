@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
 from tests import tiny
 from tests.moe.cases import TERMS, adapted, assert_close, gradients
 from tests.near_ties import adapted as near_tied_model
 from tests.near_ties import far, step
+from tests.objectives import objective_of
 
 
 @pytest.mark.slow
@@ -37,7 +37,7 @@ METHOD = {**TERMS, "coupling": {"weight": 0.2}, "specialization": {"weight": 0.3
 @pytest.mark.parametrize("kernel", ["loop", "grouped"])
 def test_compiled_layers(kernel):
     model = adapted("qwen3_moe")
-    objective = Objective.from_options(METHOD, model_facts(model))
+    objective = objective_of(METHOD, model_facts(model))
     batches = [tiny.batch(seed=seed) for seed in (0, 3, 4, 5, 6)]
     expected, loads = [], []
     with Recorder(

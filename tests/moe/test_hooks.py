@@ -8,12 +8,12 @@ from accelerate.utils import send_to_device
 from peft import LoraConfig, get_peft_model
 
 from moe_finetune.errors import CaptureError
-from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.context import CONTEXT_KEY, ForwardContext, ForwardPlan
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
 from tests import tiny
 from tests.moe.cases import TERMS, adapted, assert_close, gradients
+from tests.objectives import objective_of
 from tests.training import policy
 
 FAMILIES = tiny.FAMILY_NAMES
@@ -69,7 +69,7 @@ def test_injection_equals_explicit_addition(name, checkpointing):
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
-    objective = Objective.from_options(TERMS, model_facts(model))
+    objective = objective_of(TERMS, model_facts(model))
     visits = []
     recorder = Recorder(model, objective, observers=[lambda r, _: visits.append(r.layer)])
     recorder.change(scale=lambda: 0.25)
@@ -83,7 +83,7 @@ def test_injection_equals_explicit_addition(name, checkpointing):
 
 def test_nothing_is_injected_or_recorded_outside_training():
     model, batch = adapted("qwen3_moe"), tiny.batch()
-    objective = Objective.from_options(TERMS, model_facts(model))
+    objective = objective_of(TERMS, model_facts(model))
     visits = []
     with Recorder(model, objective, observers=[lambda r, _: visits.append(r.layer)]):
         with torch.no_grad():
@@ -107,7 +107,7 @@ def test_two_forwards_before_one_backward():
     model.zero_grad()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
-    with Recorder(model, Objective.from_options(TERMS, model_facts(model))):
+    with Recorder(model, objective_of(TERMS, model_facts(model))):
         (model(**first).loss + model(**second).loss).backward()
     assert_close(gradients(model), {n: expected[n] + other[n] for n in expected}, 2e-5)
 
@@ -119,7 +119,7 @@ def test_a_copy_of_the_context_is_refused():
     def take_apart(module, args, kwargs):
         return args, {k: copy.copy(v) if k == CONTEXT_KEY else v for k, v in kwargs.items()}
 
-    objective = Objective.from_options({"coupling": {"weight": 2.0}}, model_facts(model))
+    objective = objective_of({"coupling": {"weight": 2.0}}, model_facts(model))
     layer = model.get_base_model().model.layers[1]
     handle = layer.register_forward_pre_hook(take_apart, with_kwargs=True)
     with Recorder(model, objective), pytest.raises(CaptureError, match="layer 1 received a copy"):
@@ -150,7 +150,7 @@ def test_a_layer_without_its_models_forward_is_refused_in_training(name):
     layer, hidden = model.model.layers[1], torch.randn(1, 5, 192)
     positions = torch.arange(5).unsqueeze(0)
     rope = model.model.rotary_emb(hidden, positions)
-    objective = Objective.from_options(TERMS, model_facts(model))
+    objective = objective_of(TERMS, model_facts(model))
     with Recorder(model, objective):
         with pytest.raises(CaptureError, match="layer 1 ran outside its model's forward"):
             layer(hidden, position_embeddings=rope, position_ids=positions)
@@ -163,7 +163,7 @@ def test_a_layer_without_its_models_forward_is_refused_in_training(name):
 
 def test_coupling_refuses_a_forward_that_skips_the_layer_below():
     model = tiny.model("olmoe").train()
-    objective = Objective.from_options({"coupling": {"weight": 1.0}}, model_facts(model))
+    objective = objective_of({"coupling": {"weight": 1.0}}, model_facts(model))
     layers = model.model.layers
     skip = lambda hidden, **_: hidden  # noqa: E731
     with Recorder(model, objective):
@@ -237,7 +237,7 @@ def test_experts_that_peft_trains_in_full(saved):
     model.zero_grad()
     wanted = explicit(model, batch, terms)
     model.zero_grad()
-    with Recorder(model, Objective.from_options(terms, model_facts(model))):
+    with Recorder(model, objective_of(terms, model_facts(model))):
         model(**batch).loss.backward()
     assert_close(gradients(model), wanted, 2e-5)
 

@@ -11,13 +11,13 @@ from torch.utils._pytree import tree_leaves
 from moe_finetune.errors import CaptureError
 from moe_finetune.lora.select import ExpertSelection
 from moe_finetune.lora.targets import add_lora
-from moe_finetune.losses.objective import Objective
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.specialization import Specialization
 from tests import tiny
+from tests.objectives import objective_of
 from tests.tiny_adapter import random_factors
 
 BY_METHOD = ("qwen3_moe", "deepseek_v3")
@@ -296,7 +296,7 @@ def test_one_product_of_all_rows_is_not_copied():
     """A loss on outputs has a buffer of their gradient, which only parts of the rows reuse."""
     model, batch = adapted("olmoe"), tiny.batch(rows=1, length=7)
     config = model.config
-    objective = Objective.from_options({"orthogonality": {"weight": 1.0}}, model_facts(model))
+    objective = objective_of({"orthogonality": {"weight": 1.0}}, model_facts(model))
     copies = RowCopies((7 * config.num_experts_per_tok, config.hidden_size))
     with Recorder(model, objective, kernel="grouped"):
         loss = model(**batch).loss

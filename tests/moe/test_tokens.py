@@ -5,12 +5,12 @@ import torch
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from moe_finetune.errors import CaptureError
-from moe_finetune.losses.objective import Objective
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
 from moe_finetune.moe.tokens import read_tokens
 from tests import tiny
+from tests.objectives import objective_of
 
 PAD = 3
 LENGTHS = (9, 5, 1, 12, 2)
@@ -136,7 +136,7 @@ def test_masks_that_cannot_be_read_are_refused(mask, message):
 def gradients(model, batch):
     """Of the terms alone, whose values go with them."""
     model.zero_grad()
-    objective, values = Objective.from_options(TERMS, model_facts(model)), []
+    objective, values = objective_of(TERMS, model_facts(model)), []
 
     def note(record: RoutingRecord, loss) -> None:
         values.append(loss.values)

@@ -304,9 +304,9 @@ def test_what_is_advised_changes_only_the_loss_of_the_goal(name):
     term, option = key.split(".")
     changes = merge_mappings(terms, {term: {option: float(value)}})
     changed = resolve_method(name, share=share, terms=changes)
-    others = [{k: v for k, v in m.options.items() if k != term} for m in (before, changed)]
+    others = [{k: v for k, v in m.terms.items() if k != term} for m in (before, changed)]
     assert others[0] == others[1]
-    assert (before.options[term]["share"] or 0) < changed.options[term]["share"] <= 1
+    assert (before.terms[term].share or 0) < changed.terms[term].share <= 1
 
 
 def test_every_preset_but_none_has_a_goal_that_is_measured():

@@ -3,9 +3,9 @@
 import torch
 
 from moe_finetune.losses.base import LayerContext, PreviousLayer
-from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
+from tests.objectives import objective_of
 
 COMMON = {
     "report_to": [],
@@ -22,7 +22,7 @@ COMMON = {
 
 def explicit(model, inputs, terms, scale):
     """Gradients of the objective alone, from one recorded forward."""
-    objective, totals, below = Objective.from_options(terms, model_facts(model)), [], []
+    objective, totals, below = objective_of(terms, model_facts(model)), [], []
 
     def observer(record, _):
         with torch.enable_grad():

@@ -8,10 +8,10 @@ from transformers import Trainer, TrainingArguments
 
 from moe_finetune import SpecializationCallback
 from moe_finetune.losses.base import LayerContext, PreviousLayer
-from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts, moe_layers
 from tests import tiny
+from tests.objectives import objective_of
 from tests.training.cases import adapted, collate, rows
 
 TERMS = {
@@ -33,7 +33,7 @@ BATCHES = (tiny.batch(seed=1), tiny.batch(rows=2, length=23, seed=2))
 def by_hand(model, terms, batches):
     """Rows from ``torch.autograd.grad`` of the language loss and of each term's explicit sum."""
     model.train()
-    objective = Objective.from_options(terms, model_facts(model))
+    objective = objective_of(terms, model_facts(model))
     layers = moe_layers(model)
     parts = {
         "router": [p for x in layers for p in x.router.parameters() if p.requires_grad],

@@ -10,13 +10,13 @@ from trl import SFTConfig, SFTTrainer
 from moe_finetune import SpecializationCallback
 from moe_finetune.errors import ObjectiveError, RecipeError
 from moe_finetune.lora.targets import add_lora
-from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.reach import check_reach
 from moe_finetune.training.run_folder import RunLog
 from tests import tiny
+from tests.objectives import objective_of
 from tests.training.cases import adapted, arguments, collate, rows
 from tests.training.policy import explicit, gradients
 
@@ -182,17 +182,17 @@ def test_a_term_that_reads_weights_alone_needs_them_trainable():
     lora = LoraSection(rank=4, alpha=12.0, targets=["attention"])
     model = add_lora(tiny.model("qwen3_moe"), lora, "frozen")
     facts = model_facts(model)
-    check_reach(model, Objective.from_options({"variance": {"weight": 0.1}}, facts))
+    check_reach(model, objective_of({"variance": {"weight": 0.1}}, facts))
     for name in ("erc", "router_orthogonality"):
         with pytest.raises(ObjectiveError, match=f"{name}: its gradient reaches no trainable"):
-            check_reach(model, Objective.from_options({name: {"weight": 1.0}}, facts))
+            check_reach(model, objective_of({name: {"weight": 1.0}}, facts))
 
 
 def test_a_frozen_model_is_refused_though_its_embeddings_have_a_gradient():
     model = tiny.model("qwen3_moe", num_hidden_layers=2)
     model.requires_grad_(False)
     model.enable_input_require_grads()
-    objective = Objective.from_options({"variance": {"weight": 0.1}}, model_facts(model))
+    objective = objective_of({"variance": {"weight": 0.1}}, model_facts(model))
     with pytest.raises(ObjectiveError, match="variance: its gradient reaches no trainable"):
         check_reach(model, objective)
 
