@@ -18,7 +18,7 @@ from moe_finetune.moe.layers import causal_lm, in_mode, model_facts
 from moe_finetune.moe.perturbation import Perturbation
 from moe_finetune.routing.measures import Measures
 from moe_finetune.routing.sums import NEEDS
-from moe_finetune.routing.trace import TraceWriter
+from moe_finetune.routing.trace_writer import TraceWriter
 
 EMBEDDINGS = 4000
 AT_ONCE = 8192

@@ -142,8 +142,8 @@ class RunResult:
             return None
         curve, other = self.curve(metric), self.reference.curve(metric)
         steps = sorted(curve.keys() & other.keys())
-        apart = [(curve[step] - other[step]) ** 2 for step in steps]
-        return math.sqrt(sum(apart) / len(apart)) if apart else None  # P0 eq. 43
+        squares = [(curve[step] - other[step]) ** 2 for step in steps]
+        return math.sqrt(sum(squares) / len(squares)) if squares else None  # P0 eq. 43
 
 
 @dataclass(frozen=True)

@@ -230,6 +230,6 @@ def passages(
             record, layer_number = records[chosen_layer], layers[chosen_layer]
             index_TK, scores_TK = (t.cpu().numpy() for t in (record.index_TK, record.scores_TK))
             top_T, name = top_choice(index_TK, scores_TK), texts.categories[category]
-            shown = passage(tokenizer, layer_number, name, ids_T, top_T, index_TK)
-            shown_passages.append(shown | {"frequent": frequent_T.tolist()})
+            colored = passage(tokenizer, layer_number, name, ids_T, top_T, index_TK)
+            shown_passages.append(colored | {"frequent": frequent_T.tolist()})
     return shown_passages

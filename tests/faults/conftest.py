@@ -10,7 +10,7 @@ import pytest
 from moe_finetune.checkpoint.adapter import BASE_KEY, write_metadata
 from moe_finetune.checkpoint.files import fingerprint
 from moe_finetune.checkpoint.open import open_checkpoint
-from moe_finetune.routing.trace import TraceWriter
+from moe_finetune.routing.trace_writer import TraceWriter
 from tests.checkpoint import helpers
 from tests.evaluation.local import write_suite
 from tests.faults.harness import adapter_hash, contents, logged, train, write_inputs

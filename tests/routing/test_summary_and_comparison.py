@@ -20,7 +20,8 @@ from moe_finetune.metrics.experts import separation
 from moe_finetune.routing import comparison as compare_module
 from moe_finetune.routing.comparison import compare_traces
 from moe_finetune.routing.summary import summarize_trace
-from moe_finetune.routing.trace import RoutingTrace, TraceWriter
+from moe_finetune.routing.trace import RoutingTrace
+from moe_finetune.routing.trace_writer import TraceWriter
 
 LAYERS, E, K, H = (0, 1, 4), 8, 3, 6
 
@@ -47,7 +48,7 @@ def record(
         domains=["law", "code"],
         weights_dtype="float32",
         embedding_share=0.7,
-        chunk_bytes=chunk,
+        part_bytes=chunk,
     ) as writer:
         for number in range(sequences):
             tokens = 11 + number % 6
@@ -76,7 +77,7 @@ def record(
 
 def test_summary_equals_the_functions(tmp_path):
     trace = record(tmp_path / "t")
-    assert len(trace.info.chunks) > 2
+    assert len(trace.info.parts) > 2
     found = summarize_trace(trace, sample=10_000)
     ids, weights = trace.load("ids"), trace.load("weights")
     probs, domain = trace.load("probs").astype(float), trace.load("domain")
