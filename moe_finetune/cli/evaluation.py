@@ -211,12 +211,14 @@ def compare(
     Example: moe-finetune compare runs/aux_loss/eval runs/erc/eval --output compare.html
     """
     from moe_finetune.errors import DataError
-    from moe_finetune.evaluation.comparison import compare as compare_results
     from moe_finetune.io.atomic import refuse_existing
+    from moe_finetune.io.hashes import to_json
     from moe_finetune.report.analysis import comparison_text, find_trace
-    from moe_finetune.report.page import comparison_page
     from moe_finetune.routing.comparison import compare_traces
     from moe_finetune.routing.trace import RoutingTrace
+    from moe_finetune.study.compare import compare as compare_results
+    from moe_finetune.study.page import comparison_page
+    from moe_finetune.study.render import comparison_text as tests_text
 
     if output is not None and output.suffix not in (".html", ".json"):
         raise typer.BadParameter(f"{output}: expected a name that ends in .html or .json")
@@ -224,11 +226,12 @@ def compare(
         refuse_existing(output)
     traces = [trace for trace in map(find_trace, results) if trace is not None]
     if not traces:
-        comparison = compare_results([results_in(path) for path in results])
-        print(comparison.to_text())
-        if output is not None:
-            is_json = output.suffix == ".json"
-            write_new(output, comparison.to_json() if is_json else comparison_page(comparison))
+        study, table = compare_results([results_in(path) for path in results])
+        print(tests_text(table))
+        if output is not None and output.suffix == ".json":
+            write_new(output, to_json(table.to_mapping(), 1, sort=False) + "\n")
+        elif output is not None:
+            write_new(output, comparison_page(study, table))
     elif len(traces) != 2 or len(results) != 2:
         raise DataError(
             f"{len(traces)} of {len(results)} paths are traces; give two traces, or evaluations"

@@ -204,6 +204,35 @@ def same_prompts(a: Score, b: Score) -> bool:
     )
 
 
+def check_joined(name: str, scores: Sequence[Score]) -> None:
+    """Raise EvaluationError unless all scores are of the same metric, items and prompts."""
+    metrics = sorted({_directed(score) for score in scores})
+    if len(metrics) > 1:
+        raise EvaluationError(
+            f"task {name}: the results are of different metrics ({' and '.join(metrics)}); "
+            "evaluate both with the same suite and version"
+        )
+    first = scores[0].items
+    for score in scores[1:]:
+        other = score.items
+        if first.keys() != other.keys():
+            common = len(first.keys() & other.keys())
+            raise EvaluationError(
+                f"task {name}: the results cover other items ({len(first)} and {len(other)}, "
+                f"{common} in common); evaluate with the same data and limit"
+            )
+        differing = sum(first[key][0] != other[key][0] for key in first)
+        if differing:
+            raise EvaluationError(
+                f"task {name}: {differing} of {len(first)} prompts differ; results are comparable "
+                "only with the same shots, template and seed"
+            )
+
+
+def _directed(score: Score) -> str:
+    return f"{score.metric}, {'higher' if score.higher_is_better else 'lower'} is better"
+
+
 def item_values(folder: Path, task: TaskResult) -> Items:
     """Return (task, item, occurrence) -> (hash of the prompts, value of the headline metric)."""
     values: Items = {}

@@ -8,10 +8,8 @@ from importlib.resources import files
 from pathlib import Path
 
 from moe_finetune.errors import DataError, DiskSpaceError, OutputExistsError
-from moe_finetune.evaluation.comparison import Comparison
 from moe_finetune.io import output_lock, write_atomic
-from moe_finetune.report.compare import verdict_mark
-from moe_finetune.report.context import Cell, Report, Section, table
+from moe_finetune.report.context import Report, Section
 from moe_finetune.report.markup import Markup, breakable, join, tag
 from moe_finetune.report.runs import read_runs
 from moe_finetune.report.sections import SECTIONS
@@ -124,16 +122,6 @@ def _main(parts: Sequence[tuple[Section, Markup]]) -> Markup:
         for section, body in bodies
     ]
     return tag("main", sections, id="main", tabindex="-1")
-
-
-def comparison_page(comparison: Comparison) -> str:
-    """The page of ``moe-finetune compare``: scores against the first run's, task by task."""
-    header, *lines = comparison.table()
-    rows: list[list[Cell]] = [[*line[:-1], verdict_mark(line[-1])] for line in lines]
-    grid = table("Every task", [*header], rows, sortable=True)
-    summary = tag("ul", [tag("li", sentence) for sentence in comparison.summary()])
-    section = Section("scores", "Scores", lambda _: join([grid, summary]))
-    return render_page(Report([], f"Comparison with {comparison.baseline}"), [section])
 
 
 def _asset(name: str) -> str:

@@ -1,6 +1,6 @@
 """The columns of a study's table: benchmarks, their average, and metrics."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_finetune.errors import StudyError, did_you_mean
 from moe_finetune.evaluation.score import higher_is_better
@@ -9,13 +9,17 @@ from moe_finetune.study.results import AVERAGE, RunResult, StudyResults
 
 @dataclass(frozen=True)
 class Column:
-    """A benchmark (``metric`` is its headline metric) or a metric; ``better`` is its direction."""
+    """A benchmark (``metric`` is its headline metric) or a metric; ``better`` is its direction.
+
+    ``items``: how many a benchmark has, if known.
+    """
 
     name: str
     metric: str
     better: str
     benchmark: bool
     percent: bool = False
+    items: int | None = None
 
     @property
     def higher_is_better(self) -> bool:
@@ -32,7 +36,9 @@ def columns_of(results: StudyResults) -> list[Column]:
     for run in results.finished:
         for label, task in run.tasks.items():
             better = "higher" if higher_is_better(task) else "lower"
-            by_label.setdefault(label, Column(label, task["metric"], better, benchmark=True))
+            by_label.setdefault(
+                label, Column(label, task["metric"], better, True, items=task.get("n"))
+            )
     labels = results.benchmarks if results.benchmarks is not None else list(by_label)
     for label in labels:
         if label not in by_label:
@@ -76,7 +82,7 @@ def _logged_metrics(run: RunResult) -> list[str]:
 def _percent(column: Column, results: StudyResults) -> Column:
     values = [v for run in results.finished if (v := value_of(column, run)) is not None]
     shares = bool(values) and all(0 <= value <= 1 for value in values)
-    return Column(column.name, column.metric, column.better, True, percent=shares)
+    return replace(column, percent=shares)
 
 
 def value_of(column: Column, run: RunResult) -> float | None:

@@ -15,7 +15,7 @@ from moe_finetune.report.charts.intervals import Dot, dot_plot
 from moe_finetune.report.charts.lines import Series, line_chart
 from moe_finetune.report.compare import verdict_mark
 from moe_finetune.report.context import Report, Section, figure, group, swatch, table
-from moe_finetune.report.markup import Markup, join, number, signed, tag
+from moe_finetune.report.markup import Markup, join, number, tag
 from moe_finetune.report.page import render_page
 from moe_finetune.study import render
 from moe_finetune.study.columns import Column
@@ -34,6 +34,11 @@ def write_page(results: StudyResults, study_table: Table, path: Path) -> Path:
     ]
     write_atomic(path, render_page(Report([], study_table.title), sections))
     return path
+
+
+def comparison_page(results: StudyResults, study_table: Table) -> str:
+    """The page of ``moe-finetune compare``."""
+    return render_page(Report([], study_table.title), study_sections(results, study_table))
 
 
 def study_sections(results: StudyResults, study_table: Table) -> list[Section]:
@@ -74,32 +79,18 @@ def _cell(column: Column, cell: Cell | None) -> object:
 
 
 def _tests(study_table: Table) -> Markup | None:
-    rows: list[list[object]] = []
-    for arms, row in study_table.rows:
-        for column in study_table.columns:
-            cell = row.cells.get(column.name)
-            if cell is None or cell.test is None:
-                continue
-            test, factor = cell.test, 100.0 if column.percent else 1.0
-            interval = render.MISSING
-            if test.low is not None and test.high is not None:
-                interval = f"[{signed(factor * test.low)}, {signed(factor * test.high)}]"
-            rows.append([
-                ", ".join(filter(None, [arms.name, row.label])), column.name,
-                signed(factor * test.difference), interval, test.name,
-                number(test.p, 2), number(test.p_holm, 2), verdict_mark(test.verdict),
-            ])  # fmt: skip
-    if not rows:
+    lines = render.test_rows(study_table)
+    if not lines:
         return None
-    columns: list[object] = [
-        "Arm", "Benchmark or metric", f"Difference from {study_table.baseline}", "95 % interval",
-        "Test", "p", "p (Holm)", "Verdict",
-    ]  # fmt: skip
+    rows: list[list[object]] = [[*line[:-1], verdict_mark(line[-1])] for line in lines]
+    heads: list[object] = [head[0].upper() + head[1:] for head in render.TESTS]
     note = (
         "Shares in percentage points. Items and seeds are paired; with several seeds both are "
-        "resampled. Holm's correction covers all benchmarks together, and all metrics together."
+        "resampled. Holm's correction covers the whole table."
     )
-    return join([table("Every test", columns, rows), tag("p", note, class_="note")])
+    summary = tag("ul", [tag("li", line) for line in render.counts(study_table)])
+    grid = table("Every test", heads, rows, sortable=True)
+    return join([grid, summary, tag("p", note, class_="note")])
 
 
 def _runs(results: StudyResults) -> Markup:

@@ -1,5 +1,6 @@
 """A study's table as CSV (long), Markdown, and aligned text."""
 
+from collections import Counter
 from collections.abc import Callable
 
 from moe_finetune.io.tables import aligned, csv_text, markdown
@@ -78,6 +79,53 @@ def text_rows(table: Table, best: Callable[[str], str]) -> list[list[str]]:
             ]
             rows.append([row.label, *texts, *summary_cells(table, row, group)])
     return rows
+
+
+TESTS = ("arm", "benchmark or metric", "items", "baseline", "value", "difference",
+         "95 % interval", "test", "p", "p (Holm)", "verdict")  # fmt: skip
+
+
+def test_rows(table: Table) -> list[list[str]]:
+    """Every test against the baseline; shares in percent and percentage points."""
+    rows = []
+    for (group, row), column, cell, test in table.tests:
+        factor, digits = (100, 2) if column.percent else (1, 4)
+        interval = MISSING
+        if test.low is not None and test.high is not None:
+            low, high = (f"{factor * end:+.{digits}f}" for end in (test.low, test.high))
+            interval = f"[{low}, {high}]"
+        value, baseline = (factor * end for end in (cell.mean, cell.mean - test.difference))
+        rows.append([
+            ", ".join(filter(None, [group.name, row.label])), heading(column),
+            "" if column.items is None else str(column.items), f"{baseline:.{digits}f}",
+            f"{value:.{digits}f}", f"{factor * test.difference:+.{digits}f}", interval, test.name,
+            *("" if p is None else f"{p:.2g}" for p in (test.p, test.p_holm)), test.verdict,
+        ])  # fmt: skip
+    return rows
+
+
+def counts(table: Table) -> list[str]:
+    """How many tests of each arm come out how, and its gain."""
+    verdicts: dict[str, Counter[str]] = {}
+    for (_, row), _, _, test in table.tests:
+        verdicts.setdefault(row.label, Counter())[test.verdict] += 1
+    lines = []
+    for label, count in verdicts.items():
+        gain = table.gains.get(label)
+        text = "not defined (a score of 0)" if gain is None else f"{gain:+.2%}"
+        lines.append(
+            f"{label}: {count['better']} better, {count['unclear'] + count['unknown']} without a "
+            f"clear difference, {count['worse']} worse; relative gain {text}"
+        )
+    return lines
+
+
+def comparison_text(table: Table) -> str:
+    """The tests, how many come out how, and the notes."""
+    words = {"unclear": "no clear difference", "unknown": "no interval"}
+    rows = [[*row[:-1], words.get(row[-1], row[-1])] for row in test_rows(table)]
+    lines = [aligned([list(TESTS), *rows], "left"), "", *counts(table), *table.notes]
+    return "\n".join(lines) + "\n"
 
 
 def to_text(table: Table) -> str:

@@ -63,6 +63,10 @@ class RunResult:
     def rows(self) -> list[dict[str, Any]]:
         return read_log(self.metrics_file)
 
+    @property
+    def scores_folder(self) -> Path:
+        return RunFolder(self.folder).evaluation
+
     @cached_property
     def evaluation(self) -> Results | None:
         """The run's ``eval/results.json``, or None if the recipe evaluates nothing."""

@@ -12,8 +12,7 @@ import numpy as np
 from scipy.stats import rankdata
 
 from moe_finetune.errors import StudyError
-from moe_finetune.evaluation.comparison import check_joined
-from moe_finetune.evaluation.score import Score, compare_scores
+from moe_finetune.evaluation.score import Score, check_joined, compare_scores
 from moe_finetune.evaluation.statistics import (
     PairedTest,
     compare_seeds,
@@ -21,7 +20,6 @@ from moe_finetune.evaluation.statistics import (
     mean_and_deviation,
     relative_gain,
 )
-from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.study.columns import Column, columns_of, value_of
 from moe_finetune.study.results import AVERAGE, RunResult, StudyResults
 
@@ -83,6 +81,15 @@ class Table:
     @property
     def rows(self) -> Iterator[tuple[Group, Row]]:
         return ((group, row) for group in self.groups for row in group.rows)
+
+    @property
+    def tests(self) -> Iterator[tuple[tuple[Group, Row], Column, Cell, PairedTest]]:
+        """Every cell with a test, by row and column."""
+        for group, row in self.rows:
+            for column in self.columns:
+                cell = row.cells.get(column.name)
+                if cell is not None and cell.test is not None:
+                    yield (group, row), column, cell, cell.test
 
     def to_mapping(self) -> dict[str, Any]:
         return asdict(self)
@@ -212,14 +219,8 @@ def _compare(table: Table, runs_of: dict[tuple[str, str], list[RunResult]]) -> N
                     )
     for label, cells in gains.items():
         table.gains[label] = relative_gain(cells)
-    for benchmark in (True, False):
-        columns = [column for column in table.columns if column.benchmark == benchmark]
-        correct_and_decide([
-            (tested.test, column.higher_is_better)
-            for _, row in table.rows
-            for column in columns
-            if (tested := row.cells.get(column.name)) is not None and tested.test is not None
-        ])  # fmt: skip
+    # One family: whatever a reader sees at once.
+    correct_and_decide([(test, column.higher_is_better) for _, column, _, test in table.tests])
 
 
 def _test(
@@ -242,7 +243,7 @@ def _scores(column: Column, runs: list[RunResult], seeds: list[int]) -> list[Sco
     scores: dict[int, Score] = {}
     for run in runs:
         if run.seed in seeds and value_of(column, run) is not None:
-            scores[run.seed] = Score.parse(run.tasks[column.name], RunFolder(run.folder).evaluation)
+            scores[run.seed] = Score.parse(run.tasks[column.name], run.scores_folder)
     return [scores[seed] for seed in seeds]
 
 

@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 
 from moe_finetune.errors import EvaluationError
-from moe_finetune.evaluation.comparison import compare
 from moe_finetune.evaluation.score import Score, compare_scores
 from moe_finetune.io import write_atomic
 from moe_finetune.io.hashes import to_json
 from moe_finetune.io.rows import write_jsonl
 from moe_finetune.report.compare import difference
-from moe_finetune.report.page import comparison_page
+from moe_finetune.study.compare import compare
+from moe_finetune.study.page import comparison_page
+from moe_finetune.study.render import comparison_text
 
 
 def write(folder, tasks, prompts="same", complete=True, metric="acc", **declared):
@@ -36,29 +37,48 @@ def write(folder, tasks, prompts="same", complete=True, metric="acc", **declared
     return folder
 
 
+def by_task(*folders, names=None):
+    """Tests by task, of the second folder against the first."""
+    _, table = compare(folders, names)
+    return {column.name: test for _, column, _, test in table.tests}
+
+
 def test_wins_ties_and_losses(tmp_path):
     a = write(tmp_path / "a", {"up": [0, 0, 0, 1] * 25, "same": [0, 1] * 30, "down": [1] * 30})
     b = write(
         tmp_path / "b",
         {"up": [1, 1, 0, 1] * 25, "same": [1, 0] + [0, 1] * 29, "down": [0] * 12 + [1] * 18},
     )
-    result = compare([a, b])
-    rows = {row.task: row for row in result.rows}
-    assert {name: row.test.verdict for name, row in rows.items()} == {
+    study, table = compare([a, b])
+    tests = {column.name: test for _, column, _, test in table.tests}
+    assert {name: test.verdict for name, test in tests.items()} == {
         "up": "better", "same": "unclear", "down": "worse",
     }  # fmt: skip
-    assert rows["up"].test.name == "McNemar" and rows["up"].test.p == pytest.approx(2 * 0.5**50)
-    assert rows["up"].test.difference == pytest.approx(0.5)
-    assert rows["up"].test.low < 0.5 < rows["up"].test.high
-    assert rows["same"].test.p == 1.0
-    assert result.counts == {"b": {"better": 1, "unclear": 1, "worse": 1}}
-    assert result.gains["b"] == pytest.approx((0.75 / 0.25 + 0.5 / 0.5 + 0.6 / 1.0) / 3 - 1)
-    again = compare([a, b])
-    assert again.to_json() == result.to_json()
-    assert json.loads(result.to_json())["rows"][0]["task"] == "up"
-    assert "1 better, 1 without a clear difference, 1 worse" in result.to_text()
-    page = comparison_page(result)
-    assert '<th scope="row">up</th>' in page and "Content-Security-Policy" in page
+    assert tests["up"].name == "McNemar" and tests["up"].p == pytest.approx(2 * 0.5**50)
+    assert tests["up"].difference == pytest.approx(0.5)
+    assert tests["up"].low < 0.5 < tests["up"].high
+    assert tests["same"].p == 1.0
+    assert table.gains["b"] == pytest.approx((0.75 / 0.25 + 0.5 / 0.5 + 0.6 / 1.0) / 3 - 1)
+    text = comparison_text(table)
+    assert comparison_text(compare([a, b])[1]) == text
+    assert "1 better, 1 without a clear difference, 1 worse" in text
+    assert [line.split()[1:6] for line in text.splitlines()[1:4]] == [
+        ["up", "100", "25.00", "75.00", "+50.00"], ["same", "60", "50.00", "50.00", "+0.00"],
+        ["down", "30", "100.00", "60.00", "-40.00"],
+    ]  # fmt: skip
+    page = comparison_page(study, table)
+    assert "+50.00" in page and "McNemar" in page and "Content-Security-Policy" in page
+
+
+def test_holm_over_all_results_and_tasks(tmp_path):
+    """As in a study of one seed: two arms and two tasks are one family of four."""
+    n = 30
+    base = write(tmp_path / "base", {"x": [0] * n, "y": [0] * n})
+    arms = [write(tmp_path / name, {"x": [1] * n, "y": [0] * n}) for name in "ab"]
+    _, table = compare([base, *arms])
+    found = {(row.label, column.name): test for (_, row), column, _, test in table.tests}
+    assert found["a", "x"].p == pytest.approx(2 * 0.5**n)
+    assert found["a", "x"].p_holm == found["b", "x"].p_holm == pytest.approx(4 * 2 * 0.5**n)
 
 
 @pytest.mark.parametrize("metric", ["word_perplexity", "brier_score", "error_rate"])
@@ -67,32 +87,32 @@ def test_lower_is_better_in_the_verb_on_the_page_and_in_the_study(tmp_path, metr
     values = np.random.default_rng(5).uniform(9, 12, 100)
     a = write(tmp_path / "a", {"t": [*values]}, metric=metric)
     b = write(tmp_path / "b", {"t": [*values - 1]}, metric=metric)
-    comparison = compare([a, b])
-    assert comparison.rows[0].test.verdict == "better"
-    assert comparison.gains["b"] == pytest.approx(values.mean() / (values.mean() - 1) - 1)
+    _, table = compare([a, b])
+    assert by_task(a, b)["t"].verdict == "better"
+    assert table.gains["b"] == pytest.approx(values.mean() / (values.mean() - 1) - 1)
     scores = [
         Score.parse(json.loads((f / "results.json").read_text())["tasks"]["t"], f) for f in (a, b)
     ]
     assert difference(*scores).verdict == "better" and difference(*scores).paired
     declared = write(tmp_path / "c", {"t": [*values - 1]}, metric=metric, higher_is_better=True)
     back = write(tmp_path / "d", {"t": [*values]}, metric=metric, higher_is_better=True)
-    assert compare([declared, back]).rows[0].test.verdict == "better"
+    assert by_task(declared, back)["t"].verdict == "better"
 
 
 def test_the_headline_filter_is_the_one_that_is_compared(tmp_path):
     # The samples' other filter holds zeros; using it would make every task a tie.
     a = write(tmp_path / "a", {"t": [0] * 20})
     b = write(tmp_path / "b", {"t": [1] * 20})
-    assert compare([a, b]).rows[0].test.verdict == "better"
+    assert by_task(a, b)["t"].verdict == "better"
 
 
 def test_fractions_use_the_bootstrap(tmp_path):
     base = np.random.default_rng(0).uniform(0, 1, 80)
     a = write(tmp_path / "a", {"t": [*base]})
     b = write(tmp_path / "b", {"t": [*base + 0.2]})
-    row = compare([a, b], ["base", "method"]).rows[0]
-    assert row.test.name == "bootstrap" and row.test.verdict == "better"
-    assert row.test.difference == pytest.approx(0.2)
+    test = by_task(a, b, names=["base", "method"])["t"]
+    assert test.name == "bootstrap" and test.verdict == "better"
+    assert test.difference == pytest.approx(0.2)
 
 
 def test_other_prompts_or_items_are_refused(tmp_path):
@@ -133,9 +153,9 @@ def test_other_backends_and_formats_are_noted(tmp_path):
         content |= {"backend": backend, "settings": settings}
         write_atomic(folder / "results.json", json.dumps(content))
         folders.append(folder)
-    (note,) = compare(folders).notes
+    (note,) = compare(folders)[1].notes
     assert "a by hf in float32, b by vllm in bfloat16; part of a difference" in note
-    assert compare([folders[0], folders[0]]).notes == []
+    assert compare([folders[0], folders[0]])[1].notes == []
 
 
 @pytest.mark.parametrize(
