@@ -112,11 +112,7 @@ def split_common(arguments: Sequence[str]) -> tuple[list[str], Common]:
 
 
 def check_alone(arguments: Sequence[str]) -> None:
-    """Refuse a single-process verb if a launcher started several processes.
-
-    Raises:
-        ValueError: several processes would do the same work and write the same files.
-    """
+    """Refuse a single-process verb if a launcher started several processes."""
     verb = next((word for word in arguments if not word.startswith("-")), None)
     processes = os.environ.get("WORLD_SIZE", "1")
     if processes == "1" or verb in (None, TOGETHER) or {"-h", "--help"} & set(arguments):

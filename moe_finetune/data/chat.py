@@ -43,11 +43,7 @@ class OutOfTime(BaseException):
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """Limit the processor time in which a template renders, in the main thread.
-
-    Raises:
-        TemplateLimitError: it takes more.
-    """
+    """Limit the processor time in which a template renders, in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -113,9 +109,6 @@ class Conversation:
         turns: with texts or lists of text parts as content, and a call's arguments as an object or
             JSON text.
         text: of all turns; with ``prompt`` it ends with the generation prompt.
-
-    Raises:
-        RenderingError: the template refuses the turns, or omits a part of them.
     """
 
     def __init__(self, row: Mapping[str, Any], tokenizer: Any, prompt: bool = False):

@@ -156,10 +156,6 @@ def load_examples(data: DataSection, tokenizer: Any, seed: int) -> Examples:
     Sets the tokenizer's chat template when ``data.chat_template`` names one. ``data.seed``, or
     ``seed`` when that is unset, shuffles the training rows and draws the rows for a ``limit``.
     Validation keeps the file's order, and its draw does not depend on the seed.
-
-    Raises:
-        DataError: a file, line or row cannot be used, there are fewer rows than a ``limit``, or no
-            training rows remain.
     """
     set_chat_template(tokenizer, data.chat_template)
     order = data.seed if data.seed is not None else seed
@@ -186,9 +182,6 @@ def prepare(
         name: "train" or "validation", for messages. Validation data may have fewer rows than
             ``data.limit``.
         seed: decides which rows a ``limit`` keeps.
-
-    Raises:
-        DataError: a row cannot be used, or the cache cannot be written.
     """
     from datasets import load_from_disk
 

@@ -27,11 +27,7 @@ DROP_REMEDY = "; data.malformed: drop drops and counts such rows"
 
 
 def listed(sources: Paths, name: str) -> list[DataSource]:
-    """The sources of ``data.NAME`` as a list; a path becomes a source.
-
-    Raises:
-        DataError: there is none.
-    """
+    """The sources of ``data.NAME`` as a list; a path becomes a source."""
     if not sources:
         raise DataError(f"data.{name} is an empty list; give a file, folder or hub dataset")
     entries = [sources] if isinstance(sources, str) else sources
@@ -44,9 +40,6 @@ def read_rows(source: str, split: str = "train") -> Iterator[Placed]:
     The location is ``file:line`` for JSONL and CSV and ``file: row N`` (from 1) otherwise. A hub id
     may name a configuration: ``openai/gsm8k:main``. A ``.txt`` file is one row of ``text``. Of a
     folder, the files of ``split`` are read, see :mod:`moe_finetune.io.split_files`.
-
-    Raises:
-        DataError: no such file or dataset, or a line cannot be parsed.
     """
     files = _files(source, split)
     if files is None:
@@ -61,9 +54,6 @@ def source_identity(source: str, split: str = "train") -> list[Any]:
 
     Files are identified by content, so a copy is the same source and a changed file is not; a hub
     dataset by its fingerprint.
-
-    Raises:
-        DataError: no such file or dataset.
     """
     files, folder = _files(source, split), Path(source).expanduser()
     if files is not None:
@@ -148,9 +138,6 @@ class SourceReader:
 
     Attributes:
         malformed: number of dropped rows; ``first_malformed``: the error of the first one.
-
-    Raises:
-        DataError: a row cannot be used (names its place), or there are no rows.
     """
 
     def __init__(self, source: DataSource, data: DataSection, seed: int = 0, former: Any = None):
@@ -207,9 +194,6 @@ def rows_of(readers: Sequence[SourceReader], data: DataSection, name: str, seed:
     """The rows of all sources in order, or ``data.limit`` of them, drawn by the seed.
 
     Validation data may have fewer rows than the limit.
-
-    Raises:
-        DataError: a row cannot be used, or there are fewer training rows than the limit.
     """
     rows: Rows = (
         (index, location, row) for index, reader in enumerate(readers) for location, row in reader
@@ -226,9 +210,6 @@ def draw(rows: Iterator[T], limit: int, seed: int, requested_by: str) -> Iterato
     """Yield ``limit`` of ``rows``, drawn uniformly by the seed, in their original order.
 
     One pass, with ``limit`` rows in memory (reservoir sampling).
-
-    Raises:
-        DataError: there are fewer than ``limit``; ``requested_by`` names the setting.
     """
     generator = np.random.default_rng([seed, limit])
     reservoir: list[tuple[int, T]] = []

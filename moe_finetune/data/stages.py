@@ -207,11 +207,7 @@ def _has_code(text: Any) -> bool:
 
 
 def load_for_stage(recipe: Recipe, tokenizer: Any) -> Examples:
-    """Load the examples of ``recipe``, in the form of its stage.
-
-    Raises:
-        DataError: see :func:`load_examples` and :func:`load_stage_rows`.
-    """
+    """Load the examples of ``recipe``, in the form of its stage."""
     stage = STAGES[recipe.stage]
     if stage.form == "tokens":
         return load_examples(recipe.data, tokenizer, recipe.seed)
@@ -240,9 +236,6 @@ def load_stage_rows(
     Returns:
         Rows with the stage's fields; ``sources`` have ``input_ids`` and ``labels`` of prompt and
         (chosen) answer, to measure routing.
-
-    Raises:
-        DataError: a file, line or row cannot be used, or no training rows remain.
     """
     set_chat_template(tokenizer, data.chat_template)
     order = data.seed if data.seed is not None else seed

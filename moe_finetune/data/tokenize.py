@@ -42,9 +42,6 @@ def set_chat_template(tokenizer: Any, name: str | None) -> None:
     Args:
         name: chatml, plain, a Jinja file, or ``training``: TRL's training variant of the
             tokenizer's template.
-
-    Raises:
-        DataError: ``name`` is neither a known name nor a file, or TRL has no variant.
     """
     if name is None:
         return
@@ -95,11 +92,6 @@ def tokenize_row(row: Mapping[str, Any], tokenizer: Any, completion_only: bool) 
     In a chat every assistant turn is learned, with its calls and end-of-turn token; in a prompt and
     completion, the completion and the end-of-text token; in a text, everything. With
     ``completion_only=False`` all is learned except answers with ``train: False``.
-
-    Raises:
-        RenderingError: the chat template refuses the messages, omits a part of them or does not
-            render a prompt as the beginning of the whole.
-        DataError: it is missing, or takes too long.
     """
     if "messages" in row:
         return _chat(Conversation(row, tokenizer), tokenizer, completion_only)
@@ -114,9 +106,6 @@ def rendered(row: Mapping[str, Any], tokenizer: Any, prompt: bool = False) -> tu
     Args:
         row: ``messages``, ``tools`` and ``variables``, see :mod:`moe_finetune.data.rows`.
         prompt: end with the generation prompt.
-
-    Raises:
-        DataError: as :func:`tokenize_row`.
     """
     conversation = Conversation(row, tokenizer, prompt)
     return conversation.text, conversation.turns

@@ -69,9 +69,6 @@ def conversation(
         turns: the row's turns, unchecked.
         row: read for ``tools``, ``system`` and ``chat_template_kwargs``.
         field: where the row has the turns, for messages.
-
-    Raises:
-        DataError: anything cannot be used; names the location.
     """
     for column in _UNREAD:
         if row.get(column):

@@ -37,12 +37,6 @@ def run_demo(output: str | Path, backend: str | None = None, steps: int | None =
         output: new or empty folder, or that of an earlier demo.
         backend: "vllm" or "hf"; None selects vLLM if usable, and otherwise reports why not.
         steps: optimizer steps of each run; default: the recipe's.
-
-    Raises:
-        OutputExistsError: the folder contains other files.
-        RecipeError: a run failed, for the reason that it gave; MachineError if memory, disk or a
-            signal ended it.
-        KeyboardInterrupt: a signal came, which the runs received too.
     """
     output = Path(output)
     data = _copy_rows(output)

@@ -89,11 +89,6 @@ def open_backend(
         model: the server's name for the model; its only model unless given.
         batch_size: an int, or ``"auto"``.
         dtype: ``"auto"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``.
-
-    Raises:
-        CheckpointError: the folder is not a checkpoint.
-        DependencyError: the requested backend cannot be used.
-        EvaluationError: unknown backend, contradictory arguments, server down or wrong model.
     """
     _refuse_contradictions(backend, dtype, adapter, base_url, model)
     notes = []

@@ -33,9 +33,6 @@ def score_base(
     Scores are shared if everything that can change a reply is equal: the checkpoint's content, the
     suite with its data, the backend with its options, limit and versions. They are stored in the
     cache folder; a second run waits until the first has finished.
-
-    Raises:
-        EvaluationError, DataError, CheckpointError, DependencyError: see their messages.
     """
     chosen = load_suite(suite) if only is None else select(load_suite(suite), only)
     digests = KnownDigests(cache_folder() / "digests.json")

@@ -28,10 +28,6 @@ class ReplyStore:
     Args:
         path: the file; its folder is created.
         identity: everything that all replies depend on (checkpoint hash, settings).
-
-    Raises:
-        EvaluationError: the file has replies for another identity, or is not a reply store.
-        OutputBusyError: another process is writing to it.
     """
 
     def __init__(self, path: Path, identity: dict[str, Any]):

@@ -71,11 +71,7 @@ class CachedLM(LM):
         self.usage = Usage(policy=overflow)
 
     def loglikelihood(self, requests: list[Instance], **_: Any) -> list[tuple[float, bool]]:
-        """See lm-eval; replies are (sum of log-probabilities in nats, is greedy).
-
-        Raises:
-            EvaluationError: the answers would be measured inside the thoughts of a chat.
-        """
+        """See lm-eval; replies are (sum of log-probabilities in nats, is greedy)."""
         if self._entry.chat and any(opens_thoughts(request.args[0]) for request in requests):
             raise EvaluationError(
                 f"{self._entry.label}: the chat template opens thoughts, inside which the choices "

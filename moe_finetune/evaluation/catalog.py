@@ -48,11 +48,7 @@ class Catalog:
             return False
 
     def leaves(self, entry: SuiteTask) -> list[Leaf]:
-        """Return the lm-eval tasks of a line, with their local files.
-
-        Raises:
-            EvaluationError: unknown task or template (nearest names), or another version installed.
-        """
+        """Return the lm-eval tasks of a line, with their local files."""
         name = entry.template or entry.task
         if name not in self._index:
             # Of lm-eval's 14,000 names, only those with the same first letters are candidates.
@@ -92,12 +88,7 @@ class Catalog:
         return scores
 
     def check(self, entry: SuiteTask, leaves: list[Leaf]) -> None:
-        """Check a line's metric, examples and rows, without a model.
-
-        Raises:
-            EvaluationError: a metric or filter that the task does not report.
-            DataError: a local file or row that cannot be used, or a dataset that is not on the hub.
-        """
+        """Check a line's metric, examples and rows, without a model."""
         if all("class" not in leaf.config for leaf in leaves):
             headline, reported = f"{entry.metric},{entry.filter}", self.reports(entry, leaves)
             if headline not in reported:
@@ -237,9 +228,6 @@ def prepare(suite: Suite, data_dir: str | Path | None) -> tuple[Catalog, dict[st
 
     Returns:
         the catalog, and label -> tasks of each line that lm-eval evaluates.
-
-    Raises:
-        EvaluationError, DataError: see :meth:`Catalog.leaves` and :meth:`Catalog.check`.
     """
     catalog = Catalog(suite, data_dir)
     entries = [entry for entry in suite.tasks if not entry.external]

@@ -92,11 +92,6 @@ def score_code(
         ``{"pass@1", "stderr", "n", "passed", "sandbox", "samples"}``; with several replies an item
         pass@1 is the mean over them. ``<samples>.scored.jsonl`` contains the verdict on every
         reply.
-
-    Raises:
-        DependencyError: no sandbox works here.
-        DataError: the file is malformed.
-        EvaluationError: unknown form.
     """
     if form not in FORMS:
         raise EvaluationError(f"unknown form '{form}'{did_you_mean(form, FORMS)}")

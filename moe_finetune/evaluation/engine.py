@@ -68,12 +68,6 @@ def evaluate(
 
     Returns:
         the content of results.json.
-
-    Raises:
-        EvaluationError, DataError, CheckpointError, DependencyError: see their messages; finished
-            tasks are in results.json, with ``"complete": false``.
-        OutputExistsError: ``output`` contains results of another checkpoint.
-        OutputBusyError: another process works in ``output``.
     """
     loaded = load_suite(suite)
     if only is not None:

@@ -43,9 +43,6 @@ def same_answer(answer: str | None, reference: str) -> bool:
 
     Args:
         answer: LaTeX or text, as :func:`moe_finetune.evaluation.extract.math_answer` finds it.
-
-    Raises:
-        DependencyError: math-verify is not installed.
     """
     if answer is None or math_equal(answer, reference):
         return answer is not None

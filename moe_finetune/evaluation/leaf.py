@@ -21,10 +21,6 @@ def load_rows(path: Path, template: str | None = None) -> Any:
     Args:
         path: see :func:`moe_finetune.io.rows.read_rows` for the file types.
         template: the template of these rows, which are checked and converted to its form.
-
-    Raises:
-        DataError: a row is malformed, lacks a field of the first row, or has a different type in
-            one; the message names file, line and field.
     """
     return _load(path, path.stat().st_mtime_ns, template)
 

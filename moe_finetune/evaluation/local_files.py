@@ -31,9 +31,6 @@ def local_file(
     Args:
         config: the task's YAML.
         data_dir: folder of local data, if any.
-
-    Raises:
-        EvaluationError: a task made from a template names no file for the split.
     """
     if named := entry.files.get(split):
         for folder in (data_dir, suite.folder):

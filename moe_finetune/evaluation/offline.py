@@ -53,9 +53,6 @@ def check_suite(
         tokenizer: a tokenizer (``tokenizer(text).input_ids``) for the estimate.
         limit: first items of each task only.
         allow_unsafe_local: generated programs will be scored without a sandbox.
-
-    Raises:
-        EvaluationError: unknown suite. Errors of single tasks are in their results.
     """
     loaded = load_suite(suite)
     catalog = Catalog(loaded, data_dir)

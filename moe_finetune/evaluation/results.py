@@ -78,11 +78,7 @@ SAMPLE = ("task", "item", "filter", "prompt_sha256")
 
 
 def load_results(path: str | Path) -> Results:
-    """Read ``results.json``, given the file or its folder.
-
-    Raises:
-        EvaluationError: missing, damaged, or written by another schema.
-    """
+    """Read ``results.json``, given the file or its folder."""
     path = Path(path)
     if path.is_dir():
         path = path / RESULTS_FILE
@@ -118,22 +114,14 @@ def results_text(results: Results) -> str:
 
 
 def step_results(run: Path) -> dict[int, Results]:
-    """The results of the scored states of ``evaluation.every``, by step.
-
-    Raises:
-        EvaluationError: one of them is damaged.
-    """
+    """The results of the scored states of ``evaluation.every``, by step."""
     files = {step: state.results for step, state in RunFolder(run).kept_steps().items()}
     results = {step: load_results(file) for step, file in files.items() if file.is_file()}
     return {step: scores for step, scores in results.items() if scores.get("complete")}
 
 
 def samples_file(folder: str | Path, task: TaskResult) -> Path:
-    """Return the file of a task's per-item samples in ``folder``.
-
-    Raises:
-        EvaluationError: the result names no such file.
-    """
+    """Return the file of a task's per-item samples in ``folder``."""
     name = task.get("samples")
     if not isinstance(name, str):
         raise EvaluationError(f"{folder}: a result has no file of samples; evaluate again")

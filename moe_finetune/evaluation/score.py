@@ -134,9 +134,6 @@ def compare_scores(
     Args:
         baseline, arm: a score for each seed, in the same order; usually one.
         rng: the bootstrap's seed or generator.
-
-    Raises:
-        ValueError: no score, or a different number of seeds on each side.
     """
     if len(baseline) != len(arm) or not arm:
         raise ValueError(

@@ -121,12 +121,7 @@ def failure(status: int, text: str, headers: Mapping[str, str]) -> ServerError:
 
 
 def check_address(url: str) -> str:
-    """``url`` without slashes at its end.
-
-    Raises:
-        EvaluationError: not a web address, or one that contains a password, which would be stored
-            and printed.
-    """
+    """``url`` without slashes at its end."""
     try:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -143,11 +138,7 @@ def check_address(url: str) -> str:
 
 
 def server_models(base_url: str) -> dict[str, str]:
-    """Return the models that an OpenAI-compatible server offers: name -> folder, if reported.
-
-    Raises:
-        EvaluationError: it does not answer, or is not an OpenAI-compatible server.
-    """
+    """Return the models that an OpenAI-compatible server offers: name -> folder, if reported."""
     url = check_address(base_url) + "/models"
     try:
         response = httpx.get(url, timeout=10)
@@ -178,9 +169,6 @@ def open_server(
 
     Returns:
         lm-eval's model, all settings that can change a reply, and a hash of the served model.
-
-    Raises:
-        EvaluationError: no server there, no such model, or it serves another checkpoint.
     """
     if base_url is None:
         raise EvaluationError(
@@ -238,11 +226,7 @@ def open_server(
 
 
 def only_choice(reply: Any) -> dict[str, Any]:
-    """Return the choice of a reply to one prompt.
-
-    Raises:
-        BadReply: not one choice with index 0.
-    """
+    """Return the choice of a reply to one prompt."""
     choices = reply.get("choices") if isinstance(reply, dict) else None
     if not isinstance(choices, list) or not all(isinstance(c, dict) for c in choices):
         raise BadReply("the reply has no list of choices")
@@ -253,11 +237,7 @@ def only_choice(reply: Any) -> dict[str, Any]:
 
 
 def text(choice: dict[str, Any]) -> str:
-    """Return a generation's text.
-
-    Raises:
-        BadReply: it is not a text.
-    """
+    """Return a generation's text."""
     content = choice.get("text")
     if not isinstance(content, str):
         raise BadReply(f"text is {content!r:.40}")
@@ -271,10 +251,6 @@ def score(choice: dict[str, Any], tokens: int, context: int) -> tuple[float, boo
         choice: echoed prompt with log-probabilities, and one generated token.
         tokens: tokens that were sent; the last ``tokens - context`` are the continuation.
         context: tokens before it.
-
-    Raises:
-        BadReply: log-probabilities are missing, too few, too many, not numbers, not finite or
-            positive, or the best token of a position is less likely than the prompt's.
     """
     logprobs = choice.get("logprobs")
     if not isinstance(logprobs, dict):

@@ -29,11 +29,7 @@ class Interval:
 
 
 def t_interval(values: Sequence[float] | np.ndarray) -> Interval:
-    """Mean of independent values and its Student t-interval.
-
-    Raises:
-        ValueError: no values, or one that is not finite.
-    """
+    """Mean of independent values and its Student t-interval."""
     array = np.asarray(values, dtype=float)
     if array.size == 0 or not np.isfinite(array).all():
         raise ValueError(f"values: got {array.tolist()}, expected at least one, all finite")
@@ -108,9 +104,6 @@ def compare_items(
 
     With one seed, 0/1 items use McNemar's exact test, others the bootstrap. With several seeds,
     both seeds and items are samples and are resampled (:func:`crossed_bootstrap`).
-
-    Raises:
-        ValueError: arrays of different shape, or without a seed or item.
     """
     if values_SN.shape != baseline_SN.shape or values_SN.ndim != 2 or not values_SN.size:
         raise ValueError(
@@ -260,9 +253,6 @@ def relative_gain(cells: Iterable[tuple[float, float, bool]]) -> float | None:
     A cell is one model on one benchmark; pool the cells of several models for a table's gain. If
     lower is better, the cell counts baseline / method - 1, so a gain is always positive. None if a
     denominator is 0.
-
-    Raises:
-        ValueError: no cell.
     """
     ratios = [(a, b) if higher else (b, a) for a, b, higher in cells]
     if not ratios:

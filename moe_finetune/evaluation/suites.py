@@ -87,11 +87,7 @@ class Suite(BaseModel):
 
 
 def eval_root() -> Path:
-    """Return the folder with ``tasks/`` and ``suites/``.
-
-    Raises:
-        EvaluationError: the package was installed without them.
-    """
+    """Return the folder with ``tasks/`` and ``suites/``."""
     candidates = [
         Path(__file__).resolve().parents[2] / "eval",
         Path(sysconfig.get_path("data")) / "share" / "moe-finetune" / "eval",
@@ -113,12 +109,7 @@ def suite_names() -> list[str]:
 
 
 def load_suite(suite: str | Path | Suite) -> Suite:
-    """Return a suite by name or from a YAML file; a :class:`Suite` is returned unchanged.
-
-    Raises:
-        EvaluationError: unknown name (with the nearest), unreadable file, unknown key, a label
-            that occurs twice.
-    """
+    """Return a suite by name or from a YAML file; a :class:`Suite` is returned unchanged."""
     if isinstance(suite, Suite):
         return suite
     path = Path(suite)

@@ -10,21 +10,12 @@ from moe_finetune.io.leftovers import claim
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write ``content`` to ``path``, creating its folder; readers see old or new content.
-
-    Raises:
-        DiskSpaceError: the disk is full; ``path`` is unchanged.
-    """
+    """Write ``content`` to ``path``, creating its folder; readers see old or new content."""
     _write(path, content, lambda partial: partial.replace(path))
 
 
 def write_new(path: Path, content: str | bytes) -> None:
-    """Write a file that does not exist yet.
-
-    Raises:
-        OutputExistsError: it exists, or appeared while it was being written.
-        DiskSpaceError: the disk is full.
-    """
+    """Write a file that does not exist yet."""
     refuse_existing(path)
     _write(path, content, lambda partial: _appear(partial, path))
 

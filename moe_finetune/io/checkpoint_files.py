@@ -25,11 +25,6 @@ def read_config(folder: Path, quantized: bool = False) -> dict[str, Any]:
     """Read ``config.json`` of a folder; with ``quantized`` also of a quantized checkpoint.
 
     Its ``model_type`` is that of transformers' class; see :data:`SAME_CLASS`.
-
-    Raises:
-        CheckpointError: the folder or the file is missing, the file is not a JSON object, or
-            :func:`check_config` refuses it.
-        UnsupportedModelError: a quantized checkpoint, without ``quantized``.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; give the one that contains config.json")
@@ -56,9 +51,6 @@ def read_headers(folder: Path) -> dict[str, Header]:
 
     Every file's header and length is checked, and the index, where there is one, must name the
     file that contains each tensor.
-
-    Raises:
-        CheckpointError: names the file or tensor that is missing, damaged or stored twice.
     """
     listed = _weight_map(folder)
     files = {name: read_header(folder / name, CheckpointError) for name in _names(folder, listed)}

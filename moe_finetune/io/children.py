@@ -152,9 +152,6 @@ def run_child(
     """Run one process to its end; return why it failed, or None.
 
     ``watch`` is called again and again while it runs.
-
-    Raises:
-        KeyboardInterrupt: a signal came; the process also received it and has ended.
     """
     with children() as group:
         log_start = group.start("child", command, log)
@@ -177,9 +174,6 @@ def run_children(
     Args:
         commands: by name; the output of NAME is appended to ``logs/NAME.log``.
         watch: called again and again while they run.
-
-    Raises:
-        KeyboardInterrupt: a signal came, to this process or to a child.
     """
     waiting, begun = list(commands), dict[str, int]()
     with children() as group:

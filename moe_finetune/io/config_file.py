@@ -48,11 +48,6 @@ def check_config(config: Mapping[str, Any], file: object, quantized: bool = Fals
     """Check the mapping of a ``config.json``; ``file`` begins the messages.
 
     ``quantized`` accepts a quantized checkpoint, whose format its reader checks.
-
-    Raises:
-        CheckpointError: a size is not a whole number within bounds, a dtype is unknown, or a kernel
-            is from the hub; names the key.
-        UnsupportedModelError: a quantized checkpoint.
     """
     for key, most in _LARGEST.items():
         value, least = config.get(key), 0 if key in _MAY_BE_ZERO else 1

@@ -29,9 +29,6 @@ def enter_folder(output: Path, mark: Path, what: str, resume: bool) -> bool:
         mark: the file in it that is written first and identifies the command.
         what: what the command makes, such as ``"a study"``.
         resume: continue existing work; an empty or missing folder still returns False.
-
-    Raises:
-        OutputExistsError: it contains other files, or ``what`` without ``resume``.
     """
     if mark.is_file():
         if resume:
@@ -66,10 +63,6 @@ def output_folder(target: Path, size: int, overwrite: bool = False) -> Iterator[
         target: the folder that will appear; its parents are created.
         size: bytes that will be written, to check the free space.
         overwrite: replace an existing folder.
-
-    Raises:
-        OutputExistsError: ``target`` is not empty and ``overwrite`` is False.
-        DiskSpaceError: less than ``size`` is free, or space ran out while writing.
     """
     target = Path(os.path.abspath(target))
     check_output(target, overwrite)

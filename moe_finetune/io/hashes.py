@@ -87,9 +87,6 @@ def checkpoint_hash(folder: str | Path, digest: Callable[[Path], str] = sha256_f
 
     The folder's path does not count: a copy has the same hash, and a checkpoint that was trained
     again in the same folder has another.
-
-    Raises:
-        CheckpointError: ``folder`` is not a folder, or contains neither a config nor an adapter.
     """
     folder = Path(folder)
     if not folder.is_dir():

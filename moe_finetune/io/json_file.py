@@ -33,9 +33,6 @@ def parse_json(text: str | bytes, finite: bool = True) -> Any:
     Args:
         text: JSON; bytes are UTF-8.
         finite: refuse NaN and infinity; False for logs, where they are results.
-
-    Raises:
-        JsonError: not JSON, a duplicate key in an object, or a number that is not finite.
     """
     try:
         if isinstance(text, bytes):
@@ -67,11 +64,7 @@ def parse_json(text: str | bytes, finite: bool = True) -> Any:
 
 
 def read_json(file: Path, refused: type[MoeFinetuneError], remedy: str, finite: bool = True) -> Any:
-    """The value in ``file``, see :func:`parse_json`.
-
-    Raises:
-        refused: it cannot be read or is not strict JSON; the message ends with ``remedy``.
-    """
+    """The value in ``file``, see :func:`parse_json`."""
     try:
         with file.open("rb") as stream:
             raw = stream.read(MAX_BYTES + 1)
@@ -88,11 +81,7 @@ def read_json(file: Path, refused: type[MoeFinetuneError], remedy: str, finite: 
 def read_object(
     file: Path, refused: type[MoeFinetuneError], remedy: str, finite: bool = True
 ) -> dict[str, Any]:
-    """The object in ``file``.
-
-    Raises:
-        refused: see :func:`read_json`; or the value is not an object.
-    """
+    """The object in ``file``."""
     value = read_json(file, refused, remedy, finite)
     if not isinstance(value, dict):
         raise refused(f"{file}: contains {type(value).__name__} instead of an object; {remedy}")

@@ -41,10 +41,6 @@ def output_lock(target: Path, *, wait: bool = False) -> Iterator[None]:
 
     Args:
         wait: wait until the lock is free, instead of raising.
-
-    Raises:
-        OutputBusyError: another process or thread is writing there; the message names it.
-        OutputError: the parent folder of ``target`` cannot be created or written.
     """
     target = Path(os.path.realpath(target))
     key = target, threading.get_ident()

@@ -36,9 +36,6 @@ def once(
         inputs: plain values, with the hashes of the products that it is made from.
         make: called with the product's path and a folder for what must survive a kill.
         wait: for another process that is making it, instead of raising OutputBusyError.
-
-    Raises:
-        OutputExistsError: it was made from other inputs; nothing is deleted.
     """
     product, note = folder / name, folder / "made" / f"{name}.json"
     present = json.loads(to_json(dict(inputs)))

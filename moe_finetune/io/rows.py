@@ -28,10 +28,6 @@ def read_rows(path: str | Path, required: tuple[str, ...] = ()) -> list[Row]:
 
     Args:
         required: fields that every row must have.
-
-    Raises:
-        DataError: the file is missing, empty or of an unknown type, or a row is malformed; the
-            message names the file and the line.
     """
     path, rows = Path(path), []
     if not path.is_file():
@@ -56,10 +52,6 @@ def placed_rows(path: Path, finite: bool = True) -> Iterator[Placed]:
 
     Args:
         finite: refuse NaN and infinity.
-
-    Raises:
-        DataError: the file has an unknown type or is damaged, or a row is malformed; names file and
-            line.
     """
     kind = kind_of(path)
     if kind == ".parquet":

@@ -117,9 +117,6 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     """The rows of a log that a run appends to, each with its step; empty without a log.
 
     NaN is allowed. An incomplete last line, of a run that is writing or was killed, is dropped.
-
-    Raises:
-        DataError: the file or one of its rows is damaged; names the line.
     """
     if not path.exists():
         return []
@@ -155,11 +152,7 @@ def _row(line: str, location: str) -> dict[str, Any]:
 
 
 def checkpoint_in(source: str | Path) -> str | Path:
-    """The checkpoint that ``source`` names: a run's ``merged/``, or ``source`` itself.
-
-    Raises:
-        CheckpointError: ``source`` is an adapter, or a run that was not merged.
-    """
+    """The checkpoint that ``source`` names: a run's ``merged/``, or ``source`` itself."""
     path = Path(source)
     if (path / "config.json").is_file():
         return source

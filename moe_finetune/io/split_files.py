@@ -18,11 +18,7 @@ _NOTES = (*SAVED, "dataset_infos.json")
 
 
 def files_of(folder: Path, split: str) -> list[Path]:
-    """Files with the rows of ``split``: those named after it, or all if no name has a split.
-
-    Raises:
-        DataError: there are none, or it is not clear which files are meant.
-    """
+    """Files with the rows of ``split``: those named after it, or all if no name has a split."""
     files = data_files(folder)
     if not files:
         nested = sorted({path.parent.name for path in folder.glob("*/*") if _has_rows(path)})
@@ -58,9 +54,6 @@ def data_files(folder: Path) -> list[Path]:
     """Files of rows in ``folder`` or, as downloads from the hub have them, in its ``data``.
 
     Text files count where there are no tables.
-
-    Raises:
-        DataError: both have some.
     """
     top, nested = _of(folder), _of(folder / "data")
     if top and nested:

@@ -42,11 +42,7 @@ def unfit_for_recipes() -> dict[str, str]:
 
 
 def check_versions(purpose: str) -> None:
-    """Refuse to run a recipe with versions on which only the callback runs.
-
-    Raises:
-        DependencyError: names what to install.
-    """
+    """Refuse to run a recipe with versions on which only the callback runs."""
     if unfit := unfit_for_recipes():
         requirements = list(unfit)
         installed = [f"{Requirement(line).name} {version}" for line, version in unfit.items()]

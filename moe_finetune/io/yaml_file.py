@@ -40,12 +40,7 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str) -> tuple[yaml.Node | None, Any]:
-    """The document's node, which has line numbers (None if empty), and its value.
-
-    Raises:
-        YamlError: not YAML, too large, also once aliases are expanded, a duplicate key in a
-            mapping, or an alias inside its own value.
-    """
+    """The document's node, which has line numbers (None if empty), and its value."""
     if len(text) > MAX_BYTES:
         raise YamlError(f"has more than {MAX_BYTES >> 10} KiB")
     try:
@@ -75,11 +70,7 @@ def parse_yaml(text: str) -> tuple[yaml.Node | None, Any]:
 
 
 def read_yaml(file: Path, refused: type[MoeFinetuneError]) -> Any:
-    """The value in ``file``, None when it is empty.
-
-    Raises:
-        refused: the file cannot be read or parsed; see :func:`parse_yaml`.
-    """
+    """The value in ``file``, None when it is empty."""
     return parse_file(file, refused)[1]
 
 

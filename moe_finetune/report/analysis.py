@@ -42,11 +42,7 @@ def find_trace(path: str | Path) -> Path | None:
 
 
 def open_trace(path: str | Path) -> RoutingTrace:
-    """Open the trace at ``path``: a trace folder, an ``.npz``, or a folder that ``analyze`` wrote.
-
-    Raises:
-        TraceError: there is no trace, or it is damaged.
-    """
+    """Open a trace: its folder, an ``.npz``, or a folder that ``analyze`` wrote."""
     from moe_finetune.routing.trace import RoutingTrace
 
     return RoutingTrace.open(find_trace(path) or path)
@@ -74,12 +70,6 @@ def analyze(
         limit: first rows of each domain.
         max_length: longer rows are truncated to this many tokens.
         probabilities: store the probabilities of all experts in the trace.
-
-    Raises:
-        OutputExistsError, OutputBusyError: ``output`` is not empty, or is being written.
-        TraceError, CheckpointError, AdapterError: the trace, checkpoint or adapter is missing,
-            damaged or does not fit.
-        DataError: data without a checkpoint or the reverse, or rows cannot be used.
     """
     output, trace_path = Path(output), find_trace(source)
     if trace_path is not None and (data or adapter is not None or limit or probabilities):
@@ -120,11 +110,7 @@ def analyze(
 def read_sequences(
     files: Sequence[str], tokenizer: Any, limit: int | None, max_length: int
 ) -> list[np.ndarray]:
-    """Token ids of the first ``limit`` rows of ``files``, cut to ``max_length`` tokens.
-
-    Raises:
-        DataError: a file or row cannot be used (names file and line), or there are no rows.
-    """
+    """Token ids of the first ``limit`` rows of ``files``, cut to ``max_length`` tokens."""
     from moe_finetune.data.rows import Former
     from moe_finetune.data.sources import read_rows
     from moe_finetune.data.tokenize import tokenize_row

@@ -32,10 +32,6 @@ def write_report(
             page there is replaced.
         title: the page's heading; made from the runs by default.
         labels: a name for each run; the folder's name by default.
-
-    Raises:
-        DataError, TraceError: a folder has no results, or a file is damaged; names file and line.
-        OutputExistsError: ``output`` exists and was not written by this function.
     """
     loaded = read_runs(runs, labels)
     report = Report(loaded, title or _title([run.label for run in loaded]))
@@ -129,11 +125,7 @@ def _asset(name: str) -> str:
 
 
 def write_page(page: str, output: Path) -> Path:
-    """Write a rendered page to the file, or into the folder, ``output``; return its path.
-
-    Raises:
-        OutputExistsError: ``output`` is something other than a page of this package.
-    """
+    """Write a rendered page to the file, or into the folder, ``output``; return its path."""
     # Without the .html ending a browser shows the source.
     if output.is_dir() or output.suffix.lower() not in (".html", ".htm"):
         output = output / "index.html"

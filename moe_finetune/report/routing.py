@@ -63,11 +63,7 @@ class Routing:
 
     @classmethod
     def parse(cls, data: dict[str, Any], path: Path) -> Routing:
-        """Check the entries that every snapshot needs.
-
-        Raises:
-            TraceError: an entry is missing, or a matrix is not of shape layers x experts.
-        """
+        """Check the entries that every snapshot needs."""
         for key in ("layers", "num_experts", "load"):
             with reading(path, key):
                 data[key]

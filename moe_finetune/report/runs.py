@@ -85,11 +85,7 @@ def losses_compare(one: Run, other: Run) -> bool:
 
 
 def find_runs(paths: Iterable[Path | str]) -> list[Path]:
-    """Return the run folders: each path itself, or the runs directly inside it, by name.
-
-    Raises:
-        DataError: a path does not exist or contains no run.
-    """
+    """Return the run folders: each path itself, or the runs directly inside it, by name."""
     folders: list[Path] = []
     for path in map(Path, paths):
         if not path.is_dir():
@@ -116,11 +112,7 @@ def _marks(path: Path) -> tuple[Path, ...]:
 
 
 def read_runs(paths: Iterable[Path | str], labels: Sequence[str] | None = None) -> list[Run]:
-    """Read run folders, each with a unique label (by default the folder's name).
-
-    Raises:
-        DataError, TraceError: a file cannot be read; names file and line.
-    """
+    """Read run folders, each with a unique label (by default the folder's name)."""
     folders = find_runs(paths)
     if labels is not None and len(labels) != len(folders):
         raise DataError(f"{len(labels)} labels for {len(folders)} runs; give one for each run")
@@ -225,11 +217,7 @@ def _score_curves(
 
 
 def read_results(path: Path) -> tuple[dict[str, Any], dict[str, Score]]:
-    """An evaluation's ``results.json``, and its scores by task; empty if there is no file.
-
-    Raises:
-        DataError: the file is damaged, or a task in it has no value.
-    """
+    """An evaluation's ``results.json``, and its scores by task; empty if there is no file."""
     results = _read_json(path)
     tasks = results.get("tasks") or {}
     if not isinstance(tasks, dict):

@@ -53,11 +53,7 @@ def record(
 
 
 def with_adapter(model: Any, base: Path | Checkpoint, adapter: Path) -> Any:
-    """``model`` with the adapter over it, through PEFT, in eval mode.
-
-    Raises:
-        AdapterError: the adapter is damaged or belongs to another base.
-    """
+    """``model`` with the adapter over it, through PEFT, in eval mode."""
     from moe_finetune.checkpoint.open import open_checkpoint
     from moe_finetune.checkpoint.packings import with_adapter as in_peft
     from moe_finetune.checkpoint.updates import check_adapter

@@ -27,11 +27,7 @@ class Column:
 
 
 def columns_of(results: StudyResults) -> list[Column]:
-    """The study's benchmarks, their average if requested, and its metrics.
-
-    Raises:
-        StudyError: no run has a benchmark or metric, or the average is over different units.
-    """
+    """The study's benchmarks, their average if requested, and its metrics."""
     by_label: dict[str, Column] = {}
     for run in results.finished:
         for label, task in run.tasks.items():
@@ -58,11 +54,7 @@ def columns_of(results: StudyResults) -> list[Column]:
 
 
 def _average(benchmarks: list[Column]) -> Column:
-    """The column of the mean over all benchmarks.
-
-    Raises:
-        StudyError: there are no benchmarks, or their mean is meaningless.
-    """
+    """The column of the mean over all benchmarks."""
     if not benchmarks:
         raise StudyError("metrics: average: no run has a benchmark")
     if len({(column.better, column.percent) for column in benchmarks}) > 1:

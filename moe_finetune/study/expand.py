@@ -45,12 +45,7 @@ class Choice:
 
 
 def expand(study: StudyRecipe) -> list[Run]:
-    """Return the runs, the last axis varying fastest before the seeds.
-
-    Raises:
-        StudyError: an axis, arm or baseline is invalid; names file and line.
-        RecipeError: a run's recipe is invalid; names the arm.
-    """
+    """Return the runs, the last axis varying fastest before the seeds."""
     base = _layers(study.tree, ("base",))
     axes = _selected(study, {name: _choices(study, name) for name in study.axes})
     names = {name: [c.name for c in choices] for name, choices in axes.items()}

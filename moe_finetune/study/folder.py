@@ -65,12 +65,7 @@ def check_evidence(run: RunFolder) -> None:
 
 
 def prepare(study: StudyRecipe, runs: Sequence[Run], output: Path, resume: bool) -> None:
-    """Check the folder and write ``study.json`` and the runs' recipes into it.
-
-    Raises:
-        OutputExistsError: the folder contains other files, or this study and ``resume`` is not set.
-        StudyError: a run in the folder belongs to another recipe.
-    """
+    """Check the folder and write ``study.json`` and the runs' recipes into it."""
     from moe_finetune.recipe.schema import load_recipe
 
     exists = enter_folder(output, output / MANIFEST, "a study", resume)

@@ -135,10 +135,6 @@ def load_study(path: str | Path, overrides: Sequence[str] = ()) -> StudyRecipe:
         path: the file, or the name of a study that comes with the package (``paper0_table1``).
         overrides: ``key.path=value``. A recipe key (``trainer.max_steps=5``) applies to every run,
             any other to the study (``seeds=[1,2]``, ``launch.kind=inline``).
-
-    Raises:
-        StudyError: the study is invalid; names file, line and key.
-        RecipeError: a file cannot be read.
     """
     path = find_study(path)
     study_overrides = [item for item in overrides if _first_key(item) not in Recipe.model_fields]

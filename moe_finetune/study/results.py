@@ -191,11 +191,7 @@ class StudyResults:
 
 
 def load_results(output: str | Path) -> StudyResults:
-    """Read the folder of a study, finished or not.
-
-    Raises:
-        StudyError: ``output`` is not a study's folder, or a finished run is damaged.
-    """
+    """Read the folder of a study, finished or not."""
     output = Path(output)
     if not (output / disk.MANIFEST).is_file():
         raise StudyError(f"{output}: has no {disk.MANIFEST}; give the --output of a study")

@@ -49,13 +49,6 @@ def run_study(
             carries out.
         shard: ``(i, n)`` runs only every n-th run from the i-th, counted from 1. Shards may share a
             folder, one after another or at the same time, also on a file system without locks.
-
-    Raises:
-        StudyError, RecipeError: the study is invalid, or a run in the folder is damaged or from
-            another study.
-        OutputExistsError: the folder contains other files.
-        OutputBusyError: another verb is writing to the folder.
-        KeyboardInterrupt: SIGINT or SIGTERM, after the current run has saved its checkpoint.
     """
     output, runs = Path(output), expand(study)
     if difference := different_routers(runs):
@@ -142,9 +135,6 @@ def starter(launch: LaunchSection, folder: Path = Path()) -> Start:
     """Return the function that carries out one run, as set by ``launch``.
 
     ``launch.config`` is relative to ``folder``.
-
-    Raises:
-        StudyError: the launcher's configuration file is missing.
     """
     if launch.kind == "inline":
         return inline
@@ -172,13 +162,7 @@ def inline(run: Run, output: Path) -> None:
 
 
 def child(command: list[str], run: Run, output: Path) -> None:
-    """Carry out ``run`` with ``command train ...``; its output goes to its log.
-
-    Raises:
-        RunFailedError: the run failed, for the reason given; MachineError if memory, disk or a
-            signal ended it.
-        KeyboardInterrupt: SIGINT or SIGTERM, after the process has saved its checkpoint.
-    """
+    """Carry out ``run`` with ``command train ...``; its output goes to its log."""
     folder, log = disk.run_folder(output, run.name), disk.log_file(output, run.name)
     recipe = disk.recipe_file(output, run.name)
     arguments = ["train", str(recipe), "--output", str(folder.path)]

@@ -96,12 +96,7 @@ class Table:
 
 
 def make_table(results: StudyResults) -> Table:
-    """Compute the table from the finished runs.
-
-    Raises:
-        StudyError: no run has a benchmark or metric, or two runs of a row have it.
-        EvaluationError: the arms were tested on different items or prompts.
-    """
+    """Compute the table from the finished runs."""
     shared, compared = set(results.together), _compared(results)
     label = "-".join(results.baseline.values()) or None
     groups: dict[str, Group] = {}

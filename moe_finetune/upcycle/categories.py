@@ -47,11 +47,7 @@ class Category:
 
 
 def read_categories(section: TextSection) -> dict[str, Category]:
-    """Find every category's distinct texts; only their hashes stay in memory.
-
-    Raises:
-        DataError: a source cannot be read, or a category has fewer than three texts.
-    """
+    """Find every category's distinct texts; only their hashes stay in memory."""
     readers: dict[str, Callable[[], Iterable[str]]]
     if section.corpus == "python":
         from moe_finetune.upcycle.corpus import read_corpus

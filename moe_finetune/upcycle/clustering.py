@@ -42,9 +42,6 @@ def sizes_of(
         pinned: category -> cluster.
         bounds: fewest and most categories of a cluster; default: sizes differ by one at most.
         exclusive: clusters with pinned categories get no others.
-
-    Raises:
-        RecipeError: no assignment satisfies the bounds.
     """
     if categories < clusters:
         raise RecipeError(
@@ -94,9 +91,6 @@ def cluster_categories(
         bounds, exclusive: as in :func:`sizes_of`.
         seed: of the embedding and of the starts.
         restarts: starts of the k-means; the one with the least inertia is kept.
-
-    Raises:
-        RecipeError: fewer categories than clusters, or the sizes do not allow the pins.
     """
     pinned = dict(pinned or {})
     sizes = sizes_of(len(counts_CV), clusters, pinned, bounds=bounds, exclusive=exclusive)

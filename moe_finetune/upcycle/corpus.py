@@ -60,11 +60,7 @@ PIECE, FROM_FILE, FROM_CATEGORY = 1500, 9000, 60_000
 
 
 def read_corpus() -> dict[str, list[str]]:
-    """Texts by category: pieces of whole lines, files sorted by name.
-
-    Raises:
-        DataError: a category has no files here (a package has another layout).
-    """
+    """Texts by category: pieces of whole lines, files sorted by name."""
     corpus = {}
     for category, sources in SOURCES.items():
         pieces: list[str] = []

@@ -44,13 +44,7 @@ class DenseFacts:
 
 
 def dense_facts(folder: Path) -> DenseFacts:
-    """Read a dense checkpoint's config.
-
-    Raises:
-        CheckpointError: the config is missing or damaged.
-        UnsupportedModelError: the model type, or an option that changes the function, is not
-            supported.
-    """
+    """Read a dense checkpoint's config."""
     config = load_dense_config(folder)
     config_file = folder / "config.json"
     _refuse(config_file, config)
@@ -105,12 +99,7 @@ def load_dense_config(folder: Path) -> Any:
 
 
 def load_dense(path: str | Path, dtype: str = "auto") -> Any:
-    """Load a dense causal language model in eval mode, every tensor from the checkpoint.
-
-    Raises:
-        CheckpointError: files are missing, damaged or do not fit the config.
-        UnsupportedModelError: the model type is not supported.
-    """
+    """Load a dense causal language model in eval mode, every tensor from the checkpoint."""
     folder = local_folder(path)
     config = load_dense_config(folder)
     check_folder(folder, config)

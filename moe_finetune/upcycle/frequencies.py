@@ -45,11 +45,7 @@ class FrequencyTable:
 
     @classmethod
     def load(cls, path: Path, tokenizer: str, vocabulary: int, experts: int) -> FrequencyTable:
-        """Read a table and check that it belongs to this tokenizer, vocabulary and model.
-
-        Raises:
-            DataError: the file is missing or damaged, or does not fit the tokenizer or sizes.
-        """
+        """Read a table and check that it belongs to this tokenizer, vocabulary and model."""
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -88,9 +84,6 @@ def count_table(
 
     A token that occurs nowhere gets ``1 / N`` for every expert: the paper requires rows that sum to
     1 and does not specify these tokens. ``clusters``: cluster of each category, for the file.
-
-    Raises:
-        DataError: a cluster has no tokens.
     """
     counts_VN = np.stack([counts_CV[clusters_C == n].sum(0) for n in range(experts)], axis=1)
     empty = [n for n in range(experts) if not counts_VN[:, n].any()]
@@ -108,11 +101,7 @@ def count_table(
 
 
 def tokenizer_hash(folder: Path) -> str:
-    """SHA-256 of the parts that decide how a checkpoint's tokenizer splits text.
-
-    Raises:
-        CheckpointError: the folder has no tokenizer, or a damaged one.
-    """
+    """SHA-256 of the parts that decide how a checkpoint's tokenizer splits text."""
     file = folder / "tokenizer.json"
     if file.is_file():
         from tokenizers import Tokenizer

@@ -82,9 +82,6 @@ def judge(model: Any, tokenizer: Any, texts: Texts, section: JudgementSection) -
     An answer's score is the mean of its tokens' log-probabilities; a tie is a no. Also returned are
     ``accuracy_of_sums``, ``answer_tokens`` (of the first question's no and yes), and
     ``categories``: right answers and questions of each category.
-
-    Raises:
-        DataError: the file has too few questions for shots and test, or the wrong fields.
     """
     import torch
 
@@ -170,11 +167,7 @@ def questions(
 
 
 def check_file(section: JudgementSection) -> list[dict[str, Any]]:
-    """Read the recipe's file of questions.
-
-    Raises:
-        DataError: the file is missing, has the wrong fields, or has too few rows.
-    """
+    """Read the recipe's file of questions."""
     from moe_finetune.io.rows import read_rows
 
     rows = read_rows(str(section.file), required=("question", "answer"))

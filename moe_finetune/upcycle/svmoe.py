@@ -59,11 +59,6 @@ def run_upcycle(recipe: UpcycleRecipe, output: str | Path, resume: bool = False)
         recipe: the validated upcycle recipe.
         output: new or empty folder, unless ``resume``.
         resume: continue in a folder with an earlier upcycle, or join one that is running.
-
-    Raises:
-        OutputExistsError: ``output`` is not empty (without ``resume``), or a product there was made
-            from other settings.
-        RecipeError, DataError, CheckpointError, UnsupportedModelError: see the functions called.
     """
     output = Path(output)
     # Upcycles wait for each other; beside another verb that writes the folder one is refused.

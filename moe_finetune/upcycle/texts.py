@@ -166,9 +166,6 @@ class Texts:
         """Training texts of some categories, shuffled and concatenated, in rows of ``length`` ids.
 
         The rows are memory-mapped from ``file``. The same arguments give the same rows.
-
-        Raises:
-            DataError: the texts together are shorter than one row.
         """
         from datasets import Dataset, Features, List, Value
         from datasets.arrow_writer import ArrowWriter
@@ -209,11 +206,7 @@ class Texts:
 
 
 def check_vocabulary(tokenizer: Any, vocabulary: int, folder: Path) -> None:
-    """Refuse a tokenizer with ids beyond the model's embedding.
-
-    Raises:
-        CheckpointError: an id is ``vocabulary`` or greater.
-    """
+    """Refuse a tokenizer with ids beyond the model's embedding."""
     last = max(tokenizer.get_vocab().values())
     if last >= vocabulary:
         raise CheckpointError(

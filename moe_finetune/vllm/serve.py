@@ -27,12 +27,7 @@ VLLM = "vllm.entrypoints.cli.main"
 
 
 def open_merged(source: str | Path) -> Checkpoint:
-    """The checkpoint to serve: a run's ``merged/``, a folder, or a hub id's local copy.
-
-    Raises:
-        CheckpointError: ``source`` is an adapter, a run that was not merged, or an incomplete
-            checkpoint.
-    """
+    """The checkpoint to serve: a run's ``merged/``, a folder, or a hub id's local copy."""
     from moe_finetune.checkpoint.open import open_checkpoint
     from moe_finetune.models.loading import local_folder
 
@@ -52,9 +47,6 @@ def serve_command(
 
     Args:
         cpu: whether vLLM is the CPU build.
-
-    Raises:
-        RecipeError: an option is not allowed; the file of ``--config`` cannot be read.
     """
     words = [*config_arguments(arguments), *arguments]
     refuse_remote_code(words)
@@ -80,11 +72,7 @@ def serve_command(
 
 
 def config_arguments(arguments: Sequence[str]) -> list[str]:
-    """The options and values in the file of ``--config``, which vLLM puts before the others.
-
-    Raises:
-        RecipeError: the file is missing, or not a mapping.
-    """
+    """The options and values in the file of ``--config``, which vLLM puts before the others."""
     if "--config" not in arguments[:-1]:
         return []
     file = Path(arguments[arguments.index("--config") + 1])
@@ -134,11 +122,6 @@ def serve(source: str | Path, arguments: Sequence[str]) -> int:
 
     Args:
         arguments: of ``vllm serve``.
-
-    Raises:
-        KeyboardInterrupt: SIGINT or SIGTERM, after vLLM's processes have ended.
-        MachineError: a signal ended the server.
-        CheckpointError, RecipeError, DependencyError: before the server starts.
     """
     merged, name = open_merged(source), checkpoint_name(source)
     command = serve_command(merged.folder, name, is_cpu_build(), arguments)

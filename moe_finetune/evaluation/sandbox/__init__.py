@@ -112,9 +112,6 @@ class Sandbox:
 
     Attributes:
         kind: ``"bubblewrap"`` or ``"unsafe-local"``.
-
-    Raises:
-        DependencyError: bubblewrap does not work here and ``allow_unsafe_local`` is off.
     """
 
     def __init__(

@@ -37,11 +37,7 @@ class _Compare(ctypes.Structure):
 
 
 def filter_descriptor() -> int:
-    """A file descriptor of the filter.
-
-    Raises:
-        OSError: libseccomp is missing.
-    """
+    """A file descriptor of the filter."""
     descriptor = os.memfd_create("filter")
     os.write(descriptor, _program())
     os.lseek(descriptor, 0, os.SEEK_SET)
