@@ -248,6 +248,10 @@ def _obstacle(recorder: Recorder, shares: bool) -> str | None:
     sharded = any(hasattr(parameter, "ds_id") for parameter in recorder.model.parameters())
     if sharded or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         return "DeepSpeed does not expose gradients (recipes/hardware/fsdp2_8gpu.yaml does not)"
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()  # a trainer's torch_compile
+    modules = recorder.model.modules()
+    if backend != "no" or any(getattr(m, "_compiled_call_impl", None) for m in modules):
+        return "torch.compile allows one backward; set torch_compile: false"
     if saves_some(recorder.backbone.layers):
         return (
             "selective checkpointing allows one backward; leave `selective` out of "

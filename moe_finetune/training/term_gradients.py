@@ -6,8 +6,8 @@ each term, with the trainer's gradient replaced by zeros. Then the trainer's bac
 unchanged. This works under any trainer, and no forward runs twice.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -54,7 +54,7 @@ class TermGradients:
         self._forward = ExitStack()
 
     def start(self) -> None:
-        backbone, model = self.recorder.backbone, self.recorder.model
+        backbone = self.recorder.backbone
         self.recorder.change(joins=self._joins)
         self._keep_on_host = self._is_large()
         handles = [
@@ -67,7 +67,6 @@ class TermGradients:
             handles.append(module.register_forward_pre_hook(hook))
         for handle in handles:
             self._hooks.callback(handle.remove)
-        self._hooks.enter_context(uncompiled(model))
 
     def stop(self) -> None:
         self._forward.close()
@@ -196,15 +195,6 @@ class TermGradients:
         if hasattr(gradient, "device_mesh"):
             return None
         return gradient.new_zeros(()).expand(gradient.shape)
-
-
-@contextmanager
-def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Run a compiled model eagerly, since a compiled graph serves only one backward."""
-    with ExitStack() as stack:
-        if any(getattr(module, "_compiled_call_impl", None) for module in model.modules()):
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        yield
 
 
 def _unchanged(tensor: Tensor) -> Tensor:

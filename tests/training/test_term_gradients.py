@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moe_finetune import measure_strength
+from moe_finetune.errors import ObjectiveError
 from moe_finetune.moe.layers import backbone_of
 from moe_finetune.training.fake_step import LiveBytes
 from moe_finetune.training.specialization import Specialization
@@ -21,22 +22,36 @@ def checkpointed(model):
     return model
 
 
-@pytest.mark.parametrize("how", ["plain", "checkpointing", "on the host", "compiled"])
+@pytest.mark.parametrize("how", ["plain", "checkpointing", "on the host"])
 def test_however_the_model_runs_the_strength_is_the_same(terms, monkeypatch, how):
     model = adapted()
     if how == "checkpointing":
         checkpointed(model)
     elif how == "on the host":
         monkeypatch.setattr(TermGradients, "_is_large", lambda self: True)
-    elif how == "compiled":
-        for layer in backbone_of(model).layers:
-            layer.compile(backend="aot_eager")
     forwards = []
     backbone_of(model).register_forward_hook(lambda *_: forwards.append(1))
     rows = measure_strength(model, {"terms": terms}, BATCHES)
     assert len(forwards) == len(BATCHES)
     assert max(row["share_experts"] for row in rows) > 3  # a drowned language loss among them
     agree(rows, by_hand(adapted(), terms, BATCHES))
+
+
+@pytest.mark.parametrize("by", ["layer", "trainer"])
+def test_a_compiled_model_is_not_measured(terms, monkeypatch, by, caplog):
+    """Not measured where it is only shown; refused where a weight depends on it."""
+    model = adapted().train()
+    if by == "layer":
+        backbone_of(model).layers[0].compile(backend="aot_eager")
+    else:
+        monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "inductor")
+    with Specialization(model, {"terms": terms}):
+        assert "shares are not measured: torch.compile allows one backward" in caplog.text
+    share = {"terms": {"load_balance": {"share": 0.1}}}
+    model = adapted().train() if by == "trainer" else model
+    refused = pytest.raises(ObjectiveError, match=r"torch\.compile allows one backward")
+    with refused, Specialization(model, share):
+        pass
 
 
 def test_a_trainer_that_gives_each_saved_tensor_back_once(terms):
