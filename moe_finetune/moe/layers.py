@@ -181,10 +181,11 @@ def activation_of(experts: Any) -> Callable[[Tensor], Tensor]:
 
 @contextmanager
 def in_mode(model: nn.Module, train: bool) -> Iterator[None]:
-    """Put the model in train or eval mode inside the context, and restore its mode afterwards."""
-    was_training = model.training
+    """Put the model in train or eval mode inside the context; restore every module's mode."""
+    modes = [(module, module.training) for module in model.modules()]
     model.train(train)
     try:
         yield
     finally:
-        model.train(was_training)
+        for module, training in modes:
+            module.training = training

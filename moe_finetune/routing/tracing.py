@@ -13,8 +13,8 @@ from torch import Tensor
 
 from moe_finetune.losses.objective import LayerLoss
 from moe_finetune.losses.record import RoutingRecord
-from moe_finetune.moe.hooks import Recorder
-from moe_finetune.moe.layers import causal_lm, in_mode, model_facts
+from moe_finetune.moe.layers import causal_lm, model_facts
+from moe_finetune.moe.observed import observed
 from moe_finetune.moe.perturbation import Perturbation
 from moe_finetune.routing.measures import Measures
 from moe_finetune.routing.sums import NEEDS
@@ -68,10 +68,7 @@ def trace_model(
         domains=tuple(sequences),
         embedding_share=min(1.0, EMBEDDINGS / max(total, 1)),
     )
-    recorder = Recorder(
-        model, observers=[keep], needs=NEEDS, observe="all", perturbation=perturbation
-    )
-    with in_mode(model, train=False), torch.no_grad(), writer, recorder:
+    with writer, observed(model, keep, NEEDS, perturbation=perturbation):
         sequence = 0
         for domain, texts in sequences.items():
             for ids_BT in equal_lengths(texts):

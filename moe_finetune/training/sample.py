@@ -28,7 +28,8 @@ from moe_finetune.metrics.arrays import mean_known
 from moe_finetune.metrics.experts import separation
 from moe_finetune.metrics.paths import top_choice
 from moe_finetune.moe.hooks import Recorder
-from moe_finetune.moe.layers import in_mode, model_facts
+from moe_finetune.moe.layers import model_facts
+from moe_finetune.moe.observed import observed
 from moe_finetune.moe.perturbation import Perturbation
 from moe_finetune.routing.measures import Measures
 from moe_finetune.routing.picture import PASSAGE, PASSAGES, passage, routing_path, snapshot
@@ -190,7 +191,7 @@ def take_snapshot(
     domains = [names.index(row["domain"]) for row in rows]
     group_T = np.repeat(domains, [len(row["input_ids"]) for row in rows])
     sample = Sample(model_facts(model), group_T=group_T)
-    with Recorder(model, observers=[sample], needs=NEEDS, observe="all", perturbation=perturbation):
+    with observed(model, sample, NEEDS, perturbation=perturbation):
         _run(model, _batches([row["input_ids"] for row in rows]))
     # Every rank took part, because the model may be sharded; rank 0 writes.
     if ranks.rank() > 0:
@@ -261,11 +262,7 @@ def evaluation_sample(recorder: Recorder, batches: Iterable[Any]) -> Sample | No
     model: Any = recorder.model
     sample = Sample(model_facts(model))
     has_tokens = False
-    with (
-        recorder.using(observers=(sample,), needs=NEEDS, observe="all"),
-        # What a loader draws to start must not change what training draws next.
-        torch.random.fork_rng(devices=[]),
-    ):
+    with observed(model, sample, NEEDS, recorder=recorder):
         for batch in itertools.islice(undivided(batches), MAX_BATCHES):
             inputs = list(token_inputs(batch))
             has_tokens = has_tokens or bool(inputs)
@@ -274,12 +271,10 @@ def evaluation_sample(recorder: Recorder, batches: Iterable[Any]) -> Sample | No
 
 
 def _run(model: Any, batches: Iterable[Mapping[str, Tensor]]) -> None:
-    """Forwards that only observers read."""
     device = next(model.parameters()).device
-    with in_mode(model, train=False), torch.no_grad():
-        for inputs in batches:
-            on_device = {name: values.to(device) for name, values in inputs.items()}
-            model(**on_device, use_cache=False, logits_to_keep=1)
+    for inputs in batches:
+        on_device = {name: values.to(device) for name, values in inputs.items()}
+        model(**on_device, use_cache=False, logits_to_keep=1)
 
 
 def token_inputs(batch: Any) -> Iterator[dict[str, Tensor]]:

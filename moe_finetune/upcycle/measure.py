@@ -136,8 +136,8 @@ def _of_split(
     moe: bool,
 ) -> dict[str, Any]:
     from moe_finetune.data.batches import fill
-    from moe_finetune.moe.hooks import Recorder
     from moe_finetune.moe.layers import model_facts
+    from moe_finetune.moe.observed import observed
 
     length, section = recipe.texts.max_length, recipe.evaluation
     categories = range(len(texts.categories))
@@ -151,7 +151,7 @@ def _of_split(
     if moe:
         facts = model_facts(model)
         pool = RoutingPool(len(texts.categories), facts.moe_layers, facts.num_experts)
-        recorder = Recorder(model, observers=[lambda r, _: records.append(r)], observe="all")
+        recorder = observed(model, lambda record, _: records.append(record))
     losses: list[tuple[int, float, int]] = []
     with torch.no_grad(), recorder:
         for batch in fill(ordered, section.tokens_per_batch, lambda text: lengths_T[text]):
@@ -207,18 +207,15 @@ def passages(
     :func:`~moe_finetune.routing.picture.passage` with an additional ``frequent``: the expert of the
     token's largest count, -1 if the training texts lack the token.
     """
-    from moe_finetune.moe.hooks import Recorder
     from moe_finetune.moe.layers import model_facts
+    from moe_finetune.moe.observed import observed
 
     layers = model_facts(model).moe_layers
     chosen_layer = len(layers) // 2 if layer is None else layers.index(layer)
     records: list[Any] = []
     chosen = np.linspace(0, len(texts.categories) - 1, count).round().astype(int)
     shown_passages = []
-    with (
-        torch.no_grad(),
-        Recorder(model, observers=[lambda r, _: records.append(r)], observe="all"),
-    ):
+    with observed(model, lambda record, _: records.append(record)):
         for category in dict.fromkeys(chosen.tolist()):
             first = texts.measurable("test", category)[:1]
             (ids_T,) = texts.ids(first, PASSAGE)
