@@ -106,7 +106,7 @@ $(NEWEST)/.set-up: $(STAMP) tests/newest.txt
 
 NEWEST_TESTS := tests/newest tests/test_foreign_names.py tests/moe/test_kept_choice.py \
   tests/moe/test_checkpointing.py tests/training/test_trainers.py tests/training/test_sharded.py \
-  tests/checkpoint/test_verify.py tests/checkpoint/test_makers.py
+  tests/checkpoint/test_verify.py tests/checkpoint/test_makers.py tests/training/memory/test_formula.py
 
 test-newest: $(NEWEST)/.set-up  ## What reads transformers' classes, on the newest versions, without vLLM
 	$(NEWEST)/bin/python -m pytest -p no:cacheprovider -n 2 --dist loadfile -m "not gpu and not vllm" $(NEWEST_TESTS)
@@ -151,7 +151,7 @@ tables: $(STAMP)  ## Write the documentation's tables of keys and of saved figur
 families: $(STAMP)  ## Write the tables of models (tests, fixtures and vLLM's registry)
 	PYTHONPATH=. $(BIN)/python docs/site/families.py
 
-plans: $(STAMP)  ## Write the memory plans in recipes/models (some minutes)
+plans: $(STAMP)  ## Write the memory plans in recipes/models
 	PYTHONPATH=. $(BIN)/python docs/site/plans.py
 
 bench: $(STAMP)  ## Speed and memory on a CPU (an hour or two, 30 GB of disk); writes eval/bench/results

@@ -174,7 +174,7 @@ def plan_run(
 
     check_versions("a recipe")
     check_run_folder(recipe, RunFolder(output), resume)
-    inputs = prepare_run(recipe, ignore_memory, activations=True)
+    inputs = prepare_run(recipe, ignore_memory)
     if resume:
         check_content(RunFolder(output), inputs, resume)
     else:

@@ -1,11 +1,10 @@
 """torch's extension points, whose documented paths are underscored; it has no others for them."""
 
-from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
-    "FakeTensorMode",
     "TorchDispatchMode",
     "is_fake",
     "tree_leaves",

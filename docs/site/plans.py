@@ -1,6 +1,6 @@
 """The memory plans in the heads of ``recipes/models``, from the published configs.
 
-``PYTHONPATH=. python docs/site/plans.py`` (``make plans``) writes them, which takes some minutes;
+``PYTHONPATH=. python docs/site/plans.py`` (``make plans``) writes them, in a minute;
 with ``NAME...`` those of some. A test makes some of them anew.
 """
 
@@ -56,6 +56,8 @@ def head(name: str, gpus: Sequence[tuple[int, int]] = GPUS) -> str:
         need = f"{plans[count].total / GIB:.1f} GiB" + (" each, FSDP2" if count > 1 else "")
         answer = "fits" if plans[count].fits(gib) else "does not fit"
         lines.append(f"#   {count} x {gib} GB: {answer} ({need})")
+    if plans[1].scans:
+        lines.append("#   Not counted: the states of its Mamba or linear-attention layers.")
     return "\n".join(lines) + "\n"
 
 

@@ -15,12 +15,59 @@ import os
 import subprocess
 import sys
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from torch import Tensor
+
+from moe_finetune.torch_extension import TorchDispatchMode, tree_leaves
+
 STEPS = 2
 SMALL = {"num_hidden_layers": 3, "intermediate_size": 96, "moe_intermediate_size": 32}
+
+
+class LiveBytes(TorchDispatchMode):
+    """While active, counts every new tensor's storage until the last tensor on it is freed.
+
+    On fake tensors this equals what the same operations on real ones would allocate, except for
+    memory inside kernels.
+
+    Attributes:
+        now: bytes alive.
+        peak: the most bytes alive since :meth:`reset`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor):
+                self._count(value.untyped_storage())
+        return result
+
+    def reset(self) -> int:
+        """Start a new peak and return the previous one."""
+        peak, self.peak = self.peak, self.now
+        return peak
+
+    def _count(self, storage: Any) -> None:
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._gone, key).atexit = False
+
+    def _gone(self, key: int) -> None:
+        self.now -= self._sizes.pop(key, 0)
 
 
 def counted_peak(config: Any, recipe: Any) -> int:
@@ -31,8 +78,6 @@ def counted_peak(config: Any, recipe: Any) -> int:
         recipe: the run; its checkpoint and data are not read.
     """
     from trl.kernels import ChunkedLogProbFunction
-
-    from moe_finetune.training.fake_step import LiveBytes
 
     apply = ChunkedLogProbFunction.apply
 

@@ -16,7 +16,7 @@ import yaml
 
 from moe_finetune.data.sources import SourceReader, read_rows
 from moe_finetune.data.stages import FIELDS, StageFormer
-from moe_finetune.errors import RecipeError, UnsupportedModelError, did_you_mean
+from moe_finetune.errors import RecipeError, did_you_mean
 from moe_finetune.evaluation.suites import load_suite
 from moe_finetune.io.atomic import refuse_existing, write_new
 from moe_finetune.io.terminal import terminal
@@ -27,16 +27,13 @@ from moe_finetune.recipe.method import WEIGHTED, resolve_method
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.stages import STAGES, STARTERS
 from moe_finetune.recipe.tree import Tree
-from moe_finetune.training.fake_step import Device, adapted_model
 from moe_finetune.training.memory import (
     GIB,
-    RESERVED,
+    MemoryPlan,
     machine_bytes,
-    machine_room,
-    plainly_fits,
     plan_recipe,
-    stored_bytes,
 )
+from moe_finetune.training.step_bytes import Device
 
 SMALL = 1 << 20
 """Hidden size x experts x MoE layers below which float32 is cheap enough to be the default."""
@@ -181,13 +178,14 @@ def starter(answers: Answers, changes: Sequence[Line] = (), gpu: float | None = 
             ("evaluation.suite", answers.suite, "the tuned model is scored, then its base")
         )
     for key, value, why in changes:
-        place = next((i for i, line in enumerate(lines) if line[0] == key), None)
+        position = next((i for i, line in enumerate(lines) if line[0] == key), None)
         size = f"{gpu or machine_bytes() / GIB:.3g} GiB: {why}"
-        if place is None:
-            place = max(i for i, line in enumerate(lines) if line[0].startswith(key.split(".")[0]))
-            lines.insert(place + 1, (key, value, size))
+        if position is None:
+            section = key.split(".")[0]
+            position = max(i for i, line in enumerate(lines) if line[0].startswith(section))
+            lines.insert(position + 1, (key, value, size))
         else:
-            lines[place] = (key, value, size)
+            lines[position] = (key, value, size)
     return _written(lines)
 
 
@@ -242,42 +240,30 @@ def memory_changes(values: dict[str, Any], gpu: float | None = None) -> tuple[li
         values: the recipe's keys.
         gpu: GiB of the GPU to fit; None for this machine.
     """
-    recipe = recipe_from_tree(Tree(values))
-    config, _ = open_config(recipe.model.path)
+    config, _ = open_config(values["model"]["path"])
     size = gpu or machine_bytes() / GIB
     device: Device = "cuda" if gpu or torch.cuda.is_available() else "cpu"
-    room = round(gpu * GIB * (1 - RESERVED)) if gpu else machine_room()
-    fixed = stored_bytes(adapted_model(config, recipe, device), recipe).fixed
-    if plainly_fits(config, recipe, fixed, room):
-        return [], True
+
+    @cache
+    def plan(count: int) -> MemoryPlan:
+        changed = reduce(_with, (change for change, _ in steps[:count]), values)
+        return plan_recipe(config, recipe_from_tree(Tree(changed)), device)
+
     # TRL recomputes activations on a GPU by default; only a GPU has a host to offload to.
-    trainer = recipe.trainer
+    trainer, steps = values["trainer"], list[Change]()
+    fits_at_rest = plan(0).stored.fixed < plan(0).room(size)
     rows = trainer["per_device_train_batch_size"] * trainer["gradient_accumulation_steps"]
     smaller: list[Change] = [
         (dict(zip(_ONE_ROW, (1, rows), strict=True)), "one row at a time, as many rows a step"),
         _AUTO_RANK,
-        _SHORTER_COMPLETIONS if recipe.stage == "grpo" else _SHORTER,
+        _SHORTER_COMPLETIONS if values.get("stage") == "grpo" else _SHORTER,
     ]
     smaller = [_CHECKPOINTING, *smaller] if device == "cpu" else [*smaller, _OFFLOADED]
-    steps = [*smaller, _QUANTIZED] if fixed < room else [_QUANTIZED, *smaller]
-
-    tries = itertools.count(1)
-
-    @cache
-    def fits(count: int) -> bool:
-        most = len(steps).bit_length()
-        terminal().say(f"init: planning the memory of a step, try {next(tries)} of at most {most}")
-        changed = reduce(_with, (change for change, _ in steps[:count]), values)
-        return plan_recipe(config, recipe_from_tree(Tree(changed)), device).fits(size)
-
-    try:
-        first = int(fixed >= room)
-        count = bisect_left(range(first, len(steps)), True, key=fits) + first
-        enough = fits(count)
-    except UnsupportedModelError:  # its step cannot be planned
-        return [], True
+    steps += [*smaller, _QUANTIZED] if fits_at_rest else [_QUANTIZED, *smaller]
+    first = int(not fits_at_rest)
+    count = bisect_left(range(first, len(steps)), True, key=lambda n: plan(n).fits(size)) + first
     changes = [(key, value, why) for change, why in steps[:count] for key, value in change.items()]
-    return changes, enough
+    return changes, plan(count).fits(size)
 
 
 def _with(recipe: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:

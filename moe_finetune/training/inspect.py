@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_finetune.errors import CheckpointError, UnsupportedModelError
+from moe_finetune.errors import CheckpointError
 from moe_finetune.lora.coverage import Coverage, lora_coverage
 from moe_finetune.models import opened_as
 from moe_finetune.models.structure import meta_model
@@ -54,12 +54,13 @@ class Inspection:
     coverage: Coverage = field(default_factory=Coverage)
     memory: MemoryPlan | None = None
     gpu: float | None = None
-    memory_unknown: str | None = None
 
     @property
     def fits(self) -> bool | None:
-        """Whether the recipe fits the GPU; None without one."""
-        return None if self.memory is None or self.gpu is None else self.memory.fits(self.gpu)
+        """Whether the recipe fits the GPU, or may, within the plan's error; None without one."""
+        return (
+            None if self.memory is None or self.gpu is None else not self.memory.exceeds(self.gpu)
+        )
 
     def to_mapping(self) -> dict[str, Any]:
         plain = asdict(self) | {"coverage": self.coverage.to_mapping(), "fits": self.fits}
@@ -95,8 +96,6 @@ class Inspection:
             lines += ["", *self.memory.lines()]
             if self.gpu is not None:
                 lines += ["", self.memory.verdict(self.gpu)]
-        elif self.memory_unknown is not None:
-            lines += ["", self.memory_unknown]
         return "\n".join(lines)
 
 
@@ -116,7 +115,7 @@ def inspect_checkpoint(
     """
     from moe_finetune.models.loading import open_config
 
-    memory, unknown = None, None
+    memory = None
     checkpoint = _opened(source)
     if checkpoint is None:
         config, family = open_config(str(source))
@@ -129,17 +128,12 @@ def inspect_checkpoint(
 
         # PEFT takes longer to import than headers take to read.
         from moe_finetune.lora.targets import add_lora
-        from moe_finetune.training.memory import plan_recipe
+        from moe_finetune.training.memory import plan_model
 
         with torch.device("meta"):
             adapted = add_lora(model, recipe.lora, recipe.router.train)
         coverage = lora_coverage(adapted)
-        try:
-            memory = plan_recipe(config, recipe, gpus=gpus)
-        except UnsupportedModelError as error:
-            if gpu is not None:
-                raise
-            unknown = str(error)
+        memory = plan_model(adapted, recipe, "cuda", gpus)
     text = config.get_text_config()
     experts, top_k = family.num_experts(config), family.top_k(config)
     routed = coverage_of_all.groups["routed experts"].parameters
@@ -164,7 +158,6 @@ def inspect_checkpoint(
         coverage=coverage,
         memory=memory,
         gpu=gpu,
-        memory_unknown=unknown,
         **_in_files(checkpoint),
     )
 

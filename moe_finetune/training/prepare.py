@@ -11,7 +11,6 @@ import importlib.util
 import logging
 import tempfile
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,19 +22,15 @@ from moe_finetune.errors import (
     RecipeError,
     UnsupportedModelError,
 )
-from moe_finetune.io.terminal import terminal
 from moe_finetune.models.structure import class_of
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.training import ranks
-from moe_finetune.training.fake_step import Device
 from moe_finetune.training.memory import (
     GIB,
     MemoryPlan,
     machine_bytes,
-    machine_room,
-    plainly_fits,
-    plan_recipe,
+    plan_model,
     quiet,
     stored_bytes,
 )
@@ -53,12 +48,11 @@ ROWS = 8
 Built = TypeVar("Built")
 
 
-def prepare(recipe: Recipe, ignore_memory: bool = False, activations: bool = False) -> Inputs:
+def prepare(recipe: Recipe, ignore_memory: bool = False) -> Inputs:
     """Check ``recipe``, this machine, its checkpoint and its rows.
 
     Args:
         ignore_memory: allow a run that exceeds this machine's memory.
-        activations: predict a step's memory even if it plainly fits, which takes a few seconds.
 
     Raises:
         MoeFinetuneError: the run cannot start; names the key and the remedy.
@@ -108,7 +102,7 @@ def prepare(recipe: Recipe, ignore_memory: bool = False, activations: bool = Fal
             lora_coverage(model),
             stored_bytes(model, recipe).fixed,
         )
-        inputs = replace(inputs, memory=plan_step(inputs, activations))
+        inputs = replace(inputs, memory=plan_step(inputs, model))
         if not ignore_memory:
             check_memory(inputs)
         reward_functions(recipe.rewards, rows.train.column_names)
@@ -306,27 +300,19 @@ def build_model(start: Start) -> nn.Module:
         return add_lora(model, recipe.lora, recipe.router.train)
 
 
-def plan_step(inputs: Inputs, activations: bool) -> MemoryPlan | None:
-    """The memory of a step on the longest row, if asked for or if it might not fit."""
+def plan_step(inputs: Inputs, model: nn.Module) -> MemoryPlan | None:
+    """The memory of a step on the longest row; None if several GPUs share the model."""
     import pyarrow.compute as pc
     import torch
 
-    recipe, train, room = inputs.start.recipe, inputs.train, machine_room()
+    recipe, train = inputs.start.recipe, inputs.train
+    if ranks.world_size() > 1:
+        return None
     if not recipe.data.packing and "input_ids" in train.column_names and len(train):
         longest = pc.max(pc.list_value_length(train.data.column("input_ids"))).as_py()
         data = recipe.data.model_copy(update={"max_length": min(longest, recipe.data.max_length)})
         recipe = recipe.model_copy(update={"data": data})
-    device: Device = "cuda" if torch.cuda.is_available() else "cpu"
-    fits = plainly_fits(inputs.start.config, recipe, inputs.fixed, room)
-    if not activations and (fits or ranks.world_size() > 1 or inputs.fixed > room):
-        return None
-    try:
-        with nullcontext() if activations else terminal().phase("plan"):
-            return plan_recipe(inputs.start.config, recipe, device)
-    except UnsupportedModelError as error:  # the run needs no plan
-        if activations:
-            log.warning("%s", error)
-        return None
+    return plan_model(model, recipe, "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def check_memory(inputs: Inputs) -> None:
@@ -339,9 +325,11 @@ def check_memory(inputs: Inputs) -> None:
             "lora.targets, or take more devices; where weights are offloaded, --ignore-memory "
             "starts it anyway"
         )
-    if memory is not None and ranks.world_size() == 1 and memory.total > machine_room():
-        lines = [*memory.lines(), memory.verdict(machine / GIB)]
-        raise RecipeError("\n".join([*lines, "--ignore-memory starts the run anyway"]))
+    if memory is not None and not memory.fits(machine / GIB):
+        lines = "\n".join([*memory.lines(), memory.verdict(machine / GIB)])
+        if memory.exceeds(machine / GIB):
+            raise RecipeError(f"{lines}\n--ignore-memory starts the run anyway")
+        log.warning("%s", lines)
 
 
 def build_on_meta(recipe: Recipe, model: nn.Module, inputs: Inputs) -> None:

@@ -10,7 +10,7 @@ import torch
 from moe_finetune.checkpoint.adapter import open_adapter
 from moe_finetune.checkpoint.merge import plan_merge
 from moe_finetune.checkpoint.open import Checkpoint, open_checkpoint
-from moe_finetune.errors import MoeFinetuneError, UnsupportedModelError
+from moe_finetune.errors import MoeFinetuneError
 from moe_finetune.lora import targets
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.models.loading import load_config
@@ -67,8 +67,6 @@ def inspect(published: Published, folder: Path, opened: list[Checkpoint]) -> Non
         part: sum(row.parameters for row in published.rows if row.adapted and row.part == part)
         for part in fixture.MODEL_PARTS
     }
-    if inspection.memory_unknown is not None:
-        raise UnsupportedModelError(inspection.memory_unknown)
     assert inspection.memory is not None
     assert inspection.memory.stored.weights >= published.count(*fixture.MODEL_PARTS)
 

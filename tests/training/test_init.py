@@ -96,7 +96,7 @@ def test_preferences_get_a_recipe_of_stage_dpo(tiny_checkpoint, rows, tmp_path, 
     assert recipe.trainer["beta"] == 0.1 and "prompt, chosen, rejected" in output.read_text()
     assert "1 step of these 1 rows, which change little" in output.read_text()
     assert cli.main([*command[:-1], "x.yaml", "--stage", "kto"]) == 2
-    assert "--stage kto: kto, orpo and distill were dropped (kept: sft" in capsys.readouterr().err
+    assert "--stage kto: init writes recipes for sft, dpo, grpo" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

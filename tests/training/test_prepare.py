@@ -13,11 +13,9 @@ from moe_finetune.models.loading import parse_config
 from moe_finetune.recipe.schema import load_recipe
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.run import plan_run
-from moe_finetune.training import prepare as preparation
 from moe_finetune.training import trainer as stage_trainer
 from moe_finetune.training.prepare import prepare
 from moe_finetune.training.train import KeepSteps
-from tests import tiny, tiny_families
 
 
 @pytest.fixture
@@ -100,17 +98,6 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(capsys, recipe, tmp_path):
     assert code == 2 and "trainer.optim_args" in err
 
 
-def test_a_dry_run_without_a_memory_plan_says_why(recipe, tmp_path, caplog):
-    base, content = tmp_path / "base", json.loads(recipe.read_text())
-    tiny_families.model("qwen4_exp_text").save_pretrained(base)
-    tiny.tokenizer().save_pretrained(base)
-    content["model"]["path"] = str(base)
-    recipe.write_text(json.dumps(content))
-    plan = plan_run(load_recipe(recipe), tmp_path / "run")
-    assert plan.memory is None and plan.fixed > 0
-    assert "no memory plan for qwen4_exp_text" in caplog.text
-
-
 def _machine_of(monkeypatch, size):
     for module in ("memory", "prepare", "start"):
         monkeypatch.setattr(f"moe_finetune.training.{module}.machine_bytes", lambda: size)
@@ -131,8 +118,14 @@ def test_memory_is_refused_with_the_plan_unless_told_otherwise(
     with pytest.raises(RecipeError, match=r"(?s)at its worst moment.*does not fit: needs .*change"):
         prepare(load_recipe(recipe))
     prepare(load_recipe(recipe), ignore_memory=True)
+    # The formula may be 15 % too high, so that much over is a warning.
+    _machine_of(monkeypatch, int(0.86 * plan.memory.total))
+    prepare(load_recipe(recipe))
+    assert "may not fit: needs" in caplog.text
+    caplog.clear()
     _machine_of(monkeypatch, plan.memory.total + 1)
     prepare(load_recipe(recipe))
+    assert "may not fit" not in caplog.text
     assert f"memory: {plan.memory.total / 2**30:.2f} GiB at its worst moment" in caplog.text
 
 
@@ -146,11 +139,6 @@ def test_the_plan_counts_the_longest_row(recipe, tmp_path):
         plan_run(load_recipe(recipe, packed), tmp_path / "run").memory.total > 10 * long.activations
     )
     assert "memory on this CPU, micro-batch of" in "\n".join(short.lines())
-
-
-def test_a_small_step_needs_no_plan(recipe, monkeypatch):
-    monkeypatch.setattr(preparation, "plan_recipe", lambda *_: pytest.fail("planned"))
-    assert prepare(load_recipe(recipe)).memory is None
 
 
 def test_what_is_prepared_is_not_changed_by_its_checks(recipe, tmp_path):

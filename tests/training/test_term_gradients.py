@@ -5,10 +5,10 @@ import gc
 import pytest
 import torch
 
+from eval.bench.measured import LiveBytes
 from moe_finetune import measure_strength
 from moe_finetune.errors import ObjectiveError
 from moe_finetune.moe.layers import backbone_of
-from moe_finetune.training.fake_step import LiveBytes
 from moe_finetune.training.specialization import Specialization
 from moe_finetune.training.term_gradients import TermGradients
 from tests import tiny

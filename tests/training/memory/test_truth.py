@@ -1,4 +1,4 @@
-"""The memory plan against the bytes of tensors that are alive in a run's first steps.
+"""The step on fake tensors against the bytes of tensors that are alive in a run's first steps.
 
 They are counted operation by operation, so the figures are the same on every machine. What a
 process takes beyond is the benchmark's to say.
@@ -10,8 +10,8 @@ import pytest
 
 from eval.bench.measured import counted_peak
 from moe_finetune.recipe.schema import Recipe
-from moe_finetune.training.memory import plan_recipe
 from tests import tiny
+from tests.training.memory.fake_step import fake_plan
 
 EVERYTHING = ["attention", "shared_experts", "experts"]
 SETTINGS = {
@@ -52,7 +52,7 @@ def test_told_is_what_is_alive(setting):
             },
         }
     )
-    plan = plan_recipe(config, recipe, "cpu")
+    plan = fake_plan(config, recipe, "cpu")
     counted = counted_peak(config, recipe)
     assert 0.95 < plan.total / counted < 1.1
     assert moment in plan.moment

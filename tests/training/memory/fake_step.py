@@ -1,85 +1,49 @@
 """One training step of the whole model on fake tensors: its peak memory above what is stored.
 
-It runs under the recipe's losses, LoRA, checkpointing and TRL's head, with shapes, dtypes and
-lifetimes of the run, but no values and no memory. The experts run as with the GPU's grouped kernel;
-one product per expert needs less.
+It runs under the recipe's losses, LoRA, checkpointing and TRL's head as on a GPU, with shapes,
+dtypes and lifetimes of the run, but no values and no memory. The experts run as with the GPU's
+grouped kernel. What the formula of ``moe_finetune.training.step_bytes`` is compared with.
 """
 
 from __future__ import annotations
 
-import weakref
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
+import trl.kernels.chunked_logprob as kernels
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
+from transformers.trainer_pt_utils import LabelSmoother
+from trl.kernels import ChunkedLogProbFunction
 
-from moe_finetune.errors import MoeFinetuneError, UnsupportedModelError, reason_of
+from eval.bench.measured import LiveBytes
+from moe_finetune.lora.targets import add_lora
+from moe_finetune.losses.objective import Objective
+from moe_finetune.models.structure import meta_model
+from moe_finetune.moe import by_token, grouped, hooks
 from moe_finetune.moe.checkpointing import checkpoint_layers
+from moe_finetune.moe.hooks import Recorder
+from moe_finetune.moe.layers import backbone_of, causal_lm, in_mode, model_facts
+from moe_finetune.moe.noise import TrainingNoise
+from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES, checkpointing
-from moe_finetune.torch_extension import (
-    FakeTensorMode,
-    TorchDispatchMode,
-    tree_leaves,
+from moe_finetune.training.memory import MemoryPlan, plan_recipe, quiet
+from moe_finetune.training.step_bytes import (
+    AFTER_MEASURING,
+    BACKWARD,
+    COLUMNS,
+    MEASURING,
+    Device,
+    micro_batch,
 )
-
-if TYPE_CHECKING:
-    from moe_finetune.recipe.schema import Recipe
-
-Device = Literal["cuda", "cpu"]
-TILE = 32768
-"""Columns of logits that TRL's trainers compute at a time."""
-
-
-MEASURING = "measuring the losses' strength"
-AFTER_MEASURING = f"backward after {MEASURING}"
-
-
-class MicroBatch(NamedTuple):
-    """The largest possible micro-batch of a recipe's stage, as TRL's trainer runs it.
-
-    Attributes:
-        rows: rows trained on at once, counting both of a pair, of ``length`` tokens.
-        concurrent: whether a forward of the reference runs while the training graph is alive.
-        reference: whether a second model is in memory.
-    """
-
-    rows: int
-    length: int
-    concurrent: bool = False
-    reference: bool = False
-
-    @property
-    def tokens(self) -> int:
-        return self.rows * self.length
-
-    def __str__(self) -> str:
-        rows = f"{self.rows} rows of {self.length:,} tokens"
-        return rows + (", a reference with the model" if self.reference else "")
-
-
-def micro_batch(recipe: Recipe) -> MicroBatch:
-    """The micro-batch of ``recipe``."""
-    trainer, stage = recipe.trainer, STAGES[recipe.stage]
-    rows, length = int(trainer.get("per_device_train_batch_size", 8)), recipe.data.max_length
-    if stage.form == "prompts":
-        fields: Any = stage.config_class().__dataclass_fields__
-        completion = trainer.get("max_completion_length", fields["max_completion_length"].default)
-        second = recipe.lora is None and float(trainer.get("beta", fields["beta"].default)) > 0
-        return MicroBatch(rows, length + int(completion), reference=second)
-    concurrent = stage.reference and not trainer.get("precompute_ref_log_probs", False)
-    rows *= 2 if stage.form == "preference" else 1  # chosen and rejected in one batch
-    return MicroBatch(rows, length, concurrent, reference=concurrent and recipe.lora is None)
 
 
 def adapted_model(config: Any, recipe: Recipe, device: Device) -> Any:
     """The adapted model on the meta device, with checkpointing set as TRL sets it."""
-    from moe_finetune.lora.targets import add_lora
-    from moe_finetune.models.structure import meta_model
-
     attention = recipe.model.attn_implementation
     if attention is not None and attention.startswith("flash"):
         attention = "sdpa"  # saves the same tensors without an extra package
@@ -94,19 +58,13 @@ def adapted_model(config: Any, recipe: Recipe, device: Device) -> Any:
     return model
 
 
-def step_peaks(model: Any, recipe: Recipe, device: Device, sharded: bool) -> dict[str, int]:
+def step_peaks(model: Any, recipe: Recipe, device: Device, sharded: bool = False) -> dict[str, int]:
     """Peak bytes above the model's, by moment of a step.
 
     Args:
         model: the result of :func:`adapted_model`; its tensors become fake ones.
         sharded: leave out gradients, which FSDP2 reduces layer by layer.
-
-    Raises:
-        UnsupportedModelError: an operation needs values, or has no rule for fake tensors.
     """
-    from moe_finetune.moe import by_token, grouped, hooks
-    from moe_finetune.moe.layers import causal_lm, model_facts
-
     # Some families ask the class on the meta device, whose tensors are not the step's.
     model_facts(model)
     for module in model.modules():  # or its update reads the batch's longest position
@@ -116,39 +74,35 @@ def step_peaks(model: Any, recipe: Recipe, device: Device, sharded: bool) -> dic
         elif isinstance(rope, dict):
             module.rope_type = dict.fromkeys(rope, "default")
     tokens_at_once, attention = by_token.CACHED_BYTES, functional.scaled_dot_product_attention
-    if device == "cuda":  # which takes all tokens at once, and fuses attention
+    tiles: Any = nullcontext()
+    if device == "cuda":  # takes all tokens at once, fuses attention and folds logits in place
         tokens_at_once, attention = 2**62, lambda q, k, v, *_, **__: _Fused.apply(q, k, v)
-    try:
-        with (
-            FakeTensorMode(allow_non_fake_inputs=True),
-            # A row is one sequence; fake positions have no values to show it.
-            patch.object(hooks, "separate", lambda kwargs, *_: (kwargs, None, False)),
-            # The real operator's rules for fake tensors support only bfloat16.
-            patch.object(grouped, "grouped_mm", _grouped_mm),
-            patch.object(grouped, "_aligned", lambda _: True),
-            patch.object(by_token, "CACHED_BYTES", tokens_at_once),
-            patch.object(functional, "scaled_dot_product_attention", attention),
-            LiveBytes() as live,
-        ):
-            return _run(model, recipe, device, live, sharded)
-    except MoeFinetuneError:
-        raise
-    except Exception as error:
-        raise UnsupportedModelError(
-            f"no memory plan for {causal_lm(model).config.model_type}: its step does not run on "
-            f"tensors without values: {reason_of(error):.200}"
-        ) from error
+        tiles = patch.multiple(
+            kernels,
+            _forward_tile=lambda *_, **__: None,
+            _backward_tile=lambda *_, **__: None,
+            _addmm_fp32=lambda acc, a, b: acc,
+        )
+    with (
+        quiet(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        # A row is one sequence; fake positions have no values to show it.
+        patch.object(hooks, "separate", lambda kwargs, *_: (kwargs, None, False)),
+        # The real operator's rules for fake tensors support only bfloat16.
+        patch.object(grouped, "grouped_mm", _grouped_mm),
+        patch.object(grouped, "_aligned", lambda _: True),
+        patch.object(by_token, "CACHED_BYTES", tokens_at_once),
+        patch.object(functional, "scaled_dot_product_attention", attention),
+        tiles,
+        LiveBytes() as live,
+    ):
+        return _run(model, recipe, device, live, sharded)
 
 
 def _run(
     model: Any, recipe: Recipe, device: Device, live: LiveBytes, sharded: bool
 ) -> dict[str, int]:
     """One micro-batch: forward, reference, measurement, backward."""
-    from moe_finetune.losses.objective import Objective
-    from moe_finetune.moe.hooks import Recorder
-    from moe_finetune.moe.layers import causal_lm, in_mode, model_facts
-    from moe_finetune.moe.noise import TrainingNoise
-
     model.to_empty(device="cpu")  # fake tensors, which have a device
     causal_lm(model).tie_weights()
     base, peaks, batch = live.now, dict[str, int](), micro_batch(recipe)
@@ -186,12 +140,12 @@ def _run(
 
     loss = forward()
     note("forward, head and loss")
-    if batch.concurrent:
+    if STAGES[recipe.stage].reference and not recipe.trainer.get("precompute_ref_log_probs"):
         with in_mode(model, train=False), torch.no_grad():
             forward()
         note("forward of the reference")
     loss.backward()
-    note("backward")
+    note(BACKWARD)
     shares = any(options.share is not None for options in terms.values())
     if terms and (shares or recipe.method.strength.first):
         if not accumulates:
@@ -210,11 +164,6 @@ def _run(
 
 def _loss(model: Any, ids: Tensor, recipe: Recipe, device: Device) -> Tensor:
     """A scalar whose graph stores what TRL's loss stores of head and logits."""
-    from transformers.trainer_pt_utils import LabelSmoother
-    from trl.kernels import ChunkedLogProbFunction
-
-    from moe_finetune.moe.layers import backbone_of
-
     smoothing = float(recipe.trainer.get("label_smoothing_factor", 0.0))
     if smoothing and STAGES[recipe.stage].form == "tokens":
         output = model(input_ids=ids, use_cache=False)
@@ -223,54 +172,12 @@ def _loss(model: Any, ids: Tensor, recipe: Recipe, device: Device) -> Tensor:
     hidden = backbone_of(model)(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
     head = model.get_output_embeddings().weight
     # A tile may be wider than the vocabulary; on a CPU, untouched pages take no memory.
-    tile = TILE if device == "cuda" else min(TILE, head.shape[0])
+    tile = COLUMNS if device == "cuda" else min(COLUMNS, head.shape[0])
     outputs = ("log_probs", "entropy", "is_top1")
     log_probs, *_ = ChunkedLogProbFunction.apply(
         *(hidden.flatten(0, 1), head, None, ids[:, 1:].flatten(), 1.0, tile, None, 1.0, outputs)
     )
     return -log_probs.sum() / ids.numel()
-
-
-class LiveBytes(TorchDispatchMode):
-    """While active, counts every new tensor's storage until the last tensor on it is freed.
-
-    On fake tensors this equals what the same operations on real ones would allocate, except for
-    memory inside kernels.
-
-    Attributes:
-        now: bytes alive.
-        peak: the most bytes alive since :meth:`reset`.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._sizes: dict[int, int] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
-            if isinstance(value, Tensor):
-                self._count(value.untyped_storage())
-        return result
-
-    def reset(self) -> int:
-        """Start a new peak and return the previous one."""
-        peak, self.peak = self.peak, self.now
-        return peak
-
-    def _count(self, storage: Any) -> None:
-        key = storage._cdata
-        if key not in self._sizes:
-            self._sizes[key] = storage.nbytes()
-            self.now += storage.nbytes()
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._gone, key).atexit = False
-
-    def _gone(self, key: int) -> None:
-        self.now -= self._sizes.pop(key, 0)
 
 
 class _Fused(torch.autograd.Function):
@@ -306,3 +213,13 @@ def _offloaded() -> Any:
         return saved if isinstance(saved, Tensor) else torch.empty(saved[0], dtype=saved[1])
 
     return torch.autograd.graph.saved_tensors_hooks(keep, give)
+
+
+def fake_plan(config: Any, recipe: Recipe, device: Device) -> MemoryPlan:
+    """The plan with the step's own bytes instead of the formula's."""
+
+    def peaks(*_: Any) -> dict[str, int]:
+        return step_peaks(adapted_model(config, recipe, device), recipe, device)
+
+    with patch("moe_finetune.training.memory.step_bytes", peaks):
+        return plan_recipe(config, recipe, device)

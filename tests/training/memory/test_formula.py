@@ -1,0 +1,56 @@
+"""The formula of a step's bytes against TRL's own step on fake tensors, at published widths."""
+
+import json
+
+import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from moe_finetune.recipe.schema import recipe_from_tree
+from moe_finetune.recipe.tree import Tree, merge_mappings
+from moe_finetune.training.memory import BOUND, stored_bytes
+from moe_finetune.training.step_bytes import step_bytes
+from tests.published.fixture import FOLDER
+from tests.training.memory.fake_step import adapted_model, step_peaks
+
+FAMILIES = ("olmoe_1b_7b", "qwen3_30b_a3b", "mixtral_8x7b", "deepseek_v3", "granite_3_1_1b",
+            "glm_4_5_air")  # fmt: skip
+BASE = {
+    "model": {"path": "x"},
+    "method": {"preset": "none"},
+    "lora": {"rank": 16},
+    "data": {"train": "x", "max_length": 2048},
+    "trainer": {"per_device_train_batch_size": 2},
+}
+SETTINGS = {
+    "usual": {},
+    "long": {"data": {"max_length": 8192}, "trainer": {"per_device_train_batch_size": 1}},
+    "whole": {"trainer": {"gradient_checkpointing": False}},
+    "losses": {"method": {"preset": "orthogonal_variance"}, "router": {"train": "full"}},
+    "pairs": {"stage": "dpo"},
+    "window": {"trainer": {"gradient_accumulation_steps": 4}},
+    "float32": {"model": {"dtype": "float32"}},
+    "offloaded": {"trainer": {"activation_offloading": True}},
+}
+LAYERS = 5
+
+
+def config_of(name):
+    """A published config with its first layers."""
+    published = json.loads((FOLDER / f"{name}.json").read_text())
+    published = published.get("config", published)
+    config = CONFIG_MAPPING[published["model_type"]].from_dict(published)
+    layers, config.num_hidden_layers = config.num_hidden_layers, LAYERS
+    for key, value in vars(config).items():
+        if isinstance(value, list) and len(value) == layers:
+            setattr(config, key, value[:LAYERS])
+    return config
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_formula_is_within_its_bound_of_the_step(name, setting):
+    recipe = recipe_from_tree(Tree(merge_mappings(BASE, SETTINGS[setting])))
+    model = adapted_model(config_of(name), recipe, "cuda")
+    formula = step_bytes(model, recipe, "cuda", stored_bytes(model, recipe).gradients)
+    step = step_peaks(model, recipe, "cuda")
+    assert max(formula.values()) / max(step.values()) == pytest.approx(1, abs=BOUND)
