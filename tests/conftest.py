@@ -228,3 +228,14 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def checkpoint(tiny_checkpoint) -> Path:
     """A tiny Qwen3-MoE with random weights, shared by all tests that only read it."""
     return tiny_checkpoint("qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def p0_released() -> Iterator[None]:
+    """The plugin of P0's authors' code, for a module's tests."""
+    from moe_finetune.plugins import use_file
+    from tests.registries import as_before
+
+    with as_before():
+        use_file(ROOT / "recipes" / "plugins" / "p0_released.py")
+        yield

@@ -159,7 +159,7 @@ def other(words: list[str]) -> None:
         assert found is None or found[1] in EXTRAS, words
 
 
-def test_every_command(place):
+def test_every_command(place, p0_released):
     """In order and in one process. A command that several pages show is carried out once."""
     seen: set[tuple[str, ...]] = set()
     trained: set[str] = set()

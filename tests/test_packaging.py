@@ -48,7 +48,7 @@ def test_every_folder_of_tasks_and_recipes_is_installed():
     installed = PROJECT["tool"]["setuptools"]["data-files"]
     for pattern in ("eval/tasks/*", "eval/suites", "recipes/*"):
         for folder in ROOT.glob(pattern):
-            if not folder.is_dir() or not any(folder.glob("*.yaml")):
+            if not folder.is_dir() or not [*folder.glob("*.yaml"), *folder.glob("*.py")]:
                 continue
             name = folder.relative_to(ROOT)
             globs = installed.get(f"share/moe-finetune/{name}", [])
@@ -113,7 +113,13 @@ def test_the_wheel_works_outside_the_checkout(installed, tmp_path, checkpoint):
               f"model.path={checkpoint}", "data.validation=null", "evaluation=null"]  # fmt: skip
     verbs = [
         ["train", *recipe, "--output", "run", "--dry-run"],
-        ["study", "recipes/studies/miniature.yaml", "--plan"],
+        [
+            "study",
+            "recipes/studies/miniature.yaml",
+            "--plan",
+            "--plugin",
+            "recipes/plugins/p0_released.py",
+        ],
         ["init", str(checkpoint), "--data", "my.jsonl", "--method", "erc", "--output", "own.yaml"],
         ["demo", "--backend", "hf", "--steps", "2", "--output", "demo"],
         ["eval", str(checkpoint), "--suite", "gsm8k", "--check", "--data-dir", "."],

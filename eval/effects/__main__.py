@@ -19,6 +19,7 @@ import yaml
 from eval.effects.claims import Claims, Made, Result, judge, load_claims, write
 from moe_finetune.errors import MoeFinetuneError
 from moe_finetune.io import output_lock, write_atomic
+from moe_finetune.plugins import use
 from moe_finetune.study import run_study
 from moe_finetune.study.recipe import load_study
 from moe_finetune.study.results import RunResult
@@ -47,7 +48,10 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--output", type=Path, help="default: runs/ and the file's name")
     parser.add_argument("--study", help="another study with these arms")
+    parser.add_argument("--plugin", action="append", default=[], metavar="FILE")
     arguments = parser.parse_args()
+    for plugin in arguments.plugin:
+        use(plugin)
     claims = load_claims(arguments.file)
     output = arguments.output or Path("runs") / arguments.file.stem
     results: Results = {}

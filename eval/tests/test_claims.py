@@ -15,6 +15,8 @@ from moe_finetune.errors import RecipeError
 from moe_finetune.recipe.method import resolve_method
 from moe_finetune.study.recipe import load_study
 
+pytestmark = pytest.mark.usefixtures("p0_released")
+
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "eval/effects").glob("*.yaml"))
 

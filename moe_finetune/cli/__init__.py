@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import typer
 
@@ -63,8 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         verb = next((word for word in arguments if not word.startswith("-")), "moe-finetune")
         with sigterm_interrupts(), ours.starting(verb):
             use_inherited()
+            if common.plugins:
+                from moe_finetune.recipe.tree import find_recipe
             for plugin in common.plugins:
-                use(plugin)
+                use(str(find_recipe(Path(plugin))))
             return app(arguments, prog_name="moe-finetune", standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)

@@ -210,7 +210,7 @@ def study(
 
     Exit code 1 if a run failed; the other runs finish, and --resume retries the failed one.
 
-    Example: moe-finetune study recipes/studies/paper0_table1.yaml seeds=[1,2,3] --output table1
+    Example: moe-finetune study recipes/studies/paper0_ablation.yaml seeds=[1,2,3] --output figure2
     """
     from moe_finetune.study.commands import carry_out_study, show_plan
 

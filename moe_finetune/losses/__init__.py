@@ -15,10 +15,9 @@ from moe_finetune.losses.erc import Erc
 from moe_finetune.losses.inject import inject
 from moe_finetune.losses.load_balance import LoadBalance
 from moe_finetune.losses.record import RoutingRecord
-from moe_finetune.losses.released import SoftmaxVariance, SpanOrthogonality
 from moe_finetune.losses.supervised_routing import SupervisedRouting
 
-for kind in (LoadBalance, Coupling, Erc, SupervisedRouting, SoftmaxVariance, SpanOrthogonality):
+for kind in (LoadBalance, Coupling, Erc, SupervisedRouting):
     TERMS.register(kind.name, kind)
 
 __all__ = ["TERMS", "RoutingRecord", "inject"]

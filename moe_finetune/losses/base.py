@@ -56,7 +56,7 @@ class TermOptions(BaseModel):
     A term's strength is its ``weight``, or its ``share``: its gradient norm divided by the language
     loss's. Training finds the weight for a share at its start (and again every ``every`` steps). A
     weight next to a share records what an earlier run found and is not used, except that 0 removes
-    the term. ``target`` instead finds the weight, a power of ten, from the first forward's value.
+    the term.
 
     A weight multiplies the mean over tokens: for a paper's sum over a batch, give the paper's
     weight times that batch's tokens.
@@ -73,13 +73,6 @@ class TermOptions(BaseModel):
         allow_inf_nan=False,
         description="instead of a weight: its gradient norm divided by that of the trainer's loss",
     )
-    target: float | None = Field(
-        default=None,
-        gt=0,
-        allow_inf_nan=False,
-        description="instead of a weight: the power of ten nearest to target / value, with the "
-        "first layer's value in the first forward",
-    )
     every: int | None = Field(
         default=None,
         ge=1,
@@ -93,6 +86,9 @@ class TermOptions(BaseModel):
     )
     schedule: Schedule = Schedule()
 
+    finds_first_weight: ClassVar[bool] = False
+    """Whether :meth:`Term.first_weight` gives the weight where the options have none."""
+
     @field_validator("layers")
     @classmethod
     def _ranges(cls, value: Any) -> Any:
@@ -102,11 +98,9 @@ class TermOptions(BaseModel):
 
     @model_validator(mode="after")
     def _strength(self) -> Self:
-        if self.share is not None:
-            self.target = None
         if self.weight is None and not self.finds_weight:
             raise ValueError("weight is missing; give a weight, or a share such as 0.1")
-        if self.finds_weight and self.weight:
+        if self.share is not None and self.weight:
             self.weight = None
         if (self.weight or 0.0) > LARGEST_WEIGHT:
             raise ValueError(
@@ -119,8 +113,8 @@ class TermOptions(BaseModel):
 
     @property
     def finds_weight(self) -> bool:
-        """Whether training finds the weight, from a share or a target."""
-        return self.share is not None or self.target is not None
+        """Whether training finds the weight, from a share or in the first forward."""
+        return self.share is not None or (self.finds_first_weight and self.weight is None)
 
     @property
     def removed(self) -> bool:
@@ -229,9 +223,14 @@ class Term(ABC):
         A loss over tokens is their mean.
         """
 
-    def target_value(self, record: RoutingRecord, value: Tensor) -> Tensor:
-        """What ``target`` is divided by; by default the loss's size in the first forward."""
-        return value.detach().abs()
+    def first_weight(self, record: RoutingRecord, value: Tensor) -> float:
+        """The weight, where the options have none and set ``finds_first_weight``.
+
+        Asked once, in the first layer that has a value in a run's first training forward; it holds
+        for all layers and is saved in checkpoints. ``value`` is detached, and its mean over ranks;
+        ranks take the mean of their weights.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no first_weight")
 
     def layers(self, facts: ModelFacts) -> tuple[int, ...]:
         """Layers in which the term has a value, counted for ``layers_reduction: mean``."""

@@ -111,8 +111,8 @@ class Objective:
             value = term.loss(record, context)
             if value is None:
                 continue
-            if term.options.target is not None and self.full_weights[term.name] is None:
-                self._find_weight(term, record, value)
+            if term.options.share is None and self.full_weights[term.name] is None:
+                self._find_weight(term, record, value.detach())
             layers = self._layers[term.name] if term.options.layers_reduction == "mean" else 1
             result.losses[term.name] = value
             result.factors[term.name] = self.weights[term.name] / layers
@@ -120,22 +120,18 @@ class Objective:
         return result
 
     def _find_weight(self, term: Term, record: RoutingRecord, value: Tensor) -> None:
-        """Set the weight for a term's target from the mean over ranks, equal on all."""
-        measured = term.target_value(record, value)
-        if measured.is_meta or is_fake(measured):  # planning memory has no values
+        """Set a term's first weight, equal on all ranks."""
+        if value.is_meta or is_fake(value):  # planning memory has no values
             return
-        if distributed_run():
-            measured = measured.clone()
-            distributed.all_reduce(measured, op=distributed.ReduceOp.SUM)
-            measured = measured / distributed.get_world_size()
-        size, target = float(measured), term.options.target
-        assert target is not None
-        if not math.isfinite(size) or size <= 0:
+        with torch.no_grad():
+            weight = term.first_weight(record, _mean_over_ranks(value))
+        weight = float(_mean_over_ranks(value.new_tensor(weight, dtype=torch.float64)))
+        if not 0 < weight < math.inf:
             raise ObjectiveError(
-                f"method.terms.{term.name}.target: the first value is {size:g}, from which no "
-                "weight can be computed; set target: null and a weight"
+                f"method.terms.{term.name}: its first weight is {weight:g}, found from a value of "
+                f"{float(value):g}; give a weight instead"
             )
-        self.set_full_weight(term.name, 10.0 ** round(math.log10(target / size)))
+        self.set_full_weight(term.name, weight)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Weights that training finds, as ``strength.<term>``; 0 until found."""
@@ -151,3 +147,11 @@ class Objective:
         for term in self.terms:
             if term.options.finds_weight:
                 self.set_full_weight(term.name, float(state[f"{_FOUND}{term.name}"]) or None)
+
+
+def _mean_over_ranks(value: Tensor) -> Tensor:
+    if not distributed_run():
+        return value
+    value = value.clone()
+    distributed.all_reduce(value, op=distributed.ReduceOp.SUM)
+    return value / distributed.get_world_size()

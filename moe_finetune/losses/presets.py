@@ -3,8 +3,10 @@
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
+
+from moe_finetune.errors import RecipeError
+from moe_finetune.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -132,17 +134,6 @@ _ALL = (
         goal=("score_variance", 1),
     ),
     Preset(
-        "orthogonal_variance_released",
-        terms={
-            "load_balance": _DEEPSEEK,
-            "span_orthogonality": {"target": 1e-4},
-            "softmax_variance": {"target": 1e-3},
-        },
-        source="P0's authors' code (November 2025), which differs from the paper",
-        shows="score variance above aux_loss",
-        goal=("score_variance", 1),
-    ),
-    Preset(
         "specialization_coupling",
         terms=_COUPLED,
         source="P1 eq. 4, 6, Table 14 (fine-tuning)",
@@ -230,4 +221,6 @@ _ALL = (
     ),
 )
 
-PRESETS: Mapping[str, Preset] = MappingProxyType({preset.name: preset for preset in _ALL})
+PRESETS: Registry[Preset] = Registry("preset", RecipeError)
+for _preset in _ALL:
+    PRESETS.register(_preset.name, _preset)

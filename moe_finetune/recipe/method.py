@@ -1,6 +1,7 @@
 """The ``method:`` section: from a preset and its changes to validated losses and perturbations."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError
@@ -9,7 +10,7 @@ from pydantic.functional_serializers import field_serializer
 from moe_finetune.errors import RecipeError, did_you_mean
 from moe_finetune.io.terminal import terminal
 from moe_finetune.recipe.section import Section
-from moe_finetune.recipe.tree import Tree, merge_mappings
+from moe_finetune.recipe.tree import Tree, merge_mappings, recipes_folder
 from moe_finetune.recipe.validation import describe
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def _preset(name: str) -> dict[str, Any]:
     from moe_finetune.losses.presets import PRESETS
 
     if name not in PRESETS:
-        raise RecipeError(f"method.preset: unknown preset '{name}'{did_you_mean(name, PRESETS)}")
+        raise RecipeError(f"method.preset: unknown preset '{name}'{_hint(name, PRESETS)}")
     return PRESETS[name].method()
 
 
@@ -139,8 +140,7 @@ def _with_share(preset: str, share: float | str | None, terms: dict[str, Any]) -
         {
             name: dict(options)
             for name, options in _shares(preset, share).items()
-            if not isinstance(terms.get(name), dict)
-            or not {"weight", "share", "target"} & terms[name].keys()
+            if not isinstance(terms.get(name), dict) or not {"weight", "share"} & terms[name].keys()
         },
         terms,
     )
@@ -181,10 +181,13 @@ def without_unusable_share(tree: Tree) -> Tree:
     method = tree.values.get("method")
     if not tree.inherited_share or not isinstance(method, dict):
         return tree
-    preset, share = PRESETS.get(str(method.get("preset"))), method.get("share")
-    if preset is None or (preset.recommended if share == "recommended" else preset.terms):
+    name, share = str(method.get("preset")), method.get("share")
+    if name not in PRESETS:
         return tree
-    terminal().say(f"method.share: {share} is dropped: it is not for preset '{preset.name}'")
+    preset = PRESETS[name]
+    if preset.recommended if share == "recommended" else preset.terms:
+        return tree
+    terminal().say(f"method.share: {share} is dropped: it is not for preset '{name}'")
     values = {**tree.values, "method": {k: v for k, v in method.items() if k != "share"}}
     return Tree(values, tree.origins)
 
@@ -195,9 +198,16 @@ def _terms(terms: dict[str, Any]) -> dict[str, TermOptions]:
     resolved: dict[str, TermOptions] = {}
     for name, options in terms.items():
         if name not in TERMS:
-            nearest = did_you_mean(str(name), TERMS)
-            raise RecipeError(f"method.terms.{name}: unknown loss{nearest}")
+            raise RecipeError(f"method.terms.{name}: unknown loss{_hint(str(name), TERMS)}")
         validated = _validated(TERMS[name].Options, options, "method", "terms", name)
         if not validated.removed:
             resolved[name] = validated
     return resolved
+
+
+def _hint(name: str, names: Iterable[str]) -> str:
+    """The shipped plugin that registers an unknown name, or the nearest known one."""
+    for file in sorted((recipes_folder() / "plugins").glob("*.py")):
+        if re.search(rf'(name = |register\(\s*)"{re.escape(name)}"', file.read_text()):
+            return f": it is in a plugin; add --plugin recipes/plugins/{file.name}"
+    return did_you_mean(name, names)

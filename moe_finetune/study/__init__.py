@@ -4,7 +4,7 @@
 
     from moe_finetune.study import expand, load_results, load_study, run_study
 
-    study = load_study("recipes/studies/paper0_table1.yaml", ["trainer.max_steps=9", "seeds=[1,2]"])
+    study = load_study("recipes/studies/paper0_ablation.yaml", ["trainer.max_steps=9"])
     runs = expand(study)             # [Run(arm, seed, values, recipe), ...]; starts nothing
     results = run_study(study, "studies/table1", resume=False, shard=(1, 4))
     results = load_results("studies/table1")        # at any time, finished or not

@@ -282,7 +282,7 @@ class _Proof:
 
     def _everywhere(self, name: str, options: Any, weight: float) -> Any:
         """A loss's options at one weight in all layers and steps, with the small model's table."""
-        fixed = {"weight": weight, "share": None, "target": None, "every": None, "layers": "all"}
+        fixed = {"weight": weight, "share": None, "every": None, "layers": "all"}
         if getattr(options, "table", None):
             fixed["table"] = str(self.folder / f"{name}.safetensors")
         return options.model_copy(update={**fixed, "schedule": Schedule()})

@@ -260,8 +260,8 @@ class Specialization:
             ObjectiveError: a weight or bias is missing, of another model, or of another method.
         """
         weights = self.objective.state_dict()
-        known = self.state_dict().keys()
-        missing, strange = known - state.keys(), state.keys() - known
+        expected = self.state_dict().keys()
+        missing, strange = expected - state.keys(), state.keys() - expected
         if missing or strange:
             problem = (
                 f"lacks '{min(missing)}', which this method needs"

@@ -26,7 +26,7 @@ COMMANDS = {
     "eval": ["eval", NOWHERE, "--suite", "demo", "--backend", "hf"],
     "select": ["select", NOWHERE],
     "demo": ["demo"],
-    "study": ["study", "{root}/recipes/studies/miniature.yaml", "--resume"],
+    "study": ["study", "{root}/recipes/studies/miniature_strength.yaml", "--resume"],
     "upcycle": ["upcycle", "{root}/recipes/upcycle/miniature.yaml", "--resume"],
 }
 FUNCTIONS = {

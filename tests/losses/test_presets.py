@@ -21,8 +21,7 @@ def test_every_term_is_valid_and_every_preset_says_what_it_shows(name):
     for term, options in preset.terms.items():
         table = {"table": "t.safetensors"} if term == "supervised_routing" else {}
         parsed = TERMS[term].Options(**options, **table)
-        strength = "target" if "target" in options else "weight"
-        assert getattr(parsed, strength) == options[strength] > 0
+        assert parsed.weight == options["weight"] > 0
 
 
 # preset: balance (variant, scope, weight), other terms' weights
@@ -39,10 +38,6 @@ TABLE = {
     "orthogonal_variance_mean": (
         ("deepseek", "sequence", 1e-3),
         {"orthogonality": 1e-3, "variance": 1e-3},
-    ),
-    "orthogonal_variance_released": (
-        ("deepseek", "sequence", 1e-3),
-        {"span_orthogonality": ("target", 1e-4), "softmax_variance": ("target", 1e-3)},
     ),
     "specialization_coupling": (
         ("deepseek", "micro_batch", 1e-3),
@@ -73,10 +68,7 @@ TABLE = {
 def test_presets_are_the_papers():
     found = {}
     for name, preset in PRESETS.items():
-        others = {
-            term: options["weight"] if "weight" in options else ("target", options["target"])
-            for term, options in preset.terms.items()
-        }
+        others = {term: options["weight"] for term, options in preset.terms.items()}
         weight = others.pop("load_balance", None)
         balance = preset.terms.get("load_balance", {})
         found[name] = (

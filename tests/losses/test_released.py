@@ -1,22 +1,31 @@
 """P0's losses as its authors' code computes them: forms, grouping, and weights found once."""
 
 import math
+import sys
 
 import pytest
 import torch
 
+from moe_finetune.cli import main
 from moe_finetune.errors import ObjectiveError, RecipeError
+from moe_finetune.losses.base import TERMS, LayerContext, ModelFacts
 from moe_finetune.losses.functional import softmax_variance_loss, span_orthogonality_loss
-from moe_finetune.losses.released import grouped_by_expert, router_row_overlap
+from moe_finetune.losses.presets import PRESETS
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
 from moe_finetune.recipe.method import resolve_method
 from tests import tiny
+from tests.conftest import ROOT
 from tests.losses import reference
 from tests.losses.cases import make, mask, record
 from tests.objectives import objective_of
 
-TERMS = {"span_orthogonality": {"target": 1e-4}, "softmax_variance": {"target": 1e-3}}
+pytestmark = pytest.mark.usefixtures("p0_released")
+FOUND: dict = {"span_orthogonality": {}, "softmax_variance": {}}
+
+
+def plugin():
+    return sys.modules[TERMS["span_orthogonality"].__module__]
 
 
 def released_orthogonality(outputs_TKH):
@@ -72,7 +81,7 @@ def test_the_reshape_groups_by_expert():
         for k in range(3)
         if keep[t] and index[t, k] == expert
     ]
-    grouped = grouped_by_expert(outputs, index, keep)
+    grouped = plugin().grouped_by_expert(outputs, index, keep)
     assert torch.equal(grouped, torch.stack(rows).view(-1, 3, 5))
     terms = {"span_orthogonality": {"weight": 2.0, "group_by_expert": True}}
     facts = model_facts(tiny.model("qwen3_moe"))
@@ -86,13 +95,13 @@ def test_router_rows_give_the_weight_of_the_loss_on_outputs():
     rows = list(router)
     squares = [reference.span_projection(rows[k], rows[:k] + rows[k + 1 :]) for k in range(3)]
     expected = sum(squares) / 3
-    torch.testing.assert_close(router_row_overlap(router, 3), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(plugin().router_row_overlap(router, 3), expected, rtol=1e-5, atol=0)
 
 
 def test_weights_are_powers_of_ten_found_once_in_the_first_layer():
     model = tiny.model("qwen3_moe", num_hidden_layers=2).train()
     facts = model_facts(model)
-    objective = objective_of(TERMS, facts)
+    objective = objective_of(FOUND, facts)
     seen = []
     ids = torch.arange(4, 21).repeat(2, 1)
     with Recorder(model, objective, observers=[lambda record, _: seen.append(record)]):
@@ -101,23 +110,53 @@ def test_weights_are_powers_of_ten_found_once_in_the_first_layer():
         weights = dict(objective.full_weights)
         model(input_ids=ids.flip(-1) + 7)
     value = first.logits_TE.double().softmax(-1).var(-1).mean()
-    overlap = router_row_overlap(first.router_weight_EH, facts.top_k)
+    overlap = plugin().router_row_overlap(first.router_weight_EH, facts.top_k)
     assert weights == {
         "span_orthogonality": pytest.approx(10 ** round(math.log10(1e-4 / overlap.item()))),
         "softmax_variance": pytest.approx(10 ** round(math.log10(1e-3 / value.item()))),
     }
     assert objective.full_weights == weights
-    again = objective_of(TERMS, facts)
+    again = objective_of(FOUND, facts)
     again.load_state_dict(objective.state_dict())
     assert again.full_weights == weights
 
 
-def test_a_target_gives_way_to_a_share_and_refuses_what_it_cannot_be():
-    terms = resolve_method("orthogonal_variance_released", share=0.1).terms
-    for name in TERMS:
-        assert (terms[name].share, terms[name].target) == (0.1, None)
+def test_a_weight_or_a_share_is_taken_instead_of_a_first_weight():
+    preset = "orthogonal_variance_released"
+    shared = resolve_method(preset, share=0.1).terms
+    weighted = resolve_method(preset, terms={name: {"weight": 0.3} for name in FOUND}).terms
+    targets = {"span_orthogonality": 1e-4, "softmax_variance": 1e-3}
+    for name, options in resolve_method(preset).terms.items():
+        if name in FOUND:
+            assert (options.weight, options.share, options.target) == (None, None, targets[name])
+            assert options.finds_weight and not weighted[name].finds_weight
+            assert (weighted[name].weight, shared[name].share) == (0.3, 0.1)
+        else:
+            assert options.weight == 1e-3
     with pytest.raises(RecipeError, match="target: must be greater than 0"):
-        resolve_method("orthogonal_variance_released", terms={"softmax_variance": {"target": 0}})
+        resolve_method(preset, terms={"softmax_variance": {"target": 0}})
+
+
+def test_what_is_refused():
+    with pytest.raises(ObjectiveError, match=r"softmax_variance: its first weight is nan.*give a"):
+        layer = record({**make(), "logits_TE": torch.zeros(17, 7)})
+        facts = ModelFacts(moe_layers=(1,), num_experts=7, top_k=3, vocab_size=13)
+        objective_of({"softmax_variance": {}}, facts)(layer, LayerContext())
     facts = model_facts(tiny.model("qwen3_moe", num_experts_per_tok=1))
     with pytest.raises(ObjectiveError, match="a token has only one expert, so there are no"):
-        objective_of(TERMS, facts)
+        objective_of(FOUND, facts)
+
+
+@pytest.mark.parametrize("study", ["miniature", "paper0_table1"])
+def test_both_studies_name_the_plugin_without_it(study, monkeypatch, capsys):
+    monkeypatch.delitem(PRESETS._values, "orthogonal_variance_released")
+    file = ROOT / "recipes" / "studies" / f"{study}.yaml"
+    assert main(["study", str(file), "--plan"]) == 2
+    assert "add --plugin recipes/plugins/p0_released.py" in capsys.readouterr().err
+    head = file.read_text().partition("title:")[0]
+    assert "--plugin recipes/plugins/p0_released.py" in head
+    monkeypatch.delitem(TERMS._values, "softmax_variance")
+    with pytest.raises(RecipeError, match=r"softmax_variance: .*add --plugin recipes/plugins"):
+        resolve_method({"terms": {"softmax_variance": {}}})
+    with pytest.raises(RecipeError, match="unknown loss; did you mean 'variance'"):
+        resolve_method({"terms": {"varianc": {}}})

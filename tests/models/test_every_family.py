@@ -42,6 +42,8 @@ from tests.models.cases import (
 )
 from tests.objectives import objective_of
 
+pytestmark = pytest.mark.usefixtures("p0_released")
+
 # Their own gate's SiLU is taken over all rows at once: the last of a vector round otherwise.
 OWN_GATE = {
     *("deepseek_v4", "hy_v4", "minimax_m3_vl", "minimax_m3_vl_text", "nemotron_h"),

@@ -20,6 +20,8 @@ from tests.models.cases import NEEDS_A_FILE
 from tests.moe.cases import TERMS, gradients
 from tests.near_ties import adapted, far, step
 
+pytestmark = pytest.mark.usefixtures("p0_released")
+
 LATER = [family.name for family in newer.FAMILIES if family.available]
 EVERY_TERM = {
     name: {"weight": 1e-3 if name == "z_loss" else 0.1}
@@ -136,7 +138,9 @@ def test_a_decoder_layer_that_is_the_block_keeps_nothing_for_its_losses():
     assert kept({"terms": TERMS, "strength": {"first": False}}) == kept("none") > 0
 
 
-@pytest.mark.parametrize("preset", [name for name in PRESETS if name not in NEEDS_A_FILE])
+@pytest.mark.parametrize(
+    "preset", sorted({*PRESETS, "orthogonal_variance_released"} - NEEDS_A_FILE)
+)
 def test_every_preset_has_the_gradients_without_checkpointing(preset):
     method = {**PRESETS[preset].method(), "strength": {"first": False}}
     expected, actual = (

@@ -21,7 +21,7 @@ def test_a_share_sets_every_loss_but_balance_beside_others_and_z(name):
         return
     method = resolve_method(name, share=0.3, **changes)
     for term, options in method.terms.items():
-        expected = {"weight": None, "target": None, "share": 0.3} if term in aims else {}
+        expected = {"weight": None, "share": 0.3} if term in aims else {}
         assert options == paper[term].model_copy(update=expected)
     assert resolve_method(method) == method
     assert resolve_method(method.model_dump(mode="json")) == method

@@ -10,6 +10,8 @@ from moe_finetune.data.rows import Former
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.recipe.schema import load_recipe
 
+pytestmark = pytest.mark.usefixtures("p0_released")
+
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 

@@ -298,7 +298,7 @@ def test_what_is_advised_changes_only_the_loss_of_the_goal(name):
     advice = _advice(PRESETS[name], before.model_dump(mode="json")["terms"], 1000)
     _, _, setting = advice.partition(", or set method.terms.")
     if not setting:
-        assert name in ("loss_free", "orthogonal_variance_released"), advice
+        assert name == "loss_free", advice
         return
     key, _, value = setting.partition(": ")
     term, option = key.split(".")

@@ -15,6 +15,8 @@ from moe_finetune.models.structure import meta_model
 from moe_finetune.study import expand, load_study
 from tests.published import fixture
 
+pytestmark = pytest.mark.usefixtures("p0_released")
+
 STUDIES = Path(__file__).resolve().parents[2] / "recipes" / "studies"
 FILES = sorted(STUDIES.glob("paper*.yaml"))
 SMALL = sorted({*STUDIES.glob("*.yaml")} - {*FILES})

@@ -15,12 +15,14 @@ from datasets import Dataset
 from safetensors.torch import save_file
 
 from moe_finetune.lora.targets import add_lora
+from moe_finetune.plugins import use_file
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training import ranks
 from moe_finetune.training.trainer import build_trainer
 from moe_finetune.training.weights import trained_weights
 from tests import tiny
+from tests.conftest import ROOT
 from tests.tiny_adapter import random_factors
 
 STEPS, GLOBAL_BATCH, LENGTH = 4, 4, 13
@@ -119,6 +121,7 @@ def main(out: Path) -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     ranks.join_group()
+    use_file(ROOT / "recipes" / "plugins" / "p0_released.py")
     results, tensors = {}, {}
     with tempfile.TemporaryDirectory() as folder:
         alone = WITHOUT if ranks.world_size() == 1 else {}

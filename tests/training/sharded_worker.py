@@ -27,11 +27,13 @@ from moe_finetune.losses import TERMS
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.moe.layers import moe_layers
 from moe_finetune.moe.spread import spread_experts, spread_modules
+from moe_finetune.plugins import use_file
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training import ranks
 from moe_finetune.training.shards import check_all_sharded
 from moe_finetune.training.specialization import Specialization
 from tests import tiny
+from tests.conftest import ROOT
 from tests.near_ties import disturb_recomputations, near_tied
 from tests.ranks import furthest
 from tests.tiny_adapter import random_factors
@@ -233,6 +235,7 @@ def main(out: Path) -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     ranks.join_group()
+    use_file(ROOT / "recipes" / "plugins" / "p0_released.py")
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         table = f"{folder}/table.safetensors"

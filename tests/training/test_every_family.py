@@ -12,8 +12,10 @@ from moe_finetune.training.specialization import Specialization
 from tests import tiny_families as tiny
 from tests.models.cases import EACH_KIND, NEEDS_A_FILE, STANDARD_WEIGHTS, adapted, batch
 
+pytestmark = pytest.mark.usefixtures("p0_released")
+
 # Every preset meets a family, and every family two presets and its own bias.
-OTHERS = sorted(set(PRESETS) - NEEDS_A_FILE - {"loss_free"})
+OTHERS = sorted({*PRESETS, "orthogonal_variance_released"} - NEEDS_A_FILE - {"loss_free"})
 EACH = 2
 BIASED = {"preset": "loss_free", "bias_update": 0.5}
 

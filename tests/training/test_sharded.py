@@ -18,7 +18,7 @@ from tests.training.sharded_worker import (
     modes,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("p0_released")]
 LIMIT = 1e-4
 CLOSER = {"spread": 1e-5, "spread and sharded": 1e-5}
 

@@ -24,7 +24,10 @@ MOVED_BY = {
 
 def _preset(run: Run) -> Preset | None:
     method = run.recipe.get("method") or {}
-    return PRESETS.get(str(method.get("preset"))) if isinstance(method, dict) else None
+    name = str(method.get("preset")) if isinstance(method, dict) else ""
+    if name not in PRESETS:
+        return None
+    return PRESETS[name]
 
 
 def goal_word(run: Run) -> Word | None:
