@@ -98,10 +98,10 @@ def perturbed(proxies_PH: Tensor, uniform_PH: Tensor) -> Tensor:
 
 def noise_width(proxies_PH: Tensor) -> Tensor:
     """``ε_i = min_{j≠i}‖R_i-R_j‖/(2‖R_i‖)`` (P,); 0 for a zero row, and for a single one."""
-    # Differences, not products: near rows would lose their distance to rounding.
-    apart_PP = torch.cdist(
-        proxies_PH, proxies_PH, compute_mode="donot_use_mm_for_euclid_dist"
-    ).fill_diagonal_(torch.inf)
+    # Near rows would lose their distance to rounding in float32's products; float64's are faster.
+    wide = proxies_PH.dtype == torch.float64
+    mode = "use_mm_for_euclid_dist" if wide else "donot_use_mm_for_euclid_dist"
+    apart_PP = torch.cdist(proxies_PH, proxies_PH, compute_mode=mode).fill_diagonal_(torch.inf)
     epsilon_P = apart_PP.amin(-1) / (2.0 * torch.linalg.vector_norm(proxies_PH, dim=-1))
     # A zero row stays zero, and a single expert has no neighbor to stay clear of.
     return epsilon_P.masked_fill(~epsilon_P.isfinite(), 0.0)

@@ -12,7 +12,7 @@ from moe_finetune.losses.erc import erc_from_table, noise_width
 from moe_finetune.losses.gram import cosines, gram
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.metrics.coherence import coherence_barrier
-from moe_finetune.routing.sums import CHOICES, COSINES, PROBABILITIES, SCORES, Sums
+from moe_finetune.routing.sums import CHOICES, COSINES, PROBABILITIES, SCORES, Sums, as_double
 
 GATES_AT_ONCE = 8
 ALPHAS = (1, 2, 3, 4, 5)
@@ -77,7 +77,7 @@ class Measures:
 
 def router_geometry(weight_EH: Tensor) -> Tensor:
     """Mean absolute cosine of a router's rows (P2 4.5), and mean width of ERC's noise (Fig. 5a)."""
-    rows_EH = weight_EH.detach().float()
+    rows_EH = as_double(weight_EH.detach().float())
     experts = len(rows_EH)
     total = cosines(gram(rows_EH[None])).abs().sum()
     return torch.stack([total / (experts * (experts - 1)), noise_width(rows_EH).mean()])

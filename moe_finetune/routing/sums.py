@@ -93,14 +93,18 @@ class Sums:
         ones_T = torch.ones(len(index_TK), dtype=sums_GW.dtype, device=sums_GW.device)
         counted_T = ones_T if mask_T is None else mask_T.to(sums_GW.dtype)
         values = {"tokens": counted_T, **values}
-        starts_T1 = 0 if group_T is None else group_T.long()[:, None] * self.width
-        for name, of_choice in (("load", counted_T[:, None].expand(index_TK.shape)),
-                                ("score", scores_TK)):  # fmt: skip
-            if of_choice is None or name not in self._spans:
-                continue
-            bins_TK = starts_T1 + self._spans[name].start + index_TK.long()
-            wide_TK = _wide(of_choice, sums_GW, mask_T)
-            sums_GW.view(-1).scatter_add_(0, bins_TK.reshape(-1), wide_TK.reshape(-1))
+        flat_X, index_TK = sums_GW.view(-1), index_TK.long()
+        if group_T is not None:
+            index_TK = index_TK + group_T.long()[:, None] * self.width
+        for name, of_choice in (
+            ("load", counted_T[:, None].expand(index_TK.shape)),
+            ("score", scores_TK),
+        ):
+            if of_choice is not None and name in self._spans:
+                # A group's columns follow those of the one before it.
+                columns_X = flat_X[self._spans[name].start :]
+                wide_TK = _wide(of_choice, sums_GW, None if name == "load" else mask_T)
+                columns_X.scatter_add_(0, index_TK.reshape(-1), wide_TK.reshape(-1))
         for name, value in values.items():
             wide_TX = _wide(value[:, None] if value.dim() == 1 else value, sums_GW, mask_T)
             span_GX = sums_GW[:, self._spans[name]]
@@ -173,7 +177,8 @@ def _wide(values: Tensor, like: Tensor, mask_T: Tensor | None) -> Tensor:
     return values.masked_fill(~mask_T.view(-1, *(1,) * (values.dim() - 1)), 0.0)
 
 
-def _double(tensor: Tensor) -> Tensor:
+def as_double(tensor: Tensor) -> Tensor:
+    """The tensor in float64, which MPS lacks."""
     return tensor if tensor.device.type == "mps" else tensor.double()
 
 
@@ -207,17 +212,17 @@ def _activations(record: RoutingRecord) -> Tensor:
 
 def _below(record: RoutingRecord) -> Tensor:
     barrier = coherence_barrier(record.index_TK.shape[-1])
-    return largest_cosine(_double(_outputs(record))) < barrier
+    return largest_cosine(as_double(_outputs(record))) < barrier
 
 
 VALUES: dict[str, Callable[[RoutingRecord], Tensor]] = {
-    "square": lambda record: _double(record.scores_TK).square().sum(-1),
-    "score_entropy": lambda record: entr(_double(record.scores_TK)).sum(-1),
+    "square": lambda record: as_double(record.scores_TK).square().sum(-1),
+    "score_entropy": lambda record: entr(as_double(record.scores_TK)).sum(-1),
     "probability": lambda record: record.distribution_TE,
     "entropy": lambda record: entr(record.distribution_TE).sum(-1),
-    "activation_cosine": lambda record: squared_cosine(_double(_activations(record))),
-    "output_cosine": lambda record: squared_cosine(_double(_outputs(record))),
-    "mutual_coherence": lambda record: largest_cosine(_double(_outputs(record))),
+    "activation_cosine": lambda record: squared_cosine(as_double(_activations(record))),
+    "output_cosine": lambda record: squared_cosine(as_double(_outputs(record))),
+    "mutual_coherence": lambda record: largest_cosine(as_double(_outputs(record))),
     "below_barrier": _below,
 }
 """What a column sums, by token."""
