@@ -129,7 +129,7 @@ def open_checkpoint(
 
         form = format_of(config, folder / "config.json")
     config.pop(QUANTIZATION, None)
-    family = family_of(config)
+    family = family_of(config, folder)
     files = read_headers(folder)
     check_only_weights(folder, files)
     tensors, quantized = tensors_of(files), None
@@ -195,8 +195,9 @@ def only_weights(folder: Path) -> Iterator[Path]:
         yield Path(view)
 
 
-def check_folder(folder: Path, config: Any) -> None:
-    """Check tensors and their values before weights are loaded, also of dense models.
+def check_folder(folder: Path, config: Any, values: bool = True) -> None:
+    """Check tensors and, with ``values``, their values before weights are loaded, also of dense
+    models.
 
     Raises:
         CheckpointError, UnsupportedModelError: see :func:`open_checkpoint`.
@@ -204,13 +205,16 @@ def check_folder(folder: Path, config: Any) -> None:
     from moe_finetune.checkpoint.names import Names
 
     if find_family(config.model_type, part_of(config)) is not None:
-        open_checkpoint(folder, values=True)
+        open_checkpoint(folder, values)
         return
-    tensors = tensors_of(read_headers(folder))
+    files = read_headers(folder)
+    check_only_weights(folder, files)
+    tensors = tensors_of(files)
     _check_unpacked(folder, tensors)
     names = Names(config, {name: info.shape for name, info in tensors.items()})
     _check_tensors(folder, tensors, names, config)
-    _check_values(tensors)
+    if values:
+        _check_values(tensors)
 
 
 def _check_values(tensors: Mapping[str, TensorInfo]) -> None:

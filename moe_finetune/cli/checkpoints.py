@@ -76,7 +76,7 @@ def inspect(
 
     from moe_finetune.errors import RecipeError
     from moe_finetune.recipe.schema import load_recipe
-    from moe_finetune.training.inspect import inspect_checkpoint
+    from moe_finetune.training.inspect import inspect_checkpoint, inspect_dense
 
     checkpoint = str(checkpoint_in(checkpoint))
     if prove:
@@ -94,7 +94,8 @@ def inspect(
         raise RecipeError(f"--gpu: must be the GiB of one GPU, such as 24, not {gpu:g}")
     with terminal().announced("inspect"):
         read = load_recipe(recipe) if recipe else None
-        inspection = inspect_checkpoint(checkpoint, read, gpu, gpus)
+        dense = inspect_dense(checkpoint) if read is None else None
+        inspection = dense or inspect_checkpoint(checkpoint, read, gpu, gpus)
     print(dumps(inspection.to_mapping(), indent=2) if json else inspection.text())
     if inspection.fits is False:
         raise typer.Exit(1)

@@ -18,6 +18,8 @@ from moe_finetune.vllm.engine import open_vllm, shutdown
 from moe_finetune.vllm.install import is_cpu_build, require_vllm
 
 if TYPE_CHECKING:
+    from moe_finetune.checkpoint.dense import DenseCheckpoint
+    from moe_finetune.checkpoint.open import Checkpoint
     from moe_finetune.moe.hooks import Recorder
 
 BACKENDS = ("vllm", "hf", "server")
@@ -111,14 +113,21 @@ def open_backend(
             raise DependencyError(f"backend 'server' needs lm-eval[api]: {error}") from None
         lm, settings, identity = open_server(checkpoint, base_url, model, seed)
         return Backend("server", lm, identity, str(checkpoint), settings, 64, notes)
+    from moe_finetune.checkpoint.dense import is_dense, open_dense, refuse_adapter
     from moe_finetune.checkpoint.open import open_checkpoint
     from moe_finetune.checkpoint.updates import check_adapter
     from moe_finetune.models.loading import local_folder
 
     folder = local_folder(checkpoint)
-    base = open_checkpoint(folder, values=True, stored=True)
-    if adapter is not None:
-        check_adapter(adapter, base)
+    base: Checkpoint | DenseCheckpoint
+    if is_dense(folder):
+        base = open_dense(folder, values=True)
+        if adapter is not None:
+            refuse_adapter(folder)
+    else:
+        base = open_checkpoint(folder, values=True, stored=True)
+        if adapter is not None:
+            check_adapter(adapter, base)
     identity = checkpoint_hash(folder)
     if adapter is not None:
         identity = sha256_json([identity, checkpoint_hash(adapter)])

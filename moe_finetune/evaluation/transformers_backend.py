@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lm_eval.models.huggingface import HFLM
 
+from moe_finetune.checkpoint.dense import DenseCheckpoint
 from moe_finetune.checkpoint.load import forget_generation_defaults, load_model
 from moe_finetune.checkpoint.open import Checkpoint
 from moe_finetune.io.environment import package_versions
@@ -35,7 +36,7 @@ class SpecialsKeptHFLM(HFLM):
 
 
 def open_transformers(
-    base: Checkpoint,
+    base: Checkpoint | DenseCheckpoint,
     adapter: str | Path | None,
     batch_size: int | str,
     dtype: str,
@@ -48,16 +49,19 @@ def open_transformers(
         bias (None without one).
     """
     cuda = torch.cuda.is_available()
-    model: Any = load_model(base, dtype=dtype, device_map="cuda" if cuda else None)
-    routing = None
-    if adapter is not None:
+    device, routing = "cuda" if cuda else None, None
+    if isinstance(base, DenseCheckpoint):
+        model: Any = base.load(dtype, device)
+    else:
+        model = load_model(base, dtype=dtype, device_map=device)
+    if adapter is not None and isinstance(base, Checkpoint):
         model = with_adapter(model, base, Path(adapter))
         bias = stored_bias(model, Path(adapter))
         if bias is not None:
             routing = Recorder(model, perturbation=bias)
             routing.install()
-    family = family_in(model)
-    if not family.rows.generates_padded and batch_size != 1:
+    family = None if isinstance(base, DenseCheckpoint) else family_in(model)
+    if family is not None and not family.rows.generates_padded and batch_size != 1:
         log.warning(
             "transformers' %s computes wrong logits for a prompt that is padded on the left: "
             "prompts run one by one, which is slower",

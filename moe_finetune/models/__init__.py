@@ -6,12 +6,13 @@ such as :mod:`moe_finetune.models.deepseek_moe`.
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import UnsupportedModelError
 from moe_finetune.models import composites, newer, table
 from moe_finetune.models.base import FAMILIES, Family
-from moe_finetune.models.find import find_family, using
+from moe_finetune.models.find import DENSE, find_family, using
 from moe_finetune.models.structure import part_of
 from moe_finetune.plugins import installed_names
 from moe_finetune.registry import old_declaration
@@ -38,8 +39,8 @@ __all__ = [
 ]
 
 
-def family_of(config: Any) -> Family:
-    """Return the family of a transformers config (or of a ``config.json`` mapping).
+def family_of(config: Any, folder: Path | None = None) -> Family:
+    """Return the family of a transformers config (or of ``folder``'s ``config.json``, a mapping).
 
     Raises:
         UnsupportedModelError: no family has this exact ``model_type``, or the family refuses an
@@ -49,7 +50,8 @@ def family_of(config: Any) -> Family:
     model_type = config.get("model_type") if mapping else getattr(config, "model_type", None)
     family = find_family(model_type, part_of(config))
     if family is None:
-        raise UnsupportedModelError(_refusal(config if mapping else config.to_dict()))
+        prefix = "" if folder is None else f"{folder}: "
+        raise UnsupportedModelError(prefix + _refusal(config if mapping else config.to_dict()))
     if mapping and family in composites.PARTS:
         composite = next(f.model_type for f in FAMILIES.values() if f.part == model_type)
         raise UnsupportedModelError(
@@ -129,9 +131,10 @@ def _refusal(config: dict[str, Any]) -> str:
     text = config.get("text_config") or {}
     keys = " ".join([*config, *(text if isinstance(text, dict) else ())])
     if "expert" not in keys and _known(model_type):
+        evaluated = "`eval` compares it with a MoE, and " if model_type in DENSE else ""
         return (
-            f"model_type '{model_type}' is dense, without experts; `moe-finetune upcycle` makes a "
-            "MoE of dense checkpoints"
+            f"model_type '{model_type}' is dense: there is no expert to train and no routing to "
+            f"trace; {evaluated}`moe-finetune upcycle` makes a MoE of dense checkpoints"
         )
     model_types = sorted({family.model_type for family in FAMILIES.values()})
     near = _near(str(model_type), model_types)

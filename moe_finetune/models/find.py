@@ -10,6 +10,10 @@ from moe_finetune.models.base import FAMILIES, Family
 from moe_finetune.models.composites import PARTS
 
 log = logging.getLogger(__name__)
+DENSE = (
+    "ernie4_5", "glm4", "granite", "llama", "mistral", "olmo", "olmo2", "phi3", "qwen2", "qwen3",
+)  # fmt: skip
+"""Dense model types that are evaluated, so that a MoE is compared with its parent."""
 _stands_for: dict[str, Family] = {}
 
 

@@ -85,7 +85,7 @@ def open_config(path: str | Path) -> tuple[PreTrainedConfig, Family]:
         from moe_finetune.quantization.formats import format_of  # needs torch, this file does not
 
         format_of(raw, folder / "config.json")
-    family = family_of(raw)
+    family = family_of(raw, folder)
     config = parse_config(folder)
     check_supported(config, family)
     return config, family

@@ -17,6 +17,7 @@ from moe_finetune.models import opened_as
 from moe_finetune.models.structure import meta_model
 
 if TYPE_CHECKING:
+    from moe_finetune.checkpoint.dense import DenseCheckpoint
     from moe_finetune.checkpoint.open import Checkpoint
     from moe_finetune.recipe.schema import Recipe
     from moe_finetune.training.memory import MemoryPlan
@@ -81,11 +82,7 @@ class Inspection:
             f"sizes          hidden {self.hidden}, expert {self.expert_width}, "
             f"vocabulary {self.vocabulary:,}",
         ]
-        if self.stored_bytes is not None:
-            lines.append(
-                f"on disk        {self.stored_bytes / 2**30:.2f} GiB in {self.stored_tensors} "
-                f"tensors ({', '.join(self.stored_dtypes)})"
-            )
+        lines += _on_disk(self)
         for part, (count, size) in self.untrained.items():
             tensors = "1 tensor" if count == 1 else f"{count} tensors"
             lines.append(f"not trained    {tensors} of {part} ({size / 2**30:.2f} GiB)")
@@ -97,6 +94,64 @@ class Inspection:
             if self.gpu is not None:
                 lines += ["", self.memory.verdict(self.gpu)]
         return "\n".join(lines)
+
+
+@dataclass
+class DenseInspection:
+    """Facts about a dense checkpoint, which trains nothing here."""
+
+    path: str
+    model_type: str
+    layers: int
+    hidden: int
+    vocabulary: int
+    parameters: int
+    stored_bytes: int | None
+    stored_tensors: int | None
+    stored_dtypes: list[str]
+    fits: None = None
+
+    def to_mapping(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def text(self) -> str:
+        return "\n".join([
+            f"{self.path}: {self.model_type}, a dense model: no routers and no experts",
+            f"parameters     {self.parameters:,}",
+            f"sizes          {self.layers} layers, hidden {self.hidden}, "
+            f"vocabulary {self.vocabulary:,}",
+            *_on_disk(self),
+            "",
+            "`moe-finetune eval` compares it with a MoE, and `upcycle` makes a MoE of it",
+        ])  # fmt: skip
+
+
+def inspect_dense(source: str) -> DenseInspection | None:
+    """Describe a dense checkpoint, by its headers; None if ``source`` is not one.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or a tensor does not fit the config.
+    """
+    from moe_finetune.checkpoint.dense import is_dense, open_dense
+    from moe_finetune.models.loading import local_folder, parse_config
+
+    is_local = Path(source).exists()
+    if not is_local and source.startswith((".", "/", "~")):
+        return None  # inspect_checkpoint refuses it
+    folder = local_folder(source, weights=False)
+    if not is_dense(folder):
+        return None
+    checkpoint = open_dense(folder) if is_local else None
+    config = parse_config(folder)
+    return DenseInspection(
+        path=source,
+        model_type=config.model_type,
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        vocabulary=config.vocab_size,
+        parameters=sum(parameter.numel() for parameter in meta_model(config).parameters()),
+        **_in_files(checkpoint),
+    )
 
 
 def inspect_checkpoint(
@@ -158,6 +213,7 @@ def inspect_checkpoint(
         coverage=coverage,
         memory=memory,
         gpu=gpu,
+        untrained={} if checkpoint is None else checkpoint.parts_left_out(),
         **_in_files(checkpoint),
     )
 
@@ -173,16 +229,25 @@ def _opened(source: str | Checkpoint) -> Checkpoint | None:
     return open_checkpoint(source, stored=True)
 
 
-def _in_files(checkpoint: Checkpoint | None) -> dict[str, Any]:
+def _in_files(checkpoint: Checkpoint | DenseCheckpoint | None) -> dict[str, Any]:
     if checkpoint is None:
         return {"stored_bytes": None, "stored_tensors": None, "stored_dtypes": []}
-    in_files = [info for header in checkpoint.files.values() for info in header.tensors.values()]
+    headers = checkpoint.files.values()
+    in_files = [info for header in headers for info in header.tensors.values()]
     return {
-        "stored_bytes": checkpoint.size,
+        "stored_bytes": sum(header.data_bytes for header in headers),
         "stored_tensors": len(in_files),
         "stored_dtypes": sorted({info.dtype for info in in_files}),
-        "untrained": checkpoint.parts_left_out(),
     }
+
+
+def _on_disk(inspection: Inspection | DenseInspection) -> list[str]:
+    if inspection.stored_bytes is None:
+        return []
+    return [
+        f"on disk        {inspection.stored_bytes / 2**30:.2f} GiB in "
+        f"{inspection.stored_tensors} tensors ({', '.join(inspection.stored_dtypes)})"
+    ]
 
 
 def _ranges(numbers: list[int]) -> str:

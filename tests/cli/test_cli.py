@@ -128,7 +128,7 @@ def test_an_interrupt_that_has_said_how_to_go_on_is_not_said_again(capsys, monke
     def stop(*_, **__):
         raise KeyboardInterrupt("saved; repeat the command")  # as training says it
 
-    monkeypatch.setattr("moe_finetune.training.inspect.inspect_checkpoint", stop)
+    monkeypatch.setattr("moe_finetune.training.inspect.inspect_dense", stop)
     assert run(capsys, "inspect", "x") == (130, "", "")
 
 
