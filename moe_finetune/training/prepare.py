@@ -11,6 +11,7 @@ import importlib.util
 import logging
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -354,22 +355,32 @@ def build_on_meta(recipe: Recipe, model: nn.Module, inputs: Inputs) -> None:
 
 
 def blamed(recipe: Recipe, build: Callable[[Recipe], Built]) -> Built:
-    """Return ``build(recipe)``; name the trainer's key without which a library's error is gone."""
+    """Return ``build(recipe)``; name the trainer's key that a library's error is about.
+
+    It is the key that the error's words are most like, if the error is gone without it.
+    """
     try:
         return build(recipe)
     except MoeFinetuneError:
         raise
     except Exception as error:
-        culprit, remedy = "trainer:", ""
-        for name, value in recipe.trainer.items():
-            others = {key: other for key, other in recipe.trainer.items() if key != name}
-            try:
+        words, culprit, remedy = _short(error), "trainer:", ""
+        if recipe.trainer:
+            name = max(recipe.trainer, key=lambda name: _likeness(words, name, recipe.trainer))
+            others = {key: value for key, value in recipe.trainer.items() if key != name}
+            with suppress(Exception):  # still refused: another key is to blame
                 build(recipe.model_copy(update={"trainer": others}))
-            except Exception:  # still refused: another key is to blame
-                continue
-            culprit, remedy = f"trainer.{name}: {value!r}", "; change it or leave it out"
-            break
-        raise RecipeError(f"{culprit} cannot be used here: {_short(error)}{remedy}") from error
+                culprit = f"trainer.{name}: {recipe.trainer[name]!r}"
+                remedy = "; change it or leave it out"
+        raise RecipeError(f"{culprit} cannot be used here: {words}{remedy}") from error
+
+
+def _likeness(words: str, name: str, trainer: dict[str, Any]) -> tuple[bool, bool, int]:
+    """Whether ``words`` have a key's name or its value, and how many parts of the name."""
+    value = trainer[name]
+    texts = map(str, value if isinstance(value, list | dict) else [value])
+    parts = sum(len(part) > 3 and part in words for part in name.split("_"))
+    return name in words, any(len(text) > 2 and text in words for text in texts), parts
 
 
 def _short(error: Exception) -> str:
