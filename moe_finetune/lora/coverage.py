@@ -84,9 +84,6 @@ def lora_coverage(model: nn.Module, trains: bool = True) -> Coverage:
     Args:
         model: a transformers model or a PEFT model around one.
         trains: whether parameters with ``requires_grad`` count as trained.
-
-    Raises:
-        UnsupportedModelError: the model belongs to no family.
     """
     peft_model: Any = model
     base = peft_model.get_base_model() if hasattr(model, "get_base_model") else peft_model

@@ -36,11 +36,7 @@ log = logging.getLogger(__name__)
 
 
 def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
-    """The PEFT configuration of a recipe's ``lora`` and ``router`` sections for this model.
-
-    Raises:
-        RecipeError: no module or parameter of the model matches the targets.
-    """
+    """The PEFT configuration of a recipe's ``lora`` and ``router`` sections for this model."""
     from peft import LoraConfig
 
     family = family_in(model)
@@ -166,11 +162,7 @@ def adapts(lora: LoraSection | None, router: str) -> bool:
 
 
 def read_selection(model: nn.Module, lora: LoraSection) -> dict[int, list[int]] | None:
-    """Chosen experts by decoder layer from ``lora.experts``, or None for all.
-
-    Raises:
-        DataError: the file is damaged, empty, or belongs to another model.
-    """
+    """Chosen experts by decoder layer from ``lora.experts``, or None for all."""
     if lora.experts == "all":
         return None
     config, family = causal_lm(model).config, family_in(model)

@@ -19,11 +19,7 @@ Result = TypeVar("Result")
 
 
 def check_shapes(**tensors: Tensor | None) -> None:
-    """Check each tensor against the suffix of its name; equal letters are equal sizes.
-
-    Raises:
-        ValueError: names the argument, its shape and the expected shape.
-    """
+    """Check each tensor against the suffix of its name; equal letters are equal sizes."""
     sizes: dict[str, int] = {}
     for name, tensor in tensors.items():
         if tensor is None:

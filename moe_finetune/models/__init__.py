@@ -40,12 +40,7 @@ __all__ = [
 
 
 def family_of(config: Any, folder: Path | None = None) -> Family:
-    """Return the family of a transformers config (or of ``folder``'s ``config.json``, a mapping).
-
-    Raises:
-        UnsupportedModelError: no family has this exact ``model_type``, or the family refuses an
-            option of this config.
-    """
+    """The family of a transformers config (or of ``folder``'s ``config.json``, a mapping)."""
     mapping = isinstance(config, dict)
     model_type = config.get("model_type") if mapping else getattr(config, "model_type", None)
     family = find_family(model_type, part_of(config))
@@ -78,12 +73,7 @@ def register_family(family: Family) -> Family:
 
 
 def check_supported(config: Any, family: Family) -> None:
-    """Check the transformers config of a ``config.json`` whose family is known.
-
-    Raises:
-        UnsupportedModelError: the class names another language part, or the family refuses an
-            option.
-    """
+    """Check the transformers config of a ``config.json`` whose family is known."""
     if part_of(config) not in (None, family.part):
         raise UnsupportedModelError(_refusal(config.to_dict()))
     for fact in ("num_experts", "top_k", "moe_layers"):
@@ -99,9 +89,8 @@ def check_supported(config: Any, family: Family) -> None:
 def opened_as(family: Family, model: Any) -> Any:
     """``model``, with a note of its family, which was found when its checkpoint was opened.
 
-    Raises:
-        UnsupportedModelError: transformers' class lacks an option of the config, such as
-            ``topk_method: noaux_tc``, with which :func:`open_checkpoint` opens exports for vLLM.
+    Refused where transformers' class lacks an option of the config, such as ``topk_method:
+    noaux_tc``, with which :func:`open_checkpoint` opens exports for vLLM.
     """
     family.check(model.config)
     model.moe_family = family

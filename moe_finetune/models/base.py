@@ -48,11 +48,7 @@ TOP_K = (
 
 
 def key(*names: str) -> Callable[[Any], int]:
-    """The first of these integers that the config has; families' tests compare it with the class.
-
-    Raises:
-        AttributeError: it has none.
-    """
+    """The first of these integers that the config has; tests compare it with the class."""
 
     def read(config: Any) -> int:
         values = (getattr(config, name, None) for name in names)
@@ -184,11 +180,7 @@ FAMILIES: Registry[Family] = Registry("family", UnsupportedModelError)
 
 
 def after_dense_layers(config: Any) -> list[int]:
-    """MoE layers of a DeepSeek-style config: all but the first ``first_k_dense_replace``.
-
-    Raises:
-        UnsupportedModelError: ``first_k_dense_replace`` is not a number.
-    """
+    """MoE layers of a DeepSeek-style config: all but the first ``first_k_dense_replace``."""
     first = config.first_k_dense_replace
     if not isinstance(first, int):
         raise UnsupportedModelError(

@@ -27,10 +27,6 @@ def fresh_config(path: str | Path, changes: Mapping[str, Any]) -> tuple[PreTrain
     Args:
         path: folder or hub id.
         changes: keys of its ``config.json``, such as ``num_experts`` or ``n_shared_experts``.
-
-    Raises:
-        RecipeError: an unknown key, or values that the model type rejects.
-        UnsupportedModelError: the family does not support an option.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig

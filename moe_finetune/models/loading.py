@@ -34,10 +34,6 @@ def local_folder(path: str | Path, weights: bool = True, revision: str | None = 
     A hub id that is not in the cache is downloaded at ``revision`` (a branch, tag or commit),
     without code files; ``weights=False`` skips the safetensors files. For a path in a run's folder,
     the family that its recipe declares is registered.
-
-    Raises:
-        CheckpointError: no such folder, a hub id that cannot be downloaded, or a ``revision`` with
-            a folder.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -73,12 +69,7 @@ def local_folder(path: str | Path, weights: bool = True, revision: str | None = 
 
 
 def open_config(path: str | Path) -> tuple[PreTrainedConfig, Family]:
-    """Return the config and family of a supported checkpoint, without references to remote code.
-
-    Raises:
-        CheckpointError: the folder or its ``config.json`` is missing or damaged.
-        UnsupportedModelError: no family supports this ``model_type`` with these options.
-    """
+    """Return the config and family of a supported checkpoint, without references to remote code."""
     folder = local_folder(path, weights=False)
     raw = read_config(folder, quantized=True)
     if raw.get(QUANTIZATION) is not None:
@@ -97,11 +88,7 @@ def load_config(path: str | Path) -> PreTrainedConfig:
 
 
 def parse_config(folder: Path) -> PreTrainedConfig:
-    """transformers' config of a folder with a checked ``config.json``, even if unsupported.
-
-    Raises:
-        CheckpointError: a value that the model type rejects.
-    """
+    """transformers' config of a folder with a checked ``config.json``, even if unsupported."""
     from transformers import AutoConfig
     from transformers.activations import ACT2FN
 
@@ -142,9 +129,6 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
     because for the published DeepSeek checkpoints transformers 5 builds a different tokenizer from
     it. ``add_bos_token`` there, which transformers 5 drops, is honored, because those models saw it
     in training. Without ``tokenizer.json``, Moonlight's ``tiktoken.model`` is converted.
-
-    Raises:
-        CheckpointError: the folder has no tokenizer that can be read without remote code.
     """
     from transformers import PreTrainedTokenizerFast
 

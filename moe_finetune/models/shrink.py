@@ -25,9 +25,6 @@ def shrunk_config(config: Any, family: Family) -> Any:
     Expert groups, head sizes, kinds of layers and everything that is not a size are unchanged. If
     16 layers suffice for it, the model has every class of decoder layer with experts, and two such
     layers that follow each other, as the whole one has.
-
-    Raises:
-        NoSmallModelError: no smaller config of this type builds a model that runs.
     """
     full_model = meta_model(config)
     if sum(p.numel() for p in full_model.parameters()) <= SMALL:

@@ -150,11 +150,7 @@ def unknown_flags(experts: Any) -> list[str]:
 
 
 def layers_with_experts(config: Any) -> list[int]:
-    """Decoder layers of ``config`` with routed experts, in order; takes no memory.
-
-    Raises:
-        UnsupportedModelError: no layer has routed experts.
-    """
+    """Decoder layers of ``config`` with routed experts, in order; takes no memory."""
     layers = _layers(config.model_type, _text(config.to_dict()))
     if not layers:
         raise UnsupportedModelError(f"this {config.model_type} config has no layer with experts")
@@ -194,11 +190,7 @@ def shapes_on_disk(config: Any) -> dict[str, tuple[int, ...]]:
 
 
 def without_weights(config: Any) -> Any:
-    """The model of ``config`` on the meta device, the same object for equal configs.
-
-    Raises:
-        CheckpointError: see :func:`meta_model`.
-    """
+    """The model of ``config`` on the meta device, the same object for equal configs."""
     return _on_meta(config.model_type, _text(config.to_dict()))
 
 
@@ -250,11 +242,7 @@ def class_of(config: Any) -> Any:
 
 
 def meta_model(config: Any, attn_implementation: str | None = None) -> Any:
-    """The model of ``config`` on the meta device: names and shapes, no memory.
-
-    Raises:
-        CheckpointError: no model can be built from the config's values.
-    """
+    """The model of ``config`` on the meta device: names and shapes, no memory."""
     import torch
 
     try:

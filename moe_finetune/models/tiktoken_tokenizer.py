@@ -40,11 +40,7 @@ _OPTIONS = ("bos_token", "eos_token", "unk_token", "pad_token", "model_max_lengt
 
 
 def read_ranks(file: Path) -> dict[bytes, int]:
-    """Read ``token in base64, space, rank`` lines; ranks are 0, 1, 2 ... without a gap.
-
-    Raises:
-        CheckpointError: a wrong line; names file and line.
-    """
+    """Read ``token in base64, space, rank`` lines; ranks are 0, 1, 2 ... without a gap."""
     ranks: dict[bytes, int] = {}
     for line_number, line in enumerate(file.read_bytes().splitlines(), 1):
         if not line:
@@ -83,9 +79,6 @@ def load_tiktoken(folder: Path) -> PreTrainedTokenizerFast:
 
     Splits and merges like tiktoken with :data:`PATTERN`. Special tokens in a text are recognized;
     none are added at its ends.
-
-    Raises:
-        CheckpointError: a file is damaged, or the two files do not match.
     """
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import TikTokenConverter

@@ -58,9 +58,6 @@ def check_block(block: nn.Module, index: int) -> None:
     """Refuse a checkpoint wrapper within the MoE block of layer ``index``.
 
     The loss is evaluated outside the wrapper, from tensors that the wrapper discards.
-
-    Raises:
-        CaptureError: the block, its router or its experts are wrapped.
     """
     if any(hasattr(module, _INNER) for module in block.modules()):
         raise CaptureError(
@@ -70,11 +67,7 @@ def check_block(block: nn.Module, index: int) -> None:
 
 
 def check_layers(layers: Iterable[Any], use_cache: bool) -> None:
-    """Refuse checkpointing that would compute wrong losses; called before each forward.
-
-    Raises:
-        CaptureError: reentrant checkpointing, or a wrapped layer with a cache.
-    """
+    """Refuse checkpointing that would compute wrong losses; called before each forward."""
     for layer in layers:
         wrapped = hasattr(layer, _INNER)
         function: Any = getattr(layer, _FUNCTION, None)

@@ -35,11 +35,7 @@ _WRAP = ("transformers", "torch", "peft", "accelerate", "deepspeed", "moe_finetu
 
 
 def check_kernels(block: nn.Module, experts: Any, index: int) -> None:
-    """Refuse a block or experts whose forward another package replaced.
-
-    Raises:
-        ForeignKernelError: the message names the code that runs the layer and how to turn it off.
-    """
+    """Refuse a block or experts whose forward another package replaced."""
     for code in _foreign_code(block, experts):
         remedy = next((text for name, text in _REMEDIES.items() if code.startswith(name)), None)
         raise ForeignKernelError(

@@ -171,11 +171,7 @@ class Groups:
 
 
 def grouped_products(kernel: Kernel, *matrices: Tensor) -> bool:
-    """Whether products with these matrices run as one call; ``auto`` does so on GPUs.
-
-    Raises:
-        CaptureError: an unknown kernel, or ``grouped`` for matrices that ``grouped_mm`` rejects.
-    """
+    """Whether products with these matrices run as one call; ``auto`` does so on GPUs."""
     if kernel not in get_args(Kernel):
         raise CaptureError(f"kernel is '{kernel}', expected one of {', '.join(get_args(Kernel))}")
     if kernel == "loop" or (kernel == "auto" and matrices[0].device.type != "cuda"):

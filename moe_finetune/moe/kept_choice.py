@@ -24,9 +24,6 @@ def keep_choice(
 
     Both visits run the same operations: checkpointing compares the tensors that they save, and
     selective checkpointing asks in the second for what the first computed.
-
-    Raises:
-        CaptureError: the layer runs a second time in the same forward.
     """
     context = layer.context
     if context is None:

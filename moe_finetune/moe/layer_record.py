@@ -12,11 +12,7 @@ from moe_finetune.moe.spread import local, spread_of
 
 
 def make_record(layer: MoeLayer, context: ForwardContext) -> RoutingRecord:
-    """The record of the block that has just run, for losses and observers.
-
-    Raises:
-        CaptureError: the block's router or experts did not run.
-    """
+    """The record of the block that has just run, for losses and observers."""
     if layer.router_output is None or layer.result is None or layer.router_input is None:
         raise CaptureError(
             f"layer {layer.index}: the block ran without its router or its experts; check for "

@@ -141,11 +141,7 @@ def is_spread(experts: Any) -> bool:
 
 
 def is_concatenated(experts: Any) -> bool:
-    """Whether a stack has all gate rows before all up rows, instead of alternating rows.
-
-    Raises:
-        CaptureError: an older transformers does not declare it, and the class has its own gate.
-    """
+    """Whether a stack has all gate rows before all up rows, instead of alternating rows."""
     declared = getattr(experts, "is_concatenated", None)
     if declared is not None:
         return declared

@@ -54,11 +54,7 @@ def variants(module: Any) -> list[Any]:
 
 
 def active_adapter(wrapper: ParamWrapper) -> str | None:
-    """Name of the active adapter, or None if disabled or merged.
-
-    Raises:
-        CaptureError: several adapters are active on one parameter.
-    """
+    """Name of the active adapter, or None if disabled or merged."""
     if wrapper.disable_adapters or wrapper.merged:
         return None
     names = [name for name in wrapper.active_adapters if name in wrapper.lora_A]

@@ -128,9 +128,6 @@ def offload_experts(model: nn.Module, transfers: Transfers | None = None) -> Exp
     Args:
         model: with or without LoRA, its weights in memory.
         transfers: copies the bytes; by default to the current GPU.
-
-    Raises:
-        RecipeError: there is no GPU, or a stack is trainable.
     """
     if transfers is None:
         check_offload()
@@ -162,11 +159,7 @@ def _on_parts(stack: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def check_offload() -> None:
-    """Refuse offload where it cannot help.
-
-    Raises:
-        RecipeError: no GPU, or several processes, whose wrappers copy all parameters.
-    """
+    """Refuse offload where it cannot help."""
     if not torch.cuda.is_available():
         raise RecipeError(
             "model.offload: 'experts' moves stacks between a GPU and its host, but there is no "

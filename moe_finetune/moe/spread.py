@@ -84,9 +84,6 @@ def spread_experts(model: Any) -> Any:
 
     Args:
         model: a causal language model with all experts, equal on all ranks, without an adapter.
-
-    Raises:
-        RecipeError, UnsupportedModelError: see :func:`check_spread`.
     """
     ranks = distributed.get_world_size()
     check_spread(model, model_facts(model).num_experts, ranks, ranks)
@@ -94,12 +91,7 @@ def spread_experts(model: Any) -> Any:
 
 
 def check_spread(model: Any, experts: int, ranks: int, world: int) -> None:
-    """Refuse a number of ranks that cannot share ``model``'s experts; it may be on meta.
-
-    Raises:
-        RecipeError: it does not divide both the experts and the run's ranks.
-        UnsupportedModelError: transformers has no expert-parallel plan for the model.
-    """
+    """Refuse a number of ranks that cannot share ``model``'s experts; it may be on meta."""
     if experts % ranks:  # checked first: no number of processes would help
         fit = ", ".join(str(n) for n in range(2, experts + 1) if experts % n == 0)
         raise RecipeError(
@@ -162,11 +154,7 @@ def spread_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def spread_of(experts: Any) -> Spread | None:
-    """How ``experts`` are distributed over ranks, or None.
-
-    Raises:
-        CaptureError: they are distributed, but not by transformers' ``ep_dispatch_experts``.
-    """
+    """How ``experts`` are distributed over ranks, or None."""
     if not is_spread(experts):
         return None
     stack = experts.down_proj

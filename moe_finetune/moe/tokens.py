@@ -55,9 +55,6 @@ def read_tokens(
         pad_token_id: distinguishes padding after packed sequences from one-token sequences.
         labels_BL: labels of the enclosing model.
         count_labels: count only tokens that predict a label.
-
-    Raises:
-        CaptureError: no tokens, no labels although ``count_labels``, or an unreadable mask.
     """
     input_ids = kwargs.get("input_ids", args[0] if args else None)
     embeddings = kwargs.get("inputs_embeds")

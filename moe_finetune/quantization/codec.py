@@ -25,12 +25,7 @@ BITS = 4 + 32 / BLOCK
 
 
 def check_format(name: str | None, key: str = "quantization") -> bool:
-    """Return whether weights are to be quantized: whether ``name`` is not None or "none".
-
-    Raises:
-        RecipeError: an unknown format.
-        DependencyError: bitsandbytes cannot be used here.
-    """
+    """Return whether weights are to be quantized: whether ``name`` is not None or "none"."""
     if name in (None, "none"):
         return False
     if name != NF4:
@@ -41,11 +36,7 @@ def check_format(name: str | None, key: str = "quantization") -> bool:
 
 @functools.cache
 def bitsandbytes() -> Any:
-    """Import bitsandbytes, which registers its kernels with torch.
-
-    Raises:
-        DependencyError: it is not installed or cannot be imported.
-    """
+    """Import bitsandbytes, which registers its kernels with torch."""
     noisy = logging.getLogger("bitsandbytes")
     level, kernels = noisy.level, sys.modules.get("kernels")
     # On some processors its import fetches a kernel from the hub and runs it, where the package

@@ -49,11 +49,7 @@ class Format:
     of = ".weight"
 
     def parts(self, whole: str, stored: Mapping[str, TensorInfo]) -> list[TensorInfo]:
-        """The parts of the float tensor ``whole``, checked for presence and dtype.
-
-        Raises:
-            CheckpointError: a part is missing or has another dtype.
-        """
+        """The parts of the float tensor ``whole``, checked for presence and dtype."""
         stem = whole.removesuffix(self.of)
         names = [f"{stem}{suffix}" for suffix in self.suffixes]
         present = [stored[name] for name in names if name in stored]
@@ -77,28 +73,16 @@ class Format:
         return present
 
     def shape(self, parts: list[TensorInfo], read: Read) -> tuple[int, ...]:
-        """The float tensor's shape, from the parts' headers and the values of ``weight_shape``.
-
-        Raises:
-            CheckpointError: the parts' shapes do not match.
-        """
+        """The float tensor's shape, from the parts' headers and the values of ``weight_shape``."""
         raise NotImplementedError
 
     def values(self, parts: list[Tensor]) -> Tensor:
-        """Decode the parts of a tensor, or of one expert, to float32.
-
-        Raises:
-            ValueError: a scale erases values.
-        """
+        """Decode the parts of a tensor, or of one expert, to float32."""
         raise NotImplementedError
 
 
 def format_of(config: Mapping[str, Any], path: object) -> Format | None:
-    """The format declared in a ``config.json``; None for a checkpoint of floats.
-
-    Raises:
-        UnsupportedModelError: the format is not supported; names it.
-    """
+    """The format declared in a ``config.json``; None for a checkpoint of floats."""
     section = config.get(QUANTIZATION)
     if section is None:
         return None
@@ -217,11 +201,7 @@ _DEFAULTS = {"num_bits": 8, "type": "int", "symmetric": True, "actorder": None}
 
 
 def _group_size(section: Mapping[str, Any], path: object) -> int | None:
-    """Number of columns that share a scale; None for one scale per row.
-
-    Raises:
-        UnsupportedModelError: not symmetric 4-bit integers, or groups that differ.
-    """
+    """Number of columns that share a scale; None for one scale per row."""
 
     def refuse(problem: str) -> UnsupportedModelError:
         return UnsupportedModelError(
