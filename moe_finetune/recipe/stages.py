@@ -123,7 +123,6 @@ LIMITS = {
     "save_steps": Field(gt=0),
     "save_total_limit": Field(ge=1),
     "dataloader_num_workers": Field(ge=0),
-    "pad_to_multiple_of": Field(ge=1),
     "seed": Field(ge=0, lt=2**32),
     "data_seed": Field(ge=0, lt=2**32),
     "max_completion_length": Field(ge=1),

@@ -113,6 +113,9 @@ def _refused_here(trainer: Mapping[str, Any]) -> Iterator[str]:
         yield "trainer.fp16: does not scale the losses inside the layers; use model.dtype: bfloat16"
     if trainer.get("ignore_data_skip"):
         yield "trainer.ignore_data_skip: --resume would train on other rows; leave it out"
+    multiple = trainer.get("pad_to_multiple_of")  # or "auto"
+    if isinstance(multiple, int) and multiple < 1:
+        yield f"trainer.pad_to_multiple_of: must be 1 or more, not {multiple}; leave it out"
     for key in CHECKPOINTING:
         checkpointing = trainer.get(f"{key}_kwargs")
         if isinstance(checkpointing, dict) and checkpointing.get("use_reentrant"):
