@@ -108,10 +108,6 @@ def open_adapter(path: str | Path | Adapter) -> Adapter:
     """Open an adapter folder written by PEFT (or by this toolkit), reading headers only.
 
     An adapter that is already open is returned unchanged.
-
-    Raises:
-        AdapterError: the folder or a file is missing or damaged, or the adapter's type cannot be
-            merged as LoRA.
     """
     if isinstance(path, Adapter):
         return path
@@ -144,12 +140,7 @@ def open_adapter(path: str | Path | Adapter) -> Adapter:
 
 
 def read_bias(folder: Path) -> dict[int, list[float]] | None:
-    """The loss-free routing bias in an adapter's folder, by decoder layer; None without one.
-
-    Raises:
-        AdapterError: the file is damaged, or contains anything but one finite vector for each
-            layer.
-    """
+    """The loss-free routing bias in an adapter's folder, by decoder layer; None without one."""
     file = folder / BIAS_FILE
     if not file.is_file():
         if read_metadata(folder).extra.get("router_bias"):
@@ -222,11 +213,7 @@ def write_metadata(
 
 
 def read_metadata(folder: str | Path) -> AdapterMetadata:
-    """Read ``moe_finetune.json``; an adapter without the file gets the defaults.
-
-    Raises:
-        AdapterError: the file does not have the format that the module's docstring describes.
-    """
+    """Read ``moe_finetune.json``; an adapter without the file gets the defaults."""
     file = Path(folder) / METADATA
     if not file.is_file():
         return AdapterMetadata()
@@ -257,11 +244,7 @@ def _experts(file: Path, value: Any) -> dict[int, tuple[int, ...]] | None:
 
 
 def check_belongs(adapter: Adapter, base: Checkpoint) -> None:
-    """Check that ``adapter``, whose tensors fit ``base``, is finite and made for it.
-
-    Raises:
-        AdapterError: names the tensor that is not finite, or both bases' fingerprints.
-    """
+    """Check that ``adapter``, whose tensors fit ``base``, is finite and made for it."""
     from moe_finetune.checkpoint.files import check_values
 
     _check_tables(adapter, base)

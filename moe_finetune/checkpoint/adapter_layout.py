@@ -37,10 +37,6 @@ def grouped_by_expert(config: Mapping[str, Any], parameter: str, location: Path)
         config: ``adapter_config.json``.
         parameter: name in the experts module, such as ``gate_up_proj``.
         location: the path at the start of an error message.
-
-    Raises:
-        AdapterError: the marker has an unknown value, or Unsloth made the adapter and no marker
-            gives its packing.
     """
     layout = config.get(MARKER)
     detail = config.get(DETAIL)
@@ -88,9 +84,6 @@ def outputs_first(
     """Return whether ``lora_A`` of a stack (E, O, I) has the outputs, as before PEFT 0.19.
 
     The shapes decide unless the matrix is square; then the PEFT version that wrote the file does.
-
-    Raises:
-        AdapterError: the shapes fit both layouts and the version is missing.
     """
     if out_size != in_size:
         return (a_shape[-1], b_shape[0]) == (out_size, in_size)

@@ -44,11 +44,7 @@ def router_name(base: Checkpoint, layer: int) -> str:
 
 
 def bias_config(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of ``config.json`` that a checkpoint with a bias needs and ``config`` lacks.
-
-    Raises:
-        UnsupportedModelError: this family or config cannot store a routing bias.
-    """
+    """Fields of ``config.json`` that a checkpoint with a bias needs and ``config`` lacks."""
     if family.bias_export == "none":
         raise UnsupportedModelError(
             f"{family.title} cannot store a routing bias; leave it out with merge --drop-bias "
@@ -65,11 +61,7 @@ def bias_config(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_bias(base: Checkpoint, bias: Mapping[int, Sequence[float]]) -> None:
-    """Check that ``bias`` has one finite number for each expert of its layers.
-
-    Raises:
-        CheckpointError: a layer has no experts, or its bias has the wrong length or is not finite.
-    """
+    """Check that ``bias`` has one finite number for each expert of its layers."""
     for layer, values in bias.items():
         experts = base.experts.get(layer)
         if experts is None:
@@ -92,10 +84,6 @@ def plan_bias(
 
     Returns:
         tensors: name -> the base's file that will contain it, and the values (E,) in float32.
-
-    Raises:
-        CheckpointError: see :func:`check_bias`.
-        UnsupportedModelError: this family cannot store a routing bias.
     """
     family = base.family
     if not bias:

@@ -31,13 +31,6 @@ def convert_checkpoint(source: str | Path, output: str | Path) -> Path:
     The safetensors files keep their names and bytes; where the file system supports it, the copies
     share disk blocks. ``config.json`` loses only ``auto_map``. The tokenizer becomes
     ``tokenizer.json``. Shards without an index get one. The folder appears complete or not at all.
-
-    Raises:
-        CheckpointError: ``source`` is missing, incomplete or damaged, or one of its files is a link
-            that leaves it.
-        UnsupportedModelError: no family supports its model type.
-        OutputExistsError, OutputBusyError, DiskSpaceError: ``output`` is not empty, is being
-            written, or does not fit on the disk.
     """
     from moe_finetune.checkpoint.files import check_values  # needs torch
 

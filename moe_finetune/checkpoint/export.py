@@ -109,9 +109,6 @@ def write_tokenizer(source: Path, output: Path) -> None:
     ``tokenizer.json`` gets what :func:`load_tokenizer` returns: splitting, merges, added tokens,
     and a beginning-of-sequence token if the settings ask for one. ``tokenizer_config.json`` keeps
     its settings but names a class that reads ``tokenizer.json`` unchanged, and no code.
-
-    Raises:
-        CheckpointError: ``source`` has no tokenizer that loads without remote code.
     """
     load_tokenizer(source).backend_tokenizer.save(str(output / "tokenizer.json"))
     for name in ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja"):

@@ -105,9 +105,6 @@ def check_values(
     """Read every float tensor once, at the speed of the disk.
 
     What this process has already checked, in files that have not changed, is skipped.
-
-    Raises:
-        error: names the file and the first tensor that contains NaN or infinity.
     """
     chosen = [info for info in tensors if info.dtype in FLOATS]
     stamps = {file: _stamp(file) for file in {info.file for info in chosen}}

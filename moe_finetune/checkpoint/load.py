@@ -90,11 +90,7 @@ def load_model(
 
 
 def one_device(device_map: Any) -> torch.device:
-    """The device of a quantized model; default: this process's GPU if it has one.
-
-    Raises:
-        RecipeError: ``device_map`` spreads the model.
-    """
+    """The device of a quantized model; default: this process's GPU if it has one."""
     import torch
 
     if isinstance(device_map, dict) and len(set(device_map.values())) == 1:
@@ -125,10 +121,8 @@ def forget_generation_defaults(model: Any, pad_token_id: int | None) -> None:
 def read_weights(
     folder: Path, config: PreTrainedConfig, expert_ranks: int = 1, **options: Any
 ) -> Any:
-    """Load the causal language model of ``config`` from a checked folder; no weight stays random.
-
-    Raises:
-        CheckpointError: tensors are missing or do not fit the config.
+    """Load the causal language model of ``config`` from a checked folder; no weight stays
+    random.
     """
     from transformers import GenerationConfig
 
@@ -166,12 +160,7 @@ def read_weights(
 
 
 def check_attention(name: str | None) -> None:
-    """Refuse an attention kernel that transformers would fetch from the hub.
-
-    Raises:
-        RecipeError: the name is unknown.
-        DependencyError: the name is a flash attention kernel whose package is not installed.
-    """
+    """Refuse an attention kernel that transformers would fetch from the hub."""
     check_kernel(name, "attn_implementation", RecipeError)
     package = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
     if name in package and find_spec(package[name]) is None:

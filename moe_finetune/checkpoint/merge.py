@@ -177,11 +177,6 @@ def plan_merge(
     Args:
         dtype: "float32", "float16", "bfloat16", or None to keep each tensor's stored dtype.
         bias: loss-free routing bias by decoder layer, one number per expert.
-
-    Raises:
-        AdapterError: see :func:`moe_finetune.checkpoint.updates.read_updates`.
-        CheckpointError: a tensor to change has a dtype that cannot be added to.
-        UnsupportedModelError: the family cannot store a bias.
     """
     if dtype is not None and dtype not in STORED:
         raise CheckpointError(f"dtype '{dtype}' must be one of {', '.join(STORED)}")

@@ -108,11 +108,6 @@ def open_checkpoint(
         values: also read every tensor, at the speed of the disk, and refuse NaN and infinity;
             otherwise only headers are read.
         stored: also accept a quantized checkpoint; read its tensors through ``quantized``.
-
-    Raises:
-        CheckpointError: the folder is missing, incomplete or damaged, has no safetensors, or does
-            not fit its config; the message names the file or tensor.
-        UnsupportedModelError: no family supports its ``model_type`` with these options.
     """
     from moe_finetune.checkpoint.names import Names  # needs torch, this file does not
     from moe_finetune.models.loading import parse_config
@@ -152,10 +147,8 @@ def open_checkpoint(
 
 
 def check_only_weights(folder: Path, files: Mapping[str, Header]) -> None:
-    """Refuse a single weight file that contradicts the shards; report an adapter left next to them.
-
-    Raises:
-        CheckpointError: ``model.safetensors`` and the index's shards have other content.
+    """Refuse a single weight file that contradicts the shards; report an adapter left next to
+    them.
     """
     if (folder / INDEX).is_file() and SINGLE not in files and (folder / SINGLE).is_file():
         from moe_finetune.checkpoint.files import fingerprint
@@ -198,9 +191,6 @@ def only_weights(folder: Path) -> Iterator[Path]:
 def check_folder(folder: Path, config: Any, values: bool = True) -> None:
     """Check tensors and, with ``values``, their values before weights are loaded, also of dense
     models.
-
-    Raises:
-        CheckpointError, UnsupportedModelError: see :func:`open_checkpoint`.
     """
     from moe_finetune.checkpoint.names import Names
 
@@ -250,10 +240,6 @@ def _check_tensors(
 
     Returns:
         the tensors that loaders ignore, each with the part it belongs to.
-
-    Raises:
-        CheckpointError: names the tensor that is missing, unexpected, of the wrong shape, or of the
-            wrong dtype.
     """
     if family is not None:
         experts, chosen = family.num_experts(config), family.top_k(config)

@@ -62,13 +62,7 @@ Form = Callable[[Adapter, Checkpoint, Path], Path]
 
 @one_writer
 def convert_adapter(path: str | Path, base: str | Path, output: str | Path, form: Form) -> Path:
-    """Write the adapter ``path`` of ``base`` in another form to the folder ``output``.
-
-    Raises:
-        AdapterError: the adapter is damaged or belongs to another base, or the form cannot express
-            it; names the tensor.
-        OutputExistsError, OutputBusyError: ``output`` is not empty, or is being written.
-    """
+    """Write the adapter ``path`` of ``base`` in another form to the folder ``output``."""
     output = Path(output)
     check_output(output)
     opened = open_checkpoint(base, stored=True)
@@ -92,9 +86,6 @@ def as_peft(adapter: Adapter, base: Checkpoint, output: Path, rewrite: bool = Fa
     """``adapter``'s own folder if PEFT reads it correctly; else ``output`` with a rewritten one.
 
     With ``rewrite`` it is always written, and stacks have a scaling of 1.
-
-    Raises:
-        AdapterError, CheckpointError: as for a merge, or PEFT has no form for the adapter.
     """
     updates = read_updates(adapter, base)
     if updates.for_peft and not rewrite:
@@ -166,10 +157,6 @@ def with_adapter(model: Any, adapter: Adapter, base: Checkpoint, partial: bool =
     Args:
         base: the checkpoint of ``model``.
         partial: ``model`` has only the first layers.
-
-    Raises:
-        AdapterError: PEFT cannot apply the adapter, or one of its tensors has no place in the model
-            or the other way round.
     """
     with TemporaryDirectory() as scratch:
         folder = as_peft(adapter, base, Path(scratch) / "adapter")
@@ -255,11 +242,7 @@ def _write(output: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor
 
 @torch.no_grad()
 def as_per_expert(adapter: Adapter, base: Checkpoint, output: Path) -> Path:
-    """Write factors for each matrix of each expert, under the names in the base's files.
-
-    Raises:
-        AdapterError: the base has stacks, or the adapter changes a tensor that is no matrix.
-    """
+    """Write factors for each matrix of each expert, under the names in the base's files."""
     tensors: dict[str, Tensor] = {}
     scales: dict[str, tuple[int, float]] = {}
     with TemporaryDirectory() as scratch:

@@ -26,11 +26,7 @@ MAY_LACK = "e_score_correction_bias"
 
 
 def lora_config(adapter: Adapter) -> Any:
-    """The adapter's config as PEFT's, with initial values, some of which would need weights.
-
-    Raises:
-        AdapterError: PEFT refuses the config.
-    """
+    """The adapter's config as PEFT's, with initial values, some of which would need weights."""
     from peft import LoraConfig
 
     names = {field.name for field in fields(LoraConfig)} - {"peft_type", "auto_mapping"}

@@ -25,9 +25,6 @@ class QuantizedTensors:
     Attributes:
         tensors: name, shape and float dtype of every tensor, as in an unquantized checkpoint;
             ignore their offsets.
-
-    Raises:
-        CheckpointError: a part is missing, or its dtype or shape does not fit the other parts.
     """
 
     def __init__(self, stored: Mapping[str, TensorInfo], form: Format):

@@ -119,9 +119,6 @@ def for_merge(base: Checkpoint, adapter: Path, choice: str | None) -> tuple[dict
 
     Args:
         choice: "base" or "adapter"; None takes the adapter's where they say something else.
-
-    Raises:
-        AdapterError: the tokenizers contradict each other; names the token.
     """
     if choice == "base" or not has_tokenizer(adapter):
         return {}, ""

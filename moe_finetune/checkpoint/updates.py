@@ -113,12 +113,7 @@ class Part:
 
 
 def check_adapter(path: str | Path, base: Checkpoint) -> Adapter:
-    """Open an adapter to use unmerged with ``base``, with all checks of a merge.
-
-    Raises:
-        AdapterError: see :func:`read_updates` and :func:`check_belongs`.
-        CheckpointError: a bias is for a layer without experts, or has the wrong length.
-    """
+    """Open an adapter to use unmerged with ``base``, with all checks of a merge."""
     adapter = open_adapter(path)
     read_updates(adapter, base)
     check_bias(base, read_bias(adapter.folder) or {})
@@ -127,12 +122,7 @@ def check_adapter(path: str | Path, base: Checkpoint) -> Adapter:
 
 
 def read_updates(adapter: Adapter, base: Checkpoint) -> Updates:
-    """All updates of ``adapter`` to ``base``.
-
-    Raises:
-        AdapterError: names the tensor that is missing, does not belong to the base or its config,
-            or does not have the shape of the base's tensor.
-    """
+    """All updates of ``adapter`` to ``base``."""
     of_files = names_files(adapter, base)
     attention_only = not of_files and lacks_experts(adapter, base)
     if of_files:

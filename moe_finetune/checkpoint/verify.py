@@ -224,11 +224,7 @@ def _judge(merged: Checkpoint, error: float, moved: float) -> str:
 
 
 def _compare(base: Checkpoint, merged: Checkpoint, change: Change) -> tuple[int, int]:
-    """Number of elements, and of those that are off by one step of a 16-bit dtype.
-
-    Raises:
-        NumericsError: the merged tensor is not base + delta.
-    """
+    """Number of elements, and of those that are off by one step of a 16-bit dtype."""
     before = _read(base, change) if change.saved is None else change.saved
     after = _read(merged, change)
     delta = change.of(before.float())

@@ -30,11 +30,7 @@ class SpecializationArgs(BaseModel):
 
 
 class SpecializationPlugin(BasePlugin):
-    """Adds the section's method to axolotl's trainer.
-
-    Raises:
-        RecipeError: the config has the plugin but no ``specialization:`` section.
-    """
+    """Adds the section's method to axolotl's trainer."""
 
     def get_input_args(self) -> str:
         return f"{__name__}.{SpecializationArgs.__name__}"

@@ -24,9 +24,6 @@ def train(config: str | Path, overrides: Sequence[str] = ()) -> None:
     Args:
         config: a LLaMA-Factory config in YAML or JSON.
         overrides: ``key=value`` as on its command line.
-
-    Raises:
-        RecipeError: the section is missing or invalid.
     """
     arguments = read_yaml(Path(config), RecipeError)
     if not isinstance(arguments, dict):

@@ -56,12 +56,7 @@ def supervised_routing_loss(
 
 
 def load_token_frequencies(path: str | Path) -> Tensor:
-    """Read a ``(V, E)`` float32 table from the ``token_frequencies`` tensor of a safetensors file.
-
-    Raises:
-        ObjectiveError: a missing or damaged file, a wrong key or shape, or rows that do not sum to
-            1.
-    """
+    """Read a (V, E) float32 table from the ``token_frequencies`` tensor of a safetensors file."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

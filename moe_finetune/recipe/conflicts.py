@@ -137,9 +137,6 @@ def check_resumable(saved: Any, resumed: Any, where: str) -> list[str]:
 
     Args:
         where: the file of ``saved``.
-
-    Raises:
-        RecipeError: other keys differ; the message names them.
     """
     old, new = (dict(leaves(recipe.to_mapping())) for recipe in (saved, resumed))
     changed = sorted(key for key in {*old, *new} if old.get(key) != new.get(key))

@@ -21,9 +21,6 @@ def check_early(tree: Tree, recipe: type[BaseModel]) -> None:
 
     Args:
         recipe: the class whose fields are the keys.
-
-    Raises:
-        RecipeError: as the whole validation would, a line for each problem found here.
     """
     if "trl" in sys.modules:
         return

@@ -90,10 +90,6 @@ def resolve_method(method: str | dict[str, Any] | Method | None, **overrides: An
     """Resolve a preset's name or a ``method:`` mapping to a validated :class:`Method`.
 
     ``overrides`` are keys of ``method:`` that win over the mapping. Terms of weight 0 are removed.
-
-    Raises:
-        RecipeError: an unknown preset, term or option (with the nearest known one), or a value
-            outside its range.
     """
     if isinstance(method, Method):
         options = method.model_dump(mode="json")

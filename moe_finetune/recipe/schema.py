@@ -116,11 +116,7 @@ class Recipe(WholeRecipe):
 
 
 def load_recipe(paths: Sequence[str | Path] | str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read, merge, override and validate recipe files (later ones win).
-
-    Raises:
-        RecipeError: one line for each problem, with the file, line and dotted key.
-    """
+    """Read, merge, override and validate recipe files (later ones win)."""
     if isinstance(paths, str | Path):
         paths = [paths]
     return recipe_from_tree(load_tree(paths, overrides))

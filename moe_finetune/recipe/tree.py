@@ -64,10 +64,6 @@ def load_tree(paths: Iterable[str | Path], overrides: Sequence[str] = ()) -> Tre
     """Read recipe files and the files they extend, then apply ``key.path=value`` overrides.
 
     ``recipes/...`` falls back to the package's file of that name.
-
-    Raises:
-        RecipeError: a file is missing, is not YAML or extends itself, a key is duplicate, or an
-            override cannot be applied. The message names file and line.
     """
     tree, read = Tree(), dict[Path, Tree]()
     for path in paths:

@@ -18,12 +18,7 @@ Model = TypeVar("Model", bound=BaseModel)
 def from_tree(
     model: type[Model], tree: Tree, refused: type[MoeFinetuneError] = RecipeError, **defaults: Any
 ) -> Model:
-    """Validate merged values, with ``defaults`` for missing keys.
-
-    Raises:
-        RecipeError (or ``refused``): one line for each problem, with where it was written and the
-            dotted key.
-    """
+    """Validate merged values, with ``defaults`` for missing keys."""
     # So that the required keys of a missing section are named.
     empty: dict[str, Any] = {
         name: {}

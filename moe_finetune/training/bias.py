@@ -123,11 +123,7 @@ def save_beside(balancer: BiasBalancer, layers: Sequence[MoeLayer], adapter: Pat
 def add_bias(
     balancer: BiasBalancer, layers: Sequence[MoeLayer], state: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return a whole model's ``state`` with the bias in its family's tensor.
-
-    Raises:
-        UnsupportedModelError: the family's checkpoints have no tensor for the bias.
-    """
+    """Return a whole model's ``state`` with the bias in its family's tensor."""
     family = layers[0].family
     bias_config(family, layers[0].experts.config.to_dict())
     values = balancer.effective(layers)

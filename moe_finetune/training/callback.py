@@ -91,12 +91,7 @@ class AccumulationWindow:
         self._current = 1
 
     def begin(self, args: Any, dataloader: Any, state: Any) -> None:
-        """Record the window at the start of training; detach a trainer of an earlier training.
-
-        Raises:
-            ObjectiveError: gradient accumulation over data of unknown length without an attached
-                trainer.
-        """
+        """Record the window at the start of training; detach a trainer of an earlier training."""
         self._steps = self._current = args.gradient_accumulation_steps
         self._batches = None
         if self.trainer is not None and self.trainer.state is not state:
@@ -188,11 +183,7 @@ class SpecializationCallback(TrainerCallback, ExportableState):
 
     @staticmethod
     def split_section(section: Any) -> tuple[str | dict[str, Any], dict[str, Any]]:
-        """Split one mapping, or a preset's name, into a method and this callback's options.
-
-        Raises:
-            RecipeError: ``section`` is neither.
-        """
+        """Split one mapping, or a preset's name, into a method and this callback's options."""
         if isinstance(section, str):
             return section, {}
         if not isinstance(section, Mapping):

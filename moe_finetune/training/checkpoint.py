@@ -34,9 +34,6 @@ def write_manifest(
     Args:
         hashed: manifest entries of files that other ranks have written and hashed.
         run: the id of the run that wrote it.
-
-    Raises:
-        OSError: the disk is full or fails, or another node's files are missing.
     """
     entries = dict(hashed or {})
     for name in entries:
@@ -63,9 +60,6 @@ def verify_checkpoint(folder: Path, hashes: bool = True, share: tuple[int, int] 
     Args:
         hashes: read every byte; otherwise only names and sizes.
         share: (rank, ranks); each rank reads its share of the bytes.
-
-    Raises:
-        CheckpointError: a file is missing or damaged.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -112,11 +106,7 @@ def checkpoints(root: Path) -> list[Path]:
 
 
 def newest_checkpoint(root: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that verifies, and why each newer one was skipped.
-
-    Raises:
-        OtherFormatError: another version wrote it; to skip it would start the run again.
-    """
+    """The newest checkpoint that verifies, and why each newer one was skipped."""
     problems = []
     for folder in checkpoints(root):
         try:

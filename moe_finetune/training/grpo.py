@@ -189,11 +189,7 @@ class PinsExperts(_Trainer):
         return result
 
     def replay_from(self, recipe: Recipe, callback: SpecializationCallback) -> None:
-        """Begin the replay that ``recipe`` asks for; called once the trainer is built.
-
-        Raises:
-            RecipeError: its vLLM server does not return experts.
-        """
+        """Begin the replay that ``recipe`` asks for; called once the trainer is built."""
         self.callback, self.replay = callback, recipe.router.replay
         if self.replay != "rollout":
             return
@@ -300,11 +296,7 @@ def _order_of_epoch(sampler: Any, epoch: int) -> None:
 
 
 def check_rollouts(recipe: Recipe, family: Family) -> None:
-    """Refuse rollouts of a family whose class samples wrongly with padding.
-
-    Raises:
-        RecipeError: transformers would sample completions of prompts of different lengths.
-    """
+    """Refuse rollouts of a family whose class samples wrongly with padding."""
     if STAGES[recipe.stage].form != "prompts" or recipe.trainer.get("use_vllm"):
         return
     if not family.rows.generates_padded:
@@ -316,11 +308,7 @@ def check_rollouts(recipe: Recipe, family: Family) -> None:
 
 
 def check_replay(recipe: Recipe, family: Family) -> None:
-    """Refuse a family whose experts cannot be replayed, or whose rollouts lack the learned bias.
-
-    Raises:
-        RecipeError: the message names what its router does instead.
-    """
+    """Refuse a family whose experts cannot be replayed, or whose rollouts lack the learned bias."""
     replay = recipe.router.replay
     if replay != "off" and family.own_weights is not None:
         raise RecipeError(
@@ -341,9 +329,6 @@ def check_engine(recipe: Recipe, arguments: Any) -> None:
 
     Args:
         arguments: the stage's TRL config.
-
-    Raises:
-        RecipeError: names what is missing.
     """
     replay = recipe.router.replay
     if replay == "off":

@@ -122,11 +122,7 @@ class EndsAsPlanned(TrainerCallback):
     on_step_end = on_log = on_evaluate = on_save = on_epoch_end = _note
 
     def check(self, state: Any) -> None:
-        """Report that a callback ended the run, or raise if nothing did.
-
-        Raises:
-            DataError: training ended before its steps.
-        """
+        """Report that a callback ended the run, or raise if nothing did."""
         if state.global_step >= state.max_steps:
             return
         if self.asked_at is None:

@@ -54,9 +54,6 @@ class HostRun:
     Args:
         output: a new or empty folder, unless the trainer resumes.
         dropout: LoRA dropout inside the experts.
-
-    Raises:
-        OutputExistsError: ``output`` contains other files, or a run that is not resumed.
     """
 
     def __init__(self, output: Path, method: Method, dropout: float):

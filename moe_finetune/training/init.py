@@ -88,12 +88,7 @@ _QUANTIZED = ({"model.quantization": "nf4"}, "frozen weights in 4 bits")
 
 
 def describe(checkpoint: str) -> tuple[str, Any, Any]:
-    """Return a sentence that describes the checkpoint, its family and its config.
-
-    Raises:
-        CheckpointError: no such checkpoint.
-        UnsupportedModelError: no family supports its ``model_type``.
-    """
+    """Return a sentence that describes the checkpoint, its family and its config."""
     config, family = open_config(checkpoint)
     layers = family.moe_layers(config)
     summary = (
@@ -110,10 +105,6 @@ def starter(answers: Answers, changes: Sequence[Line] = (), gpu: float | None = 
     Args:
         changes: values to change so that a step fits, as :func:`memory_changes` returns them.
         gpu: GiB of the GPU that it is written for; None for this machine.
-
-    Raises:
-        RecipeError: an unknown method.
-        DataError: the rows cannot be read, or their layout is unknown.
     """
     check_method(answers.preset)
     summary, family, config = describe(answers.checkpoint)
@@ -285,11 +276,7 @@ def check_method(name: str) -> None:
 
 
 def layout(source: str, stage: str = "sft") -> str:
-    """The detected layout of the first row of ``source``.
-
-    Raises:
-        DataError: the row cannot be read, or its fields are unknown.
-    """
+    """The detected layout of the first row of ``source``."""
     if stage != "sft":
         former: Any = StageFormer(STAGES[stage])
         next(iter(SourceReader(DataSource(path=source), DataSection(train=source), 0, former)))
@@ -304,10 +291,6 @@ def write_starter(answers: Answers, output: Path, gpu: float | None = None) -> s
 
     Args:
         gpu: GiB of the GPU that a step shall fit; None for this machine.
-
-    Raises:
-        OutputExistsError: the file exists.
-        EvaluationError: an unknown suite.
     """
     refuse_existing(output)
     values = yaml.safe_load(starter(answers))

@@ -54,9 +54,6 @@ def check_inputs(run: RunFolder, start: Start, fingerprints: Mapping[str, str]) 
     """Refuse inputs whose content is not what the run began with.
 
     Validation rows that do not choose the model are only reported.
-
-    Raises:
-        RecipeError: names each changed input.
     """
     noted = read_inputs(run).get("inputs")
     if noted is None:

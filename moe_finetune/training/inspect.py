@@ -127,11 +127,7 @@ class DenseInspection:
 
 
 def inspect_dense(source: str) -> DenseInspection | None:
-    """Describe a dense checkpoint, by its headers; None if ``source`` is not one.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or a tensor does not fit the config.
-    """
+    """Describe a dense checkpoint, by its headers; None if ``source`` is not one."""
     from moe_finetune.checkpoint.dense import is_dense, open_dense
     from moe_finetune.models.loading import local_folder, parse_config
 
@@ -162,11 +158,6 @@ def inspect_checkpoint(
     Args:
         gpu: memory of one GPU in GiB, to predict whether the recipe fits.
         gpus: number of GPUs that share the weights by FSDP2.
-
-    Raises:
-        CheckpointError: the folder is incomplete, or a file header is damaged.
-        UnsupportedModelError: no family supports its ``model_type``.
-        RecipeError: the recipe's LoRA targets match nothing.
     """
     from moe_finetune.models.loading import open_config
 

@@ -114,9 +114,6 @@ def stored_bytes(model: nn.Module, recipe: Recipe, gpus: int = 1) -> Stored:
     Args:
         model: the result of ``add_lora``.
         gpus: number of GPUs that share all but spread experts by FSDP2, one unit a decoder layer.
-
-    Raises:
-        RecipeError: a setting that FSDP2 refuses.
     """
     offload = recipe.model.offload == "experts"
     if gpus > 1 and offload:
@@ -303,9 +300,6 @@ def plan_recipe(config: Any, recipe: Recipe, device: Device = "cuda", gpus: int 
         device: where it would train; decides TRL's default for checkpointing and its code for
             logits.
         gpus: number of GPUs that share weights, gradients and states by FSDP2.
-
-    Raises:
-        RecipeError: settings that FSDP2 refuses.
     """
     from moe_finetune.lora.targets import add_lora
 

@@ -71,11 +71,7 @@ def packing_problem(config: Any, family: Family) -> str | None:
 
 
 def check_packing(config: Any, family: Family) -> None:
-    """Refuse to pack rows if a declared family does not keep sequences separate.
-
-    Raises:
-        RecipeError: names the fact to declare or the key to set.
-    """
+    """Refuse to pack rows if a declared family does not keep sequences separate."""
     problem = packing_problem(config, family)
     if problem is not None:
         raise RecipeError(f"data.packing: {problem}; or set data.packing: false")

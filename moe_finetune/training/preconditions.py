@@ -31,10 +31,8 @@ def expert_ranks(recipe: Recipe) -> int:
 
 
 def check_whole_rows(args: Any = None) -> None:
-    """Refuse context parallelism: losses are means over whole rows, but a rank has parts of them.
-
-    Raises:
-        ObjectiveError: accelerate's environment or ``args`` set ``cp_size`` or ``sp_size``.
+    """Refuse context parallelism: losses are means over whole rows, but a rank has parts of
+    them.
     """
     config: Any = getattr(args, "parallelism_config", None)
     for name in ("cp_size", "sp_size"):
@@ -72,9 +70,6 @@ def load_on_each_rank(setting: str, otherwise: str) -> None:
     """Prepare FSDP2 for ``setting``: each process reads its own weights; refuse other sharding.
 
     Accelerate's loading on rank 0 would broadcast float values, and rank 0's experts to all.
-
-    Raises:
-        RecipeError: FSDP1 or CPU offload is on.
     """
     if not launched_by("FSDP"):
         return
@@ -97,10 +92,6 @@ def check_arguments(args: Any, method: Method, config: Any) -> None:
     Args:
         args: any transformers or TRL training arguments.
         method: the method to train with.
-
-    Raises:
-        ObjectiveError: fp16 (also if accelerate's environment sets it), context parallelism, the
-            trainer's own balance loss, or labels that the model is never called with.
     """
     if args.fp16 or getattr(args, "mixed_precision", "") == "fp16":
         raise ObjectiveError(_FP16)
@@ -134,11 +125,7 @@ def check_equal_steps(dataloader: Any) -> None:
 
 
 def check_forward(config: Any, kwargs: dict[str, Any], device: torch.device) -> None:
-    """Refuse a training forward of the backbone that adds its own balance loss.
-
-    Raises:
-        ObjectiveError: fp16 autocast, or router logits requested for a balance loss.
-    """
+    """Refuse a training forward of the backbone that adds its own balance loss."""
     if (
         torch.amp.is_autocast_available(device.type)
         and torch.is_autocast_enabled(device.type)

@@ -54,9 +54,6 @@ def prepare(recipe: Recipe, ignore_memory: bool = False) -> Inputs:
 
     Args:
         ignore_memory: allow a run that exceeds this machine's memory.
-
-    Raises:
-        MoeFinetuneError: the run cannot start; names the key and the remedy.
     """
     from moe_finetune.data.stages import load_for_stage
     from moe_finetune.lora.coverage import lora_coverage
@@ -267,11 +264,7 @@ def check_ids(start: Start, model: Any, largest_id: int, arguments: Any) -> None
 
 
 def build_model(start: Start) -> nn.Module:
-    """The run's model with its adapter on the meta device.
-
-    Raises:
-        RecipeError: this machine or the model rejects a setting; names its key.
-    """
+    """The run's model with its adapter on the meta device."""
     import torch
 
     from moe_finetune.lora.targets import add_lora

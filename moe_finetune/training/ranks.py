@@ -43,11 +43,7 @@ def any_rank(flag: bool) -> bool:
 
 
 def together(action: Callable[[], Result]) -> Result:
-    """Return ``action()`` of this rank; if it fails on one rank, it fails on all.
-
-    Raises:
-        MoeFinetuneError: what ``action`` raised here; a reference to it on the others.
-    """
+    """Return ``action()`` of this rank; if it fails on one rank, it fails on all."""
     try:
         result, problem = action(), None
     except MoeFinetuneError as error:
@@ -59,10 +55,8 @@ def together(action: Callable[[], Result]) -> Result:
 
 @contextmanager
 def first_alone(hold: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-    """Let rank 0 enter ``hold()``, such as a lock, for the group; if it cannot, every rank stops.
-
-    Raises:
-        MoeFinetuneError: see :func:`together`.
+    """Let rank 0 enter ``hold()``, such as a lock, for the group; if it cannot, every rank
+    stops.
     """
     with ExitStack() as stack:
         together(lambda: stack.enter_context(hold()) if rank() == 0 else None)
@@ -71,11 +65,7 @@ def first_alone(hold: Callable[[], AbstractContextManager[object]]) -> Iterator[
 
 @contextmanager
 def others_needed() -> Iterator[None]:
-    """Report that another process of the run has ended, instead of the library's error.
-
-    Raises:
-        ConnectionError: in a collective, another rank had ended or did not answer.
-    """
+    """Report that another process of the run has ended, instead of the library's error."""
     try:
         yield
     except RuntimeError as error:

@@ -19,9 +19,6 @@ def check_reach(model: nn.Module, objective: Objective) -> None:
     """Refuse a term that no trainable parameter of ``model``, on any device, could follow.
 
     A term says which parts of its own layer it trains, and whether its gradient also flows below.
-
-    Raises:
-        ObjectiveError: names the term and the remedy.
     """
     layers = moe_layers(model)
     for term in objective.terms:

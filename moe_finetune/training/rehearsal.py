@@ -124,11 +124,7 @@ class Rehearsal:
             self._process.stdin.close()
 
     def check(self) -> None:
-        """Wait for the verdict.
-
-        Raises:
-            RecipeError: the trainer rejects a value; names its key.
-        """
+        """Wait for the verdict."""
         if self._process is None:
             return
         assert self._process.stdout is not None

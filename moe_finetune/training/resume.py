@@ -209,10 +209,6 @@ class ResumableTrainer(_Trainer):
         Args:
             resume_from_checkpoint: a checkpoint's folder, or True for the newest that verifies
                 (from the start if there is none).
-
-        Raises:
-            CheckpointError: the checkpoint is damaged or belongs to another run, or DeepSpeed is in
-                use, which pickles its optimizer.
         """
         if self.is_deepspeed_enabled:
             raise CheckpointError(
@@ -313,9 +309,6 @@ def find_checkpoint(root: Path) -> Path | None:
     """The newest checkpoint under ``root`` that verifies; skipped ones are logged.
 
     Rank 0 decides, so all ranks resume from the same one.
-
-    Raises:
-        CheckpointError: another version wrote it.
     """
     newest, skipped = ranks.together(
         lambda: newest_checkpoint(root) if ranks.rank() == 0 else (None, [])
@@ -331,10 +324,6 @@ def find_checkpoint(root: Path) -> Path | None:
 
 
 def _verify(folder: Path) -> None:
-    """Verify a checkpoint together: each rank reads its share of the bytes.
-
-    Raises:
-        CheckpointError: it does not verify.
-    """
+    """Verify a checkpoint together: each rank reads its share of the bytes."""
     share = ranks.rank(), ranks.world_size()
     ranks.together(lambda: verify_checkpoint(folder, share=share))

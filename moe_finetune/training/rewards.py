@@ -137,11 +137,6 @@ def reward_functions(
         columns: fields that every row has.
         tokenizer: with which built-in rewards find the end of a completion's thoughts.
         variables: of the chat template.
-
-    Raises:
-        RecipeError: an unknown reward.
-        DataError: rows lack a field that a reward reads.
-        DependencyError: programs cannot be sandboxed here, or math-verify is missing.
     """
     functions = []
     for index, name in enumerate(section.name for section in sections):

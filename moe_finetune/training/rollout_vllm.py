@@ -88,11 +88,7 @@ def _decoded(text: str | None) -> np.ndarray | None:
 
 
 def check_server(info: Mapping[str, Any], url: str) -> None:
-    """Refuse a server that does not return experts; ``info`` is its configuration.
-
-    Raises:
-        RecipeError: the message names what it lacks.
-    """
+    """Refuse a server that does not return experts; ``info`` is its configuration."""
     parallel, cache = info.get("parallel_config") or {}, info.get("cache_config") or {}
     returns = (info.get("aux_output_config") or {}).get("enable_return_routed_experts")
     obstacles = []
@@ -154,11 +150,7 @@ def rolled_out(generation: Any, rows: int) -> list[np.ndarray | None]:
 def check_rolled_out(
     arrays: Sequence[np.ndarray | None], lengths: Sequence[int], facts: ModelFacts
 ) -> list[np.ndarray]:
-    """The arrays (tokens - 1, L, K) of rows of ``lengths`` tokens, without dense layers.
-
-    Raises:
-        CaptureError: vLLM returned none, or those of other rows or of another model.
-    """
+    """The arrays (tokens - 1, L, K) of rows of ``lengths`` tokens, without dense layers."""
     checked = []
     if len(arrays) != len(lengths):
         raise CaptureError(

@@ -60,11 +60,7 @@ def check_run_folder(recipe: Recipe, run: RunFolder, resume: bool) -> None:
 
 
 def check_checkpoints(run: RunFolder) -> None:
-    """Refuse checkpoints of another run: their steps are not this run's.
-
-    Raises:
-        CheckpointError: names the folder.
-    """
+    """Refuse checkpoints of another run: their steps are not this run's."""
     run_id = read_inputs(run).get("run")
     for folder in checkpoints(run.checkpoints):
         if run_id and written_by(folder) not in (None, run_id):

@@ -50,9 +50,6 @@ def check_all_sharded(model: nn.Module) -> None:
 
     Every rank would train different ones, without an error. They are in modules that FSDP2 ignores,
     or were added after sharding.
-
-    Raises:
-        ObjectiveError: names one of them.
     """
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         return
@@ -73,9 +70,6 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Entry
     """Write this rank's part of ``tensors`` into a checkpoint; every rank must call this.
 
     Returns the manifest entries of every rank's files.
-
-    Raises:
-        OSError: on all ranks, when one of them could not write.
     """
     target = folder / FOLDER
     if ranks.rank() == 0:
@@ -100,10 +94,8 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Entry
 def sharded_moments(
     tensors: Mapping[str, Tensor], optimizer: Any
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Split an optimizer's tensors, by names of :func:`pack`: those equal on all ranks, and shards.
-
-    Raises:
-        CheckpointError: the optimizer's state is not sharded like its parameter.
+    """Split an optimizer's tensors, by names of :func:`pack`: those equal on all ranks, and
+    shards.
     """
     shards = {name: tensor for name, tensor in tensors.items() if hasattr(tensor, "device_mesh")}
     whole = {name: tensor for name, tensor in tensors.items() if name not in shards}
@@ -137,11 +129,7 @@ def parameters_of(optimizer: Any) -> list[Tensor]:
 
 
 def stored(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of each unsharded tensor of a checkpoint's shards; empty without shards.
-
-    Raises:
-        CheckpointError: a file cannot be read, or parts of a tensor are missing.
-    """
+    """Shape and dtype of each unsharded tensor of a checkpoint's shards; empty without shards."""
     if not (folder / FOLDER).is_dir():
         return {}
     try:
@@ -156,11 +144,7 @@ def stored(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 def read_shards(folder: Path, targets: Mapping[str, Tensor]) -> None:
-    """Fill ``targets``, however sharded, from a checkpoint's shards; every rank must call this.
-
-    Raises:
-        CheckpointError: a tensor is missing or has another shape.
-    """
+    """Fill ``targets``, however sharded, from a checkpoint's shards; every rank must call this."""
     if not targets:
         return
     shapes = stored(folder)

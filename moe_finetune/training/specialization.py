@@ -136,11 +136,7 @@ class Specialization:
         self.restore()
 
     def install(self) -> None:
-        """Check that every term reaches something trainable, then install the hooks.
-
-        Raises:
-            CaptureError: another method or its bias is on the model.
-        """
+        """Check that every term reaches something trainable, then install the hooks."""
         if on_model(self.model) not in (None, self):
             raise CaptureError(
                 "another method is active on this model, or its routing bias is still there; "
@@ -220,12 +216,7 @@ class Specialization:
         self.strength.begin(step)
 
     def step(self) -> None:
-        """Call this after every optimizer step, on all ranks.
-
-        Raises:
-            ObjectiveError: there was no forward in training mode with gradients since the last
-                step, so the method had no effect; or no weight could be found for a share.
-        """
+        """Call this after every optimizer step, on all ranks."""
         if not self._trained_on:
             raise ObjectiveError(
                 f"step {self.steps}: the model did not run in training mode with gradients "
@@ -254,11 +245,7 @@ class Specialization:
         }
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restore what :meth:`state_dict` returned after at least one step.
-
-        Raises:
-            ObjectiveError: a weight or bias is missing, of another model, or of another method.
-        """
+        """Restore what :meth:`state_dict` returned after at least one step."""
         weights = self.objective.state_dict()
         expected = self.state_dict().keys()
         missing, strange = expected - state.keys(), state.keys() - expected

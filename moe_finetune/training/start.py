@@ -71,13 +71,7 @@ class Start:
 
 
 def open_start(recipe: Recipe) -> Start:
-    """Open the recipe's checkpoint and tokenizer; read and check every tensor.
-
-    Raises:
-        CheckpointError, UnsupportedModelError: see
-            :func:`~moe_finetune.checkpoint.open.open_checkpoint`.
-        RecipeError: ``model.config`` does not fit the checkpoint's.
-    """
+    """Open the recipe's checkpoint and tokenizer; read and check every tensor."""
     from moe_finetune.checkpoint.open import open_checkpoint
     from moe_finetune.models import check_supported
     from moe_finetune.models.fresh import check_vocabulary, fresh_config
@@ -201,11 +195,7 @@ class Inputs:
         )
 
     def check_disk(self, run: RunFolder) -> None:
-        """Refuse a run whose adapter, checkpoints and merged weights do not fit on the disk.
-
-        Raises:
-            DiskSpaceError: with the sizes needed and free.
-        """
+        """Refuse a run whose adapter, checkpoints and merged weights do not fit on the disk."""
         recipe, base, merged = self.start.recipe, self.start.checkpoint, 0
         if recipe.export.merge and self.start.adapted and base is not None:
             merged = sum(info.size for info in base.tensors.values())
@@ -294,11 +284,7 @@ def count_batches(recipe: Recipe, arguments: Any, rows: int, tokens: int) -> int
 
 
 def check_batches(recipe: Recipe, arguments: Any, rows: int, tokens: int) -> None:
-    """Refuse a run whose loader would be empty: it would train nothing.
-
-    Raises:
-        RecipeError: names the key to change.
-    """
+    """Refuse a run whose loader would be empty: it would train nothing."""
     if count_batches(recipe, arguments, rows, tokens):
         return
     key, sequences = "trainer.dataloader_drop_last", f"{rows} training rows"

@@ -69,10 +69,8 @@ def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def pack(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
-    """Return ``value`` as JSON; its tensors go into ``tensors``, by names that start with ``path``.
-
-    Raises:
-        CheckpointError: a value is neither plain nor a tensor.
+    """Return ``value`` as JSON; its tensors go into ``tensors``, by names that start with
+    ``path``.
     """
     if isinstance(value, Tensor):
         tensors[path] = value
@@ -162,11 +160,7 @@ def pack_rank(args: Any, **state: Any) -> bytes:
 
 
 def check_continues(checkpoint: Path) -> None:
-    """Refuse a whole checkpoint that training cannot continue from.
-
-    Raises:
-        CheckpointError: it was saved with ``save_only_model``.
-    """
+    """Refuse a whole checkpoint that training cannot continue from."""
     if (checkpoint / TRAINER_FILE).is_file() and not any((checkpoint / FOLDER).glob("*")):
         raise CheckpointError(
             f"{checkpoint}: was saved with trainer.save_only_model, without the optimizer, so "
@@ -176,11 +170,7 @@ def check_continues(checkpoint: Path) -> None:
 
 
 def read_rank(checkpoint: Path, rank: int) -> dict[str, Any]:
-    """The state that ``rank`` resumes from: its own, or with more ranks that of another.
-
-    Raises:
-        CheckpointError: a file is missing or damaged.
-    """
+    """The state that ``rank`` resumes from: its own, or with more ranks that of another."""
     check_continues(checkpoint)
     first = unpack(*read_packed(checkpoint / rank_file(0)))
     old = rank % first["world_size"]
@@ -191,9 +181,6 @@ def accumulation(checkpoint: Path, args: Any) -> int:
     """The accumulation that gives steps as many rows as those of ``checkpoint``.
 
     With as many processes as the checkpoint's run had, this is the accumulation in ``args``.
-
-    Raises:
-        CheckpointError: no accumulation gives that many rows.
     """
     first = read_rank(checkpoint, 0)
     world, rows = first["world_size"], first["rows"]

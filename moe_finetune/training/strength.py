@@ -111,11 +111,7 @@ class StrengthMeter:
         self._step = 0
 
     def begin(self, step: int) -> None:
-        """Prepare to measure the window of optimizer step ``step`` (0-based), if it is due.
-
-        Raises:
-            ObjectiveError: a share needs a weight, but gradients cannot be read.
-        """
+        """Prepare to measure the window of optimizer step ``step`` (0-based), if it is due."""
         self.close()
         self._step = step
         shares = self._due()

@@ -147,9 +147,6 @@ def continue_adapter(model: Any, path: Path, checkpoint: Checkpoint) -> None:
     Args:
         path: the adapter's folder, written by any program.
         checkpoint: the base model that the adapter was trained on.
-
-    Raises:
-        AdapterError: it adapts or replaces parts that the recipe does not, or has a higher rank.
     """
     from peft.tuners.lora.layer import LoraLayer
 

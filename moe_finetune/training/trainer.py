@@ -100,11 +100,7 @@ class RunTrainer(FiniteTrainer, ResumableTrainer):
     """
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate without advancing the random state, so evaluations do not change training.
-
-        Raises:
-            RecipeError: the best checkpoint is chosen by a metric that is not among the results.
-        """
+        """Evaluate without advancing the random state, so evaluations do not change training."""
         state = random_state()
         try:
             metrics = super().evaluate(*args, **kwargs)

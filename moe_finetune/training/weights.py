@@ -105,11 +105,7 @@ def model_weights(folder: Path, model: nn.Module) -> dict[str, Tensor]:
 
 
 def set_weights(model: nn.Module, weights: Mapping[str, Tensor], where: str) -> None:
-    """Put ``weights`` back into the model.
-
-    Raises:
-        CheckpointError: names or shapes are not the model's; the message names ``where``.
-    """
+    """Put ``weights`` back into the model."""
     live = live_weights(model)
     if live.keys() != weights.keys():
         missing, extra = sorted(live.keys() - weights.keys()), sorted(weights.keys() - live.keys())

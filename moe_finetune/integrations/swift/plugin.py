@@ -21,11 +21,7 @@ VARIABLE = "SPECIALIZATION"
 
 
 def section_from_environment() -> Any:
-    """The method in the environment variable, or None.
-
-    Raises:
-        RecipeError: the variable is not valid YAML.
-    """
+    """The method in the environment variable, or None."""
     try:
         return yaml.safe_load(os.environ.get(VARIABLE, ""))
     except yaml.YAMLError as error:
