@@ -18,6 +18,7 @@ def conflicts(recipe: Any) -> Iterator[str]:
     yield from _of_lora(recipe)
     yield from _of_stage(recipe)
     yield from _of_data(recipe)
+    yield from _of_trainer(recipe.trainer)
     evaluation, merge, best = recipe.evaluation, recipe.export.merge, recipe.trainer.get(BEST)
     if recipe.export.verify and not merge:
         yield "export.verify: checks the merged checkpoint; set export.merge: true"
@@ -121,6 +122,16 @@ def _of_data(recipe: Any) -> Iterator[str]:
         yield "data.completion_only_loss: true needs completions, and data.format is 'text'"
     if data.packing and data.packing_strategy != "bfd" and data.format not in ("text", "auto"):
         yield f"data.packing_strategy: only bfd keeps {data.format} whole; set it to bfd"
+
+
+def _of_trainer(trainer: dict[str, Any]) -> Iterator[str]:
+    """Keys that nothing reads."""
+    if trainer.get("fsdp_config") and not trainer.get("fsdp"):
+        yield "trainer.fsdp_config: is read with trainer.fsdp only; see recipes/hardware for FSDP2"
+    reports = trainer.get("report_to") or ()
+    if not {"trackio", "all"} & {*([reports] if isinstance(reports, str) else reports)}:
+        for key in (key for key in trainer if key.startswith("trackio_") and trainer[key]):
+            yield f"trainer.{key}: is read with trackio in trainer.report_to only; add it there"
 
 
 CHANGEABLE = (

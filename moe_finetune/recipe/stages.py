@@ -123,6 +123,7 @@ LIMITS = {
     "save_steps": Field(gt=0),
     "save_total_limit": Field(ge=1),
     "dataloader_num_workers": Field(ge=0),
+    "dataloader_prefetch_factor": Field(ge=1),
     "seed": Field(ge=0, lt=2**32),
     "data_seed": Field(ge=0, lt=2**32),
     "max_completion_length": Field(ge=1),
@@ -167,6 +168,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 """Names that the libraries list in words only; other lists are in their fields' metadata."""
 
+UPLOAD = "use `hf upload OWNER/NAME RUN/merged`"
 OWNED = {
     "output_dir": "it is --output on the command line",
     "resume_from_checkpoint": "it is --resume on the command line",
@@ -197,6 +199,10 @@ OWNED = {
     "do_predict": "use the verb `eval`",
     "deepspeed": "use FSDP2; see recipes/hardware",
     "parallelism_config": "use an accelerate config; see recipes/hardware",
-    "push_to_hub": "use `hf upload OWNER/NAME RUN/merged`",
+    "push_to_hub": UPLOAD,
+    **{f"hub_{key}": UPLOAD for key in ("always_push", "model_id", "private_repo", "revision")},
+    "hub_strategy": UPLOAD,
+    "label_names": "the toolkit prepares the data",
+    "length_column_name": "the toolkit prepares the data",
 }
 """Fields of TRL's configs that a recipe cannot set, and what to do instead."""

@@ -1,9 +1,9 @@
 """One step of the stage's own trainer on a toy, in a child process, before weights load.
 
-TRL checks many values of its configs only when its trainer is built, or in the first loss. For the
-stages whose trainers cannot be built on the meta device, a child process builds the real one on a
-one-layer model with the run's tokenizer, and takes a step: on a CPU, without the launcher, loggers,
-vLLM or rewards, with completions of four tokens. This process's random states stay untouched.
+TRL checks many values of its configs only when its trainer is built, or in the first loss. A child
+process builds the stage's on a one-layer model with the run's tokenizer, and takes a step: on a
+CPU, without the launcher, loggers, vLLM or rewards, with completions of four tokens. This process's
+random states stay untouched.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_finetune.errors import RecipeError, did_you_mean
 from moe_finetune.recipe.schema import Recipe, recipe_from_tree
-from moe_finetune.recipe.stages import STAGES
+from moe_finetune.recipe.stages import CHECKPOINTING, STAGES
 from moe_finetune.recipe.tree import Tree
 
 if TYPE_CHECKING:
@@ -40,10 +40,16 @@ CHECKED = (
     *("num_train_epochs", "warmup_steps", "weight_decay", "adam_*", "max_grad_norm", "logging_*"),
     *("eval_*", "save_*", "report_to", "run_name", "disable_tqdm", "seed", "data_seed", "bf16"),
     *("beta", "num_generations", "max_completion_length", "temperature", "dataloader_*"),
-    *("gradient_checkpointing*", "load_best_model_at_end", "metric_for_best_model"),
-    *("greater_is_better", "full_determinism"),
+    *("gradient_checkpointing", "activation_checkpointing", "load_best_model_at_end"),
+    *("metric_for_best_model", "greater_is_better", "full_determinism"),
 )
 """Keys whose values a type and its limits cover; with no others there is no rehearsal."""
+CHECKPOINTING_OPTIONS = tuple(f"{key}_kwargs" for key in CHECKPOINTING)
+USUAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(CHECKPOINTING_OPTIONS, ({"use_reentrant": False}, {"use_reentrant": True})),
+    "lr_scheduler_type": ("constant", "constant_with_warmup", "cosine", "linear"),
+}
+"""Values that need no step, of keys whose others do."""
 NOT_ON_A_TOY = (
     *("optim*", "fsdp*", "*liger*", "activation_offloading", "torch_compile*", "tf32", "use_cpu"),
     *("*vllm*", "ddp_*", "hub_*", "trackio_*", "project", "auto_find_batch_size", "bf16_full_eval"),
@@ -61,7 +67,6 @@ _OURS: dict[str, Any] = {
     "report_to": "none",
     "use_cpu": True,
     "bf16": False,
-    "gradient_checkpointing": False,
     "dataloader_num_workers": 0,
     "dataloader_pin_memory": False,
 }
@@ -69,14 +74,13 @@ _OURS: dict[str, Any] = {
 
 def to_rehearse(recipe: Recipe) -> dict[str, Any]:
     """The values of ``trainer:`` that only a step can check."""
-    if STAGES[recipe.stage].form == "tokens":  # built on the meta device, see prepare.py
-        return {}
     config = STAGES[recipe.stage].config_class()
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     return {
         name: value
         for name, value in recipe.trainer.items()
         if value != defaults.get(name)
+        and value not in USUAL.get(name, ())
         and not any(fnmatchcase(name, pattern) for pattern in (*CHECKED, *NOT_ON_A_TOY))
     }
 
@@ -196,7 +200,11 @@ def toy_step(recipe: Recipe, tokenizer: Any) -> None:
         if not any(fnmatchcase(name, pattern) for pattern in NOT_ON_A_TOY)
     }
     more: dict[str, Any] = {}
-    if stage.form == "prompts":
+    row: dict[str, Any]
+    if stage.form == "tokens":
+        kept["per_device_train_batch_size"] = 2
+        row = {"input_ids": list(range(5, 12)), "labels": [-100, -100, *range(7, 12)]}
+    elif stage.form == "prompts":
         check_generation(recipe.trainer)
         size = kept.get("num_generations", 8)
         kept |= {"per_device_train_batch_size": size, "max_completion_length": COMPLETION}
@@ -208,11 +216,16 @@ def toy_step(recipe: Recipe, tokenizer: Any) -> None:
         if stage.reference and recipe.lora is None:
             more["ref_model"] = _toy(recipe, tokenizer)
     rows = Dataset.from_list([row] * (4 * (kept.get("steps_per_generation") or 1)))
-    smaller = recipe.model_copy(update={"trainer": {**kept, **_OURS}})
+    checkpointing = any(kept.get(key) for key in CHECKPOINTING_OPTIONS)
+    kept = {name: value for name, value in kept.items() if name not in CHECKPOINTING}
+    kept |= {**_OURS, "gradient_checkpointing": checkpointing}
+    smaller = recipe.model_copy(update={"trainer": kept})
     kind = type("Toy", (FiniteTrainer, stage.trainer_class()), {})
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         args = training_arguments(smaller, Path(folder))
         args.max_length = 64
+        if stage.form == "tokens":
+            args.packing = False
         kind(model, args=args, train_dataset=rows, processing_class=tokenizer, **more).train()
 
 

@@ -1,4 +1,4 @@
-"""The step on a toy, in a child, that tells wrong values of DPO's and GRPO's trainers early."""
+"""The step on a toy, in a child, that tells wrong values of `trainer:` early."""
 
 import pytest
 import torch
@@ -9,12 +9,14 @@ from moe_finetune.training.start import open_start
 from tests import tiny
 from tests.training.sweep import recipe_of
 
+USUAL_SFT = {"max_steps": 3, "save_steps": 2, "learning_rate": 1e-4, "warmup_steps": 1}
 USUAL = {"max_steps": 3, "beta": 0.2, "save_steps": 2, "learning_rate": 1e-4, "report_to": "none"}
 
 
 def test_usual_values_need_no_child():
     assert not to_rehearse(recipe_of("dpo", **USUAL))
-    assert not to_rehearse(recipe_of("sft", loss_type="dft"))
+    more = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    assert not to_rehearse(recipe_of("sft", **USUAL_SFT, **more, lr_scheduler_type="cosine"))
     default = recipe_of("grpo", num_generations=2, scale_rewards="group", top_p=1.0)
     assert not to_rehearse(default)
     assert to_rehearse(recipe_of("dpo", **USUAL, loss_type=["ipo"])) == {"loss_type": ["ipo"]}
@@ -23,6 +25,11 @@ def test_usual_values_need_no_child():
 @pytest.mark.parametrize(
     ("stage", "trainer", "named"),
     [
+        ("sft", {"gradient_checkpointing_kwargs": {"foo": 1}}, "trainer.gradient_checkpointing_k"),
+        ("sft", {"gradient_checkpointing_kwargs": {"preserve_rng_state": False}}, None),
+        ("sft", {"pad_token": "foo"}, "trainer.pad_token: 'foo'"),
+        ("pretrain", {"lr_scheduler_type": "cosine_with_min_lr"}, "trainer.lr_scheduler_type"),
+        ("sft", {"loss_type": "dft", "pad_to_multiple_of": 8, "lr_scheduler_type": "cosine"}, None),
         ("dpo", {"loss_type": ["foo"], "use_weighting": True}, "trainer.loss_type: ['foo']"),
         ("dpo", {"f_divergence_type": "foo"}, "trainer.f_divergence_type: 'foo'"),
         ("dpo", {"loss_type": ["ipo", "sft"], "loss_weights": [1.0, 0.2]}, None),
@@ -34,7 +41,8 @@ def test_usual_values_need_no_child():
     ],
 )
 def test_a_wrong_value_is_named_by_its_key(stage, trainer, named):
-    problem = rehearse(recipe_of(stage, **USUAL, **trainer), tiny.tokenizer())
+    usual = USUAL if stage in ("dpo", "grpo") else USUAL_SFT
+    problem = rehearse(recipe_of(stage, **{**usual, **trainer}), tiny.tokenizer())
     assert (problem is None) == (named is None), problem
     assert named is None or named in problem
 
