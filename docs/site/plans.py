@@ -56,7 +56,7 @@ def head(name: str, gpus: Sequence[tuple[int, int]] = GPUS) -> str:
         need = f"{plans[count].total / GIB:.1f} GiB" + (" each, FSDP2" if count > 1 else "")
         answer = "fits" if plans[count].fits(gib) else "does not fit"
         lines.append(f"#   {count} x {gib} GB: {answer} ({need})")
-    if plans[1].scans:
+    if any(plan.scans for plan in plans.values()):
         lines.append("#   Not counted: the states of its Mamba or linear-attention layers.")
     return "\n".join(lines) + "\n"
 

@@ -101,7 +101,9 @@ def noise_width(proxies_PH: Tensor) -> Tensor:
     # Near rows would lose their distance to rounding in float32's products; float64's are faster.
     wide = proxies_PH.dtype == torch.float64
     mode = "use_mm_for_euclid_dist" if wide else "donot_use_mm_for_euclid_dist"
-    apart_PP = torch.cdist(proxies_PH, proxies_PH, compute_mode=mode).fill_diagonal_(torch.inf)
+    itself_PP = torch.eye(len(proxies_PH), dtype=torch.bool, device=proxies_PH.device)
+    apart_PP = torch.cdist(proxies_PH, proxies_PH, compute_mode=mode)
+    apart_PP = apart_PP.masked_fill(itself_PP, torch.inf)  # in place, no compiler takes it
     epsilon_P = apart_PP.amin(-1) / (2.0 * torch.linalg.vector_norm(proxies_PH, dim=-1))
     # A zero row stays zero, and a single expert has no neighbor to stay clear of.
     return epsilon_P.masked_fill(~epsilon_P.isfinite(), 0.0)
