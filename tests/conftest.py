@@ -145,7 +145,7 @@ def _environment_of_this_module(_cache_of_this_session: None) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def warm_server() -> Iterator[Any]:
     """The process that forks this session's programs."""
-    from tests.warm import Popen, Server
+    from tests.support.warm import Popen, Server
 
     Popen.server = server = Server.begin()
     yield server
@@ -155,7 +155,7 @@ def warm_server() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def warm(warm_server) -> Iterator[None]:
     """Processes that are started in this module fork from one that has imported everything."""
-    from tests.warm import forked_from
+    from tests.support.warm import forked_from
 
     with forked_from(warm_server):
         yield
@@ -164,7 +164,7 @@ def warm(warm_server) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def warm_vllm_server() -> Iterator[Any]:
     """As ``warm_server``, and vLLM is imported, too."""
-    from tests.warm import VLLM, Server
+    from tests.support.warm import VLLM, Server
 
     server = Server.begin(VLLM, TORCHDYNAMO_DISABLE="1")
     yield server
@@ -174,7 +174,7 @@ def warm_vllm_server() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def warm_vllm(warm_vllm_server) -> Iterator[None]:
     """As ``warm``, for programs that run vLLM. They compile nothing."""
-    from tests.warm import forked_from
+    from tests.support.warm import forked_from
 
     with pytest.MonkeyPatch.context() as patch, forked_from(warm_vllm_server):
         patch.setenv("TORCHDYNAMO_DISABLE", "1")
@@ -197,7 +197,7 @@ def data_file() -> Callable[[str], Path]:
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Folder of a family's tiny checkpoint, written once a session; do not change it."""
-    from tests import tiny
+    from tests.support import tiny
 
     made: dict[str, Path] = {}
 
@@ -234,7 +234,7 @@ def checkpoint(tiny_checkpoint) -> Path:
 def p0_released() -> Iterator[None]:
     """The plugin of P0's authors' code, for a module's tests."""
     from moe_finetune.plugins import use_file
-    from tests.registries import as_before
+    from tests.support.registries import as_before
 
     with as_before():
         use_file(ROOT / "recipes" / "plugins" / "p0_released.py")

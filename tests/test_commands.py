@@ -25,8 +25,8 @@ from moe_finetune.cli.app import split_common, split_items
 from moe_finetune.recipe.schema import load_recipe
 from moe_finetune.study.recipe import find_study, load_study
 from moe_finetune.upcycle.schema import load_upcycle_recipe
-from tests import documents, registries, tiny
 from tests.conftest import ROOT
+from tests.support import documents, registries, tiny
 from tests.upcycle import dense
 
 BLOCKS = documents.blocks()

@@ -4,9 +4,9 @@ import pytest
 
 from moe_finetune import cli
 from moe_finetune.models import FAMILIES
-from tests import documents
 from tests.conftest import ROOT
-from tests.documents import script
+from tests.support import documents
+from tests.support.documents import script
 
 VERBS = {command.name or command.callback.__name__ for command in cli.app.registered_commands}
 

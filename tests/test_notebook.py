@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from tests import notebook
+from tests.support import notebook
 
 
 @pytest.mark.slow
@@ -20,7 +20,7 @@ def test_the_cells_run_and_the_losses_separate_the_experts(tmp_path):
     stored = [
         [part["output_type"] for part in cell["outputs"]] for cell in notebook.code_cells(content)
     ]
-    assert kinds == stored, "run `python -m tests.notebook`"
+    assert kinds == stored, "run `python -m tests.support.notebook`"
 
 
 def test_the_stored_outputs_are_small():

@@ -20,9 +20,9 @@ from moe_finetune.models.structure import class_of
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.training.run_folder import begin_run, check_run_folder
-from tests import registries, unheard
 from tests.conftest import ROOT
 from tests.losses.cases import make, record
+from tests.support import registries, unheard
 
 FAMILY = """
 from moe_finetune.models import Family, register_family

@@ -14,8 +14,8 @@ from moe_finetune.losses import TERMS
 from moe_finetune.models import family_of
 from moe_finetune.recipe.sections import RewardSection
 from moe_finetune.training.rewards import REWARDS, reward_functions
-from tests import registries, tiny
 from tests.conftest import ROOT
+from tests.support import registries, tiny
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from moe_finetune.errors import CaptureError
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.moe.layers import moe_layers
 from moe_finetune.recipe.sections import LoraSection
-from tests import tiny, tiny_families
+from tests.support import tiny, tiny_families
 
 T, N, H = 23, 7, 4
 

@@ -11,9 +11,9 @@ from moe_finetune.errors import CheckpointError
 from moe_finetune.models import FAMILIES
 from moe_finetune.models.structure import class_of
 from moe_finetune.moe.layers import moe_layers
-from tests import names_on_disk, tiny, tiny_families
 from tests.checkpoint import helpers
 from tests.models.cases import EACH_KIND, batch
+from tests.support import names_on_disk, tiny, tiny_families
 
 PLAN = {
     1: [5, 0, 11, 3, 8, 1, 10, 2, 7, 4, 9, 6],

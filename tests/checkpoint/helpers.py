@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from moe_finetune.checkpoint.adapter import write_metadata
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.models import FAMILIES
-from tests import tiny
+from tests.support import tiny
 
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 

@@ -22,7 +22,7 @@ from moe_finetune.errors import (
 )
 from moe_finetune.io import folder as output_module
 from moe_finetune.io.safetensors_header import read_header
-from tests import tiny
+from tests.support import tiny
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "adapter_model.safetensors"

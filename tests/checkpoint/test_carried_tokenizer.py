@@ -6,7 +6,7 @@ from transformers import AutoTokenizer
 
 from moe_finetune.checkpoint.export import carried_files
 from moe_finetune.models.loading import load_tokenizer
-from tests import tiny
+from tests.support import tiny
 
 
 def test_a_plain_tokenizer_is_carried_byte_for_byte(tmp_path):

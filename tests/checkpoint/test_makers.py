@@ -24,9 +24,9 @@ from moe_finetune.checkpoint.packings import as_peft
 from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.cli import main
 from moe_finetune.errors import AdapterError
-from tests import names_on_disk, tiny, tiny_families
 from tests.checkpoint import helpers
 from tests.checkpoint.helpers import EXPERTS, logits
+from tests.support import names_on_disk, tiny, tiny_families
 
 RANK, SCALE = 4, 3.0
 UNSLOTH = {

@@ -20,9 +20,9 @@ from moe_finetune.errors import (
     MoeFinetuneError,
     UnsupportedModelError,
 )
-from tests import names_on_disk, tiny
 from tests.checkpoint import helpers
 from tests.checkpoint.helpers import EXPERTS, logits, select
+from tests.support import names_on_disk, tiny
 
 MOONLIGHT_BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 

@@ -19,11 +19,11 @@ from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.models import FAMILIES
 from moe_finetune.models.loading import load_config
 from moe_finetune.models.structure import class_of
-from tests import tiny
-from tests import tiny_families as families
 from tests.checkpoint.golden import check_changed
 from tests.quantization.models import check_quantized
-from tests.tiny_adapter import adapted
+from tests.support import tiny
+from tests.support import tiny_families as families
+from tests.support.tiny_adapter import adapted
 
 WEIGHTS = "model.safetensors"
 

@@ -12,10 +12,10 @@ from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.cli import main
 from moe_finetune.errors import NumericsError
-from tests import tiny, tiny_families
 from tests.checkpoint import helpers
 from tests.checkpoint.helpers import EXPERTS, select
-from tests.tiny_adapter import adapted
+from tests.support import tiny, tiny_families
+from tests.support.tiny_adapter import adapted
 
 WEIGHTS = "model.safetensors"
 KEYS = "adapter_model.safetensors"

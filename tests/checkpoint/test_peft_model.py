@@ -12,8 +12,8 @@ from moe_finetune.lora.targets import add_lora
 from moe_finetune.models.structure import class_of
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.routing.tracing_checkpoint import with_adapter as traced_with
-from tests import tiny_families
-from tests.tiny_adapter import random_factors
+from tests.support import tiny_families
+from tests.support.tiny_adapter import random_factors
 
 IDS = torch.randint(4, 260, (3, 17), generator=torch.Generator().manual_seed(5))
 

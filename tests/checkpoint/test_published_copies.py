@@ -12,7 +12,7 @@ from moe_finetune.io.rows import write_jsonl
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.run import run_recipe
-from tests.tiny_heads import HEADS, WEIGHTS, carries, names_of, with_head
+from tests.support.tiny_heads import HEADS, WEIGHTS, carries, names_of, with_head
 
 # Experts apart, with a further head; stacks; a prefix, stacks and a head.
 COPIES = ("deepseek_v3", "gpt_oss", "qwen3_5_moe_text")

@@ -11,10 +11,10 @@ from moe_finetune.checkpoint.open import MTP, OTHER, open_checkpoint
 from moe_finetune.errors import CheckpointError
 from moe_finetune.models import FAMILIES
 from moe_finetune.training.inspect import inspect_checkpoint
-from tests import names_on_disk
 from tests.quantization.formats import as_fp8, packs, rewrite
-from tests.tiny_adapter import adapted
-from tests.tiny_heads import HEADS, WEIGHTS, carries, names_of, with_head
+from tests.support import names_on_disk
+from tests.support.tiny_adapter import adapted
+from tests.support.tiny_heads import HEADS, WEIGHTS, carries, names_of, with_head
 
 
 @pytest.mark.parametrize("family", HEADS)

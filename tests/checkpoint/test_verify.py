@@ -14,10 +14,10 @@ from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.checkpoint.verify import compare_logits, verify_merge
 from moe_finetune.errors import CheckpointError, NumericsError
 from moe_finetune.models.shrink import first_layers
-from tests import names_on_disk, tiny, tiny_families
 from tests.checkpoint import helpers
 from tests.checkpoint.helpers import select
-from tests.tiny_adapter import LORA, add_lora
+from tests.support import names_on_disk, tiny, tiny_families
+from tests.support.tiny_adapter import LORA, add_lora
 
 WEIGHTS = "model.safetensors"
 

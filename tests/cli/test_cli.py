@@ -9,8 +9,8 @@ import typer
 
 from moe_finetune import cli
 from moe_finetune.cli.doctor import Check
-from tests import tiny
 from tests.checkpoint.helpers import adapter as random_adapter
+from tests.support import tiny
 
 VERBS = sorted(command.name or command.callback.__name__ for command in cli.app.registered_commands)
 

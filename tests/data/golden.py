@@ -18,7 +18,7 @@ from packaging.version import Version
 from moe_finetune.data.rows import Former
 from moe_finetune.data.tokenize import tokenize_row
 from moe_finetune.errors import DataError
-from tests.conversations import ASK, OPENAI, SHAREGPT, TOOLS, TRL, YES, tokenizer_of
+from tests.support.conversations import ASK, OPENAI, SHAREGPT, TOOLS, TRL, YES, tokenizer_of
 
 ALIASES = "transformers 5.21"
 ALIASED = Version(transformers.__version__) >= Version("5.21")

@@ -4,8 +4,8 @@ import logging
 import sys
 
 from moe_finetune.recipe.sections import DataSection
-from tests import tiny
 from tests.data.loading import prepare
+from tests.support import tiny
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, force=True)

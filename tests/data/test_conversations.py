@@ -19,8 +19,11 @@ from moe_finetune.data.turns import each_answer
 from moe_finetune.errors import DataError
 from moe_finetune.recipe.sections import DataSection
 from moe_finetune.training.preview import marked
-from tests import tiny
-from tests.conversations import (
+from tests.data import prefix_rendering
+from tests.data.golden import ALIASED, TEMPLATES
+from tests.data.loading import load_dataset_for
+from tests.support import tiny
+from tests.support.conversations import (
     ASK,
     LEGACY,
     OPENAI,
@@ -30,9 +33,6 @@ from tests.conversations import (
     YES,
     tokenizer_of,
 )
-from tests.data import prefix_rendering
-from tests.data.golden import ALIASED, TEMPLATES
-from tests.data.loading import load_dataset_for
 
 SPLIT = {"prompt": TRL["messages"][:3], "completion": [YES], "tools": TOOLS}
 LAYOUTS = {"openai": OPENAI, "trl": TRL, "sharegpt": SHAREGPT, "legacy": LEGACY}

@@ -13,8 +13,8 @@ from moe_finetune.data.tokenize import CHAT_TEMPLATES, IGNORED, tokenize_row
 from moe_finetune.errors import DataError
 from moe_finetune.recipe.sections import DataSection
 from moe_finetune.training.preview import marked
-from tests import tiny
 from tests.data.loading import load_dataset_for, prepare
+from tests.support import tiny
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

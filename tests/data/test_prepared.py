@@ -11,8 +11,8 @@ import pytest
 from moe_finetune.data import examples
 from moe_finetune.errors import DataError
 from moe_finetune.recipe.sections import DataSection
-from tests import tiny
 from tests.data.loading import prepare
+from tests.support import tiny
 
 ROWS = [{"prompt": f"ask {i} " * (i + 1), "completion": f"say {i}"} for i in range(7)]
 

@@ -10,8 +10,8 @@ from moe_finetune.data.sources import SourceReader, listed
 from moe_finetune.errors import DataError
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training.sample import sample_examples
-from tests import tiny
 from tests.data.loading import load_dataset_for
+from tests.support import tiny
 
 
 @pytest.fixture

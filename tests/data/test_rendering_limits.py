@@ -10,8 +10,8 @@ from moe_finetune.data.chat import TemplateLimitError
 from moe_finetune.data.tokenize import rendered
 from moe_finetune.errors import DataError
 from moe_finetune.recipe.sections import DataSection
-from tests import tiny
 from tests.data.loading import load_dataset_for
+from tests.support import tiny
 
 SLOW = [
     "{% set n = messages|length * 40000 %}{% for a in range(n) %}{% for b in range(n) %}"

@@ -11,8 +11,17 @@ from moe_finetune.data.stages import load_stage_rows
 from moe_finetune.errors import DataError
 from moe_finetune.recipe.sections import DataSection
 from moe_finetune.recipe.stages import STAGES
-from tests import tiny
-from tests.conversations import ASK, FUNCTION, OPENAI, SHAREGPT, TOOLS, TRL, YES, tokenizer_of
+from tests.support import tiny
+from tests.support.conversations import (
+    ASK,
+    FUNCTION,
+    OPENAI,
+    SHAREGPT,
+    TOOLS,
+    TRL,
+    YES,
+    tokenizer_of,
+)
 
 NO = {"role": "assistant", "content": "No."}
 CALLED = TRL["messages"][:3]  # the question, the call and its result

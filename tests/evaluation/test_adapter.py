@@ -10,8 +10,8 @@ from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.errors import EvaluationError
 from moe_finetune.evaluation.backends import open_backend
 from moe_finetune.moe.layers import moe_layers
-from tests import tiny
 from tests.checkpoint import helpers
+from tests.support import tiny
 
 
 @torch.no_grad()

@@ -13,10 +13,10 @@ from moe_finetune.checkpoint.dense import open_dense
 from moe_finetune.errors import CheckpointError, EvaluationError
 from moe_finetune.evaluation.backends import open_backend
 from moe_finetune.models.find import DENSE
-from tests import tiny
 from tests.evaluation.local import write_suite
-from tests.parity import parity
-from tests.vllm_server import needs_vllm
+from tests.support import tiny
+from tests.support.parity import parity
+from tests.support.vllm_server import needs_vllm
 
 
 def dense(model_type, folder):

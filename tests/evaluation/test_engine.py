@@ -21,8 +21,8 @@ from moe_finetune.evaluation.engine import evaluate
 from moe_finetune.evaluation.results import load_results, load_samples
 from moe_finetune.io.hashes import checkpoint_hash
 from moe_finetune.io.rows import read_rows
-from tests import tiny
 from tests.evaluation.local import write_suite
+from tests.support import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,8 +10,8 @@ from moe_finetune.evaluation.backends import open_backend
 from moe_finetune.evaluation.engine import evaluate
 from moe_finetune.evaluation.results import load_results
 from moe_finetune.evaluation.server import BadReply, only_choice, score, server_models
-from tests import tiny
 from tests.evaluation.local import write_suite
+from tests.support import tiny
 
 
 def _echoed(context=2, tokens=4):

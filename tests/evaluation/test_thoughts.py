@@ -14,9 +14,9 @@ from moe_finetune.evaluation.thoughts import judged, opens_thoughts
 from moe_finetune.io.rows import read_rows
 from moe_finetune.recipe.sections import RewardSection
 from moe_finetune.training.rewards import boxed, exact_match, reward_functions
-from tests import tiny
-from tests.conversations import ASK, tokenizer_of
 from tests.evaluation.completions_server import Handler
+from tests.support import tiny
+from tests.support.conversations import ASK, tokenizer_of
 
 GPT_OSS = "<|channel|>analysis<|message|>5?<|end|><|start|>assistant<|channel|>final<|message|>7"
 

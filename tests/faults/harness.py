@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_finetune import cli
-from tests.warm import Popen
+from tests.support.warm import Popen
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, SAVE_STEPS = 9, 2
@@ -42,7 +42,7 @@ METHODS = {
 
 def write_inputs(family: str, folder: Path) -> Path:
     """A tiny checkpoint, data and a recipe that uses dropout, accumulation and several epochs."""
-    from tests import tiny
+    from tests.support import tiny
 
     tiny.save(family, folder / "base")
     rows = [

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import Trainer
 
-from tests import reference_loop
+from tests.support import reference_loop
 
 TERMS = {
     "load_balance": {"weight": 0.3},

@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.integrations.environments import environment_of, python
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 ENGINES = ROOT / "recipes" / "engines"
 AUTOMODEL = """

@@ -18,10 +18,10 @@ import yaml
 from safetensors.torch import load_file
 
 from moe_finetune import cli
-from tests import tiny
 from tests.conftest import ROOT
 from tests.integrations.driver import ACCUMULATION, TERMS
 from tests.integrations.environments import environment_of, python
+from tests.support import tiny
 
 PAGE = (ROOT / "docs" / "other-trainers.md").read_text(encoding="utf-8")
 STEPS = 3
@@ -262,7 +262,7 @@ def test_a_kernel_of_the_host_is_refused(kernel):
     """Liger's and axolotl's own calls that put their kernels on a model; neither needs a GPU."""
     script = f"""
 from moe_finetune import Specialization
-from tests import tiny
+from tests.support import tiny
 model = tiny.model("qwen3_moe").train()
 {KERNELS[kernel]}
 Specialization(model, "aux_loss").install()

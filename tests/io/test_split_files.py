@@ -6,8 +6,8 @@ import pytest
 from moe_finetune.errors import DataError
 from moe_finetune.io.split_files import files_of
 from moe_finetune.recipe.sections import DataSection
-from tests import tiny
 from tests.data.loading import load_dataset_for
+from tests.support import tiny
 
 
 def folder_with(folder, *names):

@@ -7,7 +7,7 @@ from moe_finetune.lora.targets import add_lora
 from moe_finetune.models import FAMILIES, family_of
 from moe_finetune.models.structure import meta_model
 from moe_finetune.recipe.sections import LoraSection
-from tests import tiny
+from tests.support import tiny
 
 HIDDEN, WIDTH, EXPERTS, RANK = 192, 48, 12, 8
 # Decoder layers, MoE layers, attention tensors a layer that LoRA targets, shared experts.

@@ -16,8 +16,8 @@ from moe_finetune.moe.lora_factors import expert_factors, parameter_wrappers
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.save import write_adapter
 from moe_finetune.training.weights import trained_weights
-from tests import tiny
 from tests.checkpoint.helpers import load, logits, with_adapter
+from tests.support import tiny
 
 PARTS = {"attention": {"rank": 2}, "experts": {"rank": 6, "alpha": 21.0}, "router": {"rank": 4}}
 EXPERTS = "model.layers.1.mlp.experts"

@@ -4,7 +4,7 @@ import pytest
 
 from moe_finetune.lora.targets import lora_config
 from moe_finetune.recipe.sections import LoraSection
-from tests import tiny
+from tests.support import tiny
 
 
 @pytest.mark.parametrize("named", [True, False])

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from moe_finetune.errors import ObjectiveError
 from moe_finetune.losses import TERMS
 from moe_finetune.losses.base import ModelFacts, Schedule, TermOptions, expand_layers
-from tests.objectives import objective_of
+from tests.support.objectives import objective_of
 
 NAMES = list(TERMS)
 FACTS = ModelFacts(moe_layers=(1, 2, 3, 4), num_experts=7, top_k=3, vocab_size=13)

@@ -10,7 +10,7 @@ from moe_finetune.losses.base import LayerContext, ModelFacts, PreviousLayer
 from moe_finetune.losses.functional import coupling_loss
 from tests.losses import reference
 from tests.losses.cases import make, mask, record
-from tests.objectives import objective_of
+from tests.support.objectives import objective_of
 
 TERM = TERMS["coupling"]
 

@@ -9,8 +9,8 @@ from torch.nn.functional import silu
 from moe_finetune.losses import RoutingRecord, functional, inject
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts, moe_layers, stacks
-from tests import tiny
-from tests.objectives import objective_of
+from tests.support import tiny
+from tests.support.objectives import objective_of
 
 TERMS = {
     "load_balance": {"weight": 0.3},

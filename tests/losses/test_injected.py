@@ -8,8 +8,8 @@ from safetensors.torch import save_file
 
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
-from tests import tiny
-from tests.objectives import objective_of
+from tests.support import tiny
+from tests.support.objectives import objective_of
 
 TERMS = {
     "load_balance": {"weight": 0.3, "variant": "gshard", "scope": "sequence"},

@@ -9,8 +9,8 @@ from moe_finetune.losses.presets import PRESETS
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
 from moe_finetune.recipe.method import resolve_method
-from tests import tiny
-from tests.objectives import objective_of
+from tests.support import tiny
+from tests.support.objectives import objective_of
 
 
 @pytest.mark.parametrize("name", PRESETS)

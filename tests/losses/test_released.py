@@ -14,11 +14,11 @@ from moe_finetune.losses.presets import PRESETS
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
 from moe_finetune.recipe.method import resolve_method
-from tests import tiny
 from tests.conftest import ROOT
 from tests.losses import reference
 from tests.losses.cases import make, mask, record
-from tests.objectives import objective_of
+from tests.support import tiny
+from tests.support.objectives import objective_of
 
 pytestmark = pytest.mark.usefixtures("p0_released")
 FOUND: dict = {"span_orthogonality": {}, "softmax_variance": {}}

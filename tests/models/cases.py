@@ -3,8 +3,8 @@
 import torch
 
 from moe_finetune.models import FAMILIES, OURS, composites, table
-from tests import tiny_adapter
-from tests import tiny_families as tiny
+from tests.support import tiny_adapter
+from tests.support import tiny_families as tiny
 
 COMPOSITES = [family.name for family in composites.FAMILIES]
 NAMES = [family.name for family in OURS if family not in table.CORE]

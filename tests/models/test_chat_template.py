@@ -5,7 +5,7 @@ import pytest
 from moe_finetune.errors import CheckpointError
 from moe_finetune.models.chat_template import check_template
 from moe_finetune.models.loading import load_tokenizer
-from tests import tiny
+from tests.support import tiny
 
 DATED = (
     "\n  {% if strftime_now is defined %}{% set f = '%d %b %Y' %}Today {{ strftime_now(f) }}"

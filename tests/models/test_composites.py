@@ -16,11 +16,11 @@ from moe_finetune.models import FAMILIES, composites, family_of
 from moe_finetune.models.loading import load_config
 from moe_finetune.models.structure import class_of
 from moe_finetune.moe.hooks import Recorder
-from tests import names_on_disk
-from tests import tiny_families as tiny
 from tests.checkpoint.helpers import randomize
 from tests.quantization.models import check_quantized
-from tests.tiny_adapter import adapted
+from tests.support import names_on_disk
+from tests.support import tiny_families as tiny
+from tests.support.tiny_adapter import adapted
 
 WEIGHTS = "model.safetensors"
 

@@ -26,9 +26,6 @@ from moe_finetune.moe.layers import model_facts, moe_layers
 from moe_finetune.recipe.method import resolve_method
 from moe_finetune.training import reach
 from moe_finetune.training.check import check_family
-from tests import names_on_disk
-from tests import tiny as core
-from tests import tiny_families as tiny
 from tests.checkpoint.golden import check_changed
 from tests.models.cases import (
     EACH_KIND,
@@ -40,7 +37,10 @@ from tests.models.cases import (
     batch,
     run,
 )
-from tests.objectives import objective_of
+from tests.support import names_on_disk
+from tests.support import tiny as core
+from tests.support import tiny_families as tiny
+from tests.support.objectives import objective_of
 
 pytestmark = pytest.mark.usefixtures("p0_released")
 

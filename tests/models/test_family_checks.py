@@ -4,7 +4,7 @@ import pytest
 
 from moe_finetune.errors import UnsupportedModelError
 from moe_finetune.models import FAMILIES, family_of
-from tests import tiny
+from tests.support import tiny
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from moe_finetune.errors import UnsupportedModelError
 from moe_finetune.models import FAMILIES
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts, moe_layers
-from tests import tiny_families as tiny
 from tests.models.cases import adapted, batch, run
-from tests.objectives import objective_of
+from tests.support import tiny_families as tiny
+from tests.support.objectives import objective_of
 
 TERMS = {"orthogonality": {"weight": 0.1}, "variance": {"weight": 0.2}, "z_loss": {"weight": 0.05}}
 

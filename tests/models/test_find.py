@@ -10,7 +10,7 @@ from moe_finetune.errors import UnsupportedModelError
 from moe_finetune.models import FAMILIES, family_of
 from moe_finetune.models.find import warn_of_plugins
 from moe_finetune.models.suggestion import suggestion
-from tests import tiny_families, unheard
+from tests.support import tiny_families, unheard
 
 
 @pytest.mark.parametrize("environment", [None, b"\xff", b"[]", b"{}", b'{"packages": ["torch"]}'])

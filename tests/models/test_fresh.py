@@ -15,7 +15,7 @@ from moe_finetune.models.loading import load_tokenizer
 from moe_finetune.recipe.schema import Recipe, recipe_from_tree
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.run import run_recipe
-from tests import tiny
+from tests.support import tiny
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from moe_finetune.checkpoint.load import load_model
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.models import deepseek_moe
 from moe_finetune.models.loading import load_config, load_tokenizer, local_folder
-from tests import tiny
+from tests.support import tiny
 
 
 @pytest.mark.parametrize("family", tiny.FAMILY_NAMES)

@@ -14,8 +14,8 @@ from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.routing.trace import RoutingTrace
 from moe_finetune.routing.tracing import trace_model
 from moe_finetune.training.check import watch
-from tests import tiny_families as tiny
 from tests.models.cases import EACH_KIND
+from tests.support import tiny_families as tiny
 
 
 @pytest.mark.parametrize("family", EACH_KIND)

@@ -4,8 +4,8 @@ import torch
 
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.recipe.sections import LoraSection
-from tests import tiny
-from tests.tiny_adapter import random_factors
+from tests.support import tiny
+from tests.support.tiny_adapter import random_factors
 
 TERMS = {
     "load_balance": {"weight": 0.3},

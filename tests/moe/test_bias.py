@@ -8,7 +8,7 @@ from moe_finetune.moe.bias import BiasBalancer
 from moe_finetune.moe.biased_choice import Rule, select_with_bias
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts, moe_layers
-from tests import tiny
+from tests.support import tiny
 
 FAMILIES = tiny.FAMILY_NAMES
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_finetune.errors import CaptureError
 from moe_finetune.recipe.stages import CHECKPOINTING, checkpointing
 from moe_finetune.training.specialization import Specialization
-from tests import tiny
+from tests.support import tiny
 
 COUPLED = {"terms": {"coupling": {"weight": 0.5}}}
 

@@ -8,11 +8,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
-from tests import tiny
 from tests.moe.cases import TERMS, adapted, assert_close, gradients
-from tests.near_ties import adapted as near_tied_model
-from tests.near_ties import far, step
-from tests.objectives import objective_of
+from tests.support import tiny
+from tests.support.near_ties import adapted as near_tied_model
+from tests.support.near_ties import far, step
+from tests.support.objectives import objective_of
 
 
 @pytest.mark.slow

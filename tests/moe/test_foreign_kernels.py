@@ -10,7 +10,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from moe_finetune.errors import CaptureError, ForeignKernelError
 from moe_finetune.models.structure import follows_interface
 from moe_finetune.moe.hooks import Recorder
-from tests import tiny
+from tests.support import tiny
 
 
 def function_of(module, name):

@@ -11,9 +11,9 @@ from moe_finetune.errors import CaptureError
 from moe_finetune.moe.context import CONTEXT_KEY, ForwardContext, ForwardPlan
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
-from tests import tiny
 from tests.moe.cases import TERMS, adapted, assert_close, gradients
-from tests.objectives import objective_of
+from tests.support import tiny
+from tests.support.objectives import objective_of
 from tests.training import policy
 
 FAMILIES = tiny.FAMILY_NAMES

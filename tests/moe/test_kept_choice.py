@@ -15,10 +15,10 @@ from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.kept_choice import in_backward
 from moe_finetune.moe.layers import backbone_of, moe_layers
 from moe_finetune.training.specialization import Specialization
-from tests import tiny, tiny_adapter, tiny_families
 from tests.models.cases import NEEDS_A_FILE
 from tests.moe.cases import TERMS, gradients
-from tests.near_ties import adapted, far, step
+from tests.support import tiny, tiny_adapter, tiny_families
+from tests.support.near_ties import adapted, far, step
 
 pytestmark = pytest.mark.usefixtures("p0_released")
 

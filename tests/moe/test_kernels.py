@@ -16,9 +16,9 @@ from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.specialization import Specialization
-from tests import tiny
-from tests.objectives import objective_of
-from tests.tiny_adapter import random_factors
+from tests.support import tiny
+from tests.support.objectives import objective_of
+from tests.support.tiny_adapter import random_factors
 
 BY_METHOD = ("qwen3_moe", "deepseek_v3")
 RANK = 3  # not aligned: the grouped path fills it up

@@ -17,9 +17,9 @@ from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.lora_selected import SelectedExpertsLora, selected_experts
 from moe_finetune.recipe.schema import load_recipe
 from moe_finetune.recipe.sections import LoraSection
-from tests import tiny
 from tests.checkpoint.helpers import load, with_adapter
-from tests.tiny_adapter import random_factors
+from tests.support import tiny
+from tests.support.tiny_adapter import random_factors
 
 EXPERTS, RANK = 12, 4
 CHOSEN = {

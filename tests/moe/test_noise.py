@@ -8,7 +8,7 @@ from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.noise import TrainingNoise, drops_second_choice
 from moe_finetune.recipe.method import Perturbations
 from moe_finetune.recipe.sections import LoraSection
-from tests import tiny
+from tests.support import tiny
 
 ALL = Perturbations(jitter=0.01, expert_dropout=0.4, random_second_choice=True)
 

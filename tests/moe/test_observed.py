@@ -10,7 +10,7 @@ from moe_finetune.lora.targets import add_lora
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.observed import observed
 from moe_finetune.recipe.sections import LoraSection
-from tests import tiny
+from tests.support import tiny
 
 
 class Broken(Exception):

@@ -17,8 +17,8 @@ from moe_finetune.moe.quantized_model import quantize_model
 from moe_finetune.quantization.weight import quantized as is_quantized
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.specialization import Specialization
-from tests import tiny
-from tests.tiny_adapter import random_factors
+from tests.support import tiny
+from tests.support.tiny_adapter import random_factors
 
 METHOD = {
     "terms": {

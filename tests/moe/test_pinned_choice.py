@@ -14,7 +14,7 @@ from moe_finetune.moe.bias import BiasBalancer
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.pinned_choice import PinsChoice, RecordsChoice, empty_choice
 from moe_finetune.recipe.sections import LoraSection
-from tests import tiny
+from tests.support import tiny
 
 FAMILIES = ["qwen3_moe", "deepseek_v3"]
 LENGTH = 12

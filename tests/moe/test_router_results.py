@@ -12,7 +12,7 @@ from moe_finetune.moe.layers import moe_layers
 from moe_finetune.moe.lora_factors import stored_router_weight
 from moe_finetune.moe.router_results import STANDARD, named_results
 from moe_finetune.training.check import batch, watch
-from tests import tiny, tiny_families
+from tests.support import tiny, tiny_families
 
 E, K, T = 8, 3, 5
 LOGITS, SHARED = torch.zeros(T, E), torch.zeros(T, 2)

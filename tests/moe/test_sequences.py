@@ -12,7 +12,7 @@ from moe_finetune.models.base import Rows
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.sequences import separate
 from moe_finetune.training.specialization import Specialization
-from tests import tiny, tiny_adapter, tiny_families
+from tests.support import tiny, tiny_adapter, tiny_families
 
 PAD, OTHER_PAD = 3, 9
 LENGTHS = (13, 17, 5, 11)

@@ -10,7 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from moe_finetune.errors import CaptureError, RecipeError, UnsupportedModelError
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.spread import check_spread, spread_experts
-from tests import tiny
+from tests.support import tiny
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
 from moe_finetune.moe.tokens import read_tokens
-from tests import tiny
-from tests.objectives import objective_of
+from tests.support import tiny
+from tests.support.objectives import objective_of
 
 PAD = 3
 LENGTHS = (9, 5, 1, 12, 2)

@@ -18,9 +18,9 @@ from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.run import run_recipe
-from tests import tiny
 from tests.conftest import READER
 from tests.older.read import read
+from tests.support import tiny
 
 ROWS = [
     {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}!"}]}

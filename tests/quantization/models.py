@@ -8,7 +8,7 @@ import torch
 from moe_finetune import load_model
 from moe_finetune.models import table
 from moe_finetune.quantization.weight import QuantizedWeight, quantized
-from tests import tiny, tiny_families
+from tests.support import tiny, tiny_families
 
 FAMILIES = (*tiny.FAMILY_NAMES, *(family.name for family in table.FAMILIES))
 

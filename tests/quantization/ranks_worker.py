@@ -25,9 +25,9 @@ from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.training import ranks
-from tests import fsdp, tiny, tiny_families
-from tests.ranks import furthest
-from tests.tiny_adapter import random_factors
+from tests.support import fsdp, tiny, tiny_families
+from tests.support.ranks import furthest
+from tests.support.tiny_adapter import random_factors
 
 WORLD, GLOBAL_BATCH = 2, 4
 ALONE = "alone"

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from moe_finetune import load_model
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
-from tests import tiny, tiny_families
 from tests.quantization.formats import as_fp8, as_int4, as_mxfp4, rewrite
+from tests.support import tiny, tiny_families
 
 EXPERT = "model.layers.2.mlp.experts.5.up_proj"
 """48 x 192: two blocks of 24 rows, five of 40 columns; twelve groups of 16."""

@@ -13,10 +13,10 @@ from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.cli import main
 from moe_finetune.errors import CheckpointError, NumericsError
 from moe_finetune.io.checkpoint_files import index_text
-from tests import tiny_families
 from tests.checkpoint import helpers
 from tests.quantization.formats import as_fp8, as_int4, as_mxfp4, rewrite
 from tests.quantization.models import save
+from tests.support import tiny_families
 
 CASES = {
     "fp8": ("qwen3_moe", as_fp8),

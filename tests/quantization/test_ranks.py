@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import tiny
 from tests.quantization.ranks_worker import ALONE, CASES, WORLD
-from tests.ranks import run_ranks
+from tests.support import tiny
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 LIMIT = {"sharded": 1e-6, "spread": 3e-5}

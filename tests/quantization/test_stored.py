@@ -13,9 +13,9 @@ from moe_finetune.cli import main
 from moe_finetune.quantization.weight import QuantizedWeight, quantized
 from moe_finetune.recipe.schema import load_recipe
 from moe_finetune.run import run_recipe
-from tests import tiny
 from tests.quantization.formats import as_fp8, as_int4, as_mxfp4, rewrite
 from tests.quantization.models import batch, save
+from tests.support import tiny
 
 
 def compare(folder, other, floats, caplog):
@@ -45,7 +45,7 @@ def test_fp8_and_int4(make, family, tmp_path, caplog):
 
 
 def test_mxfp4_is_what_transformers_makes_of_it(tmp_path, caplog):
-    from tests import tiny_families
+    from tests.support import tiny_families
 
     for name in ("stored", "floats"):
         tiny_families.model("gpt_oss", intermediate_size=64).save_pretrained(tmp_path / name)

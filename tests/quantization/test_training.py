@@ -19,10 +19,10 @@ from moe_finetune.quantization import weight
 from moe_finetune.quantization.weight import QuantizedWeight, quantized
 from moe_finetune.recipe.method import resolve_method
 from moe_finetune.recipe.schema import load_recipe
-from tests import tiny
 from tests.models.cases import KINDS
 from tests.quantization.models import batch, dequantized, save
-from tests.tiny_adapter import LORA, adapted
+from tests.support import tiny
+from tests.support.tiny_adapter import LORA, adapted
 
 NEEDS_A_FILE = {"supervised_routing"}
 LEAST = 1e-6

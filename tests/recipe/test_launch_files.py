@@ -10,8 +10,8 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from typer.testing import CliRunner
 
 from moe_finetune.cli.app import app
-from tests import tiny
 from tests.conftest import ROOT
+from tests.support import tiny
 
 LAUNCH = ROOT / "recipes" / "launch"
 # The launchers' part: of the second of two nodes.

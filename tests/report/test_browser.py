@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from moe_finetune.report import write_report
-from tests.browser import system_browser
 from tests.report.folders import TASKS, write_run
+from tests.support.browser import system_browser
 
 playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed")

@@ -16,7 +16,7 @@ from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
 from moe_finetune.routing.measures import Measures, least_alpha, router_geometry, router_values
 from moe_finetune.routing.sums import CHOICES, NEEDS, SCORES, Sums, largest_cosine, squared_cosine
-from tests import tiny
+from tests.support import tiny
 
 E, H, D, K = 5, 7, 3, 2
 

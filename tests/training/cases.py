@@ -9,8 +9,8 @@ from moe_finetune.lora.targets import add_lora
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.guards import FiniteTrainer
 from moe_finetune.training.resume import ResumableTrainer
-from tests import tiny
-from tests.tiny_adapter import random_factors
+from tests.support import tiny
+from tests.support.tiny_adapter import random_factors
 
 TEXTS = [(f"Say {i}.", f" It is {i}.", f" No, {i + 7}!") for i in range(4)]
 PAIRS = [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in TEXTS]

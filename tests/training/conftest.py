@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests import tiny
+from tests.support import tiny
 from tests.training.strength import TERMS
 
 

@@ -8,7 +8,7 @@ from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.training.callback import SpecializationCallback
 from moe_finetune.training.trainer import trainer_of
-from tests import tiny
+from tests.support import tiny
 
 TEMPERATURE = 0.8
 

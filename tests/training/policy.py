@@ -5,7 +5,7 @@ import torch
 from moe_finetune.losses.base import LayerContext, PreviousLayer
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
-from tests.objectives import objective_of
+from tests.support.objectives import objective_of
 
 COMMON = {
     "report_to": [],

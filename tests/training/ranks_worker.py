@@ -21,9 +21,9 @@ from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training import ranks
 from moe_finetune.training.trainer import build_trainer
 from moe_finetune.training.weights import trained_weights
-from tests import tiny
 from tests.conftest import ROOT
-from tests.tiny_adapter import random_factors
+from tests.support import tiny
+from tests.support.tiny_adapter import random_factors
 
 STEPS, GLOBAL_BATCH, LENGTH = 4, 4, 13
 EVERY_TERM = {

@@ -21,7 +21,7 @@ import yaml
 
 from moe_finetune import cli
 from moe_finetune.recipe.tree import merge_mappings
-from tests import tiny
+from tests.support import tiny
 from tests.upcycle.small import write_recipe
 
 FILE = Path(__file__).with_name("refusals.json")

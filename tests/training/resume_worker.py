@@ -25,7 +25,7 @@ from moe_finetune.training import ranks
 from moe_finetune.training.resume import ResumableTrainer
 from moe_finetune.training.shards import is_sharded, leave_experts
 from moe_finetune.training.weights import trained_weights, whole_model
-from tests import fsdp, tiny
+from tests.support import fsdp, tiny
 
 WORLDS = (4, 2, 1)
 STEPS, HALF, ROWS, LENGTH = 5, 3, 4, 9  # HALF lies between two logs

@@ -24,7 +24,7 @@ from moe_finetune.training import grpo, ranks
 from moe_finetune.training.grpo import EXPERTS, MISSING
 from moe_finetune.training.rewards import REWARDS
 from moe_finetune.training.trainer import build_trainer
-from tests import tiny, vllm_capture
+from tests.support import tiny, vllm_capture
 
 PROMPTS = ["what is 1+1?", "seven", "what is 1+2?", "a few words more than that"]
 LENGTH = 6

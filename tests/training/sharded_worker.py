@@ -32,11 +32,11 @@ from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training import ranks
 from moe_finetune.training.shards import check_all_sharded
 from moe_finetune.training.specialization import Specialization
-from tests import tiny
 from tests.conftest import ROOT
-from tests.near_ties import disturb_recomputations, near_tied
-from tests.ranks import furthest
-from tests.tiny_adapter import random_factors
+from tests.support import tiny
+from tests.support.near_ties import disturb_recomputations, near_tied
+from tests.support.ranks import furthest
+from tests.support.tiny_adapter import random_factors
 
 MODES = ("plain", "sharded", "both", "spread", "spread and sharded")
 SPREAD = MODES[3:]

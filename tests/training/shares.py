@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from moe_finetune.training.specialization import Specialization
-from tests import tiny
+from tests.support import tiny
 from tests.training.cases import adapted
 from tests.training.strength import TERMS
 

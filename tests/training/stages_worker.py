@@ -33,8 +33,8 @@ from moe_finetune.training.rewards import REWARDS
 from moe_finetune.training.shards import is_sharded
 from moe_finetune.training.trainer import build_trainer
 from moe_finetune.training.weights import plain_name
-from tests import fsdp, tiny
-from tests.tiny_adapter import random_factors
+from tests.support import fsdp, tiny
+from tests.support.tiny_adapter import random_factors
 
 PLAIN, RAGGED = "sft without a method", "grpo whose completions end early"
 CASES = (*STAGES, PLAIN, RAGGED)

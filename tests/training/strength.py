@@ -10,8 +10,8 @@ from moe_finetune import SpecializationCallback
 from moe_finetune.losses.base import LayerContext, PreviousLayer
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts, moe_layers
-from tests import tiny
-from tests.objectives import objective_of
+from tests.support import tiny
+from tests.support.objectives import objective_of
 from tests.training.cases import adapted, collate, rows
 
 TERMS = {

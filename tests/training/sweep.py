@@ -13,7 +13,7 @@ from moe_finetune.recipe.schema import Recipe, recipe_from_tree
 from moe_finetune.recipe.stages import OWNED, STAGES
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.training.rehearsal import rehearse, to_rehearse
-from tests import tiny
+from tests.support import tiny
 
 
 def recipe_of(stage: str, **trainer: Any) -> Recipe:

@@ -15,8 +15,8 @@ from moe_finetune.moe.layers import model_facts
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.reach import check_reach
 from moe_finetune.training.run_folder import RunLog
-from tests import tiny
-from tests.objectives import objective_of
+from tests.support import tiny
+from tests.support.objectives import objective_of
 from tests.training.cases import adapted, arguments, collate, rows
 from tests.training.policy import explicit, gradients
 

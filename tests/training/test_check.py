@@ -12,7 +12,7 @@ from moe_finetune.cli import main
 from moe_finetune.models import FAMILIES
 from moe_finetune.models.base import Rows, expert_groups
 from moe_finetune.training.check import check_family
-from tests import tiny, tiny_families, unheard
+from tests.support import tiny, tiny_families, unheard
 
 GLM = FAMILIES["glm4_moe"]
 

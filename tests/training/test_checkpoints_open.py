@@ -13,7 +13,7 @@ from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.resume import ResumableTrainer
 from moe_finetune.training.weights import live_weights, model_weights
 from moe_finetune.vllm.serve import open_merged
-from tests import tiny
+from tests.support import tiny
 from tests.training.cases import collate, rows
 
 

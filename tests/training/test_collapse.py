@@ -7,7 +7,7 @@ from transformers import Trainer
 
 from moe_finetune import SpecializationCallback
 from moe_finetune.training.guards import CollapseWatch
-from tests import tiny
+from tests.support import tiny
 from tests.training.cases import arguments, collate, rows
 
 EXPERTS, TOP_K, LAYERS = 12, 3, 2

@@ -9,8 +9,8 @@ from moe_finetune.losses.presets import PRESETS
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
 from moe_finetune.training.specialization import Specialization
-from tests import tiny_families as tiny
 from tests.models.cases import EACH_KIND, NEEDS_A_FILE, STANDARD_WEIGHTS, adapted, batch
+from tests.support import tiny_families as tiny
 
 pytestmark = pytest.mark.usefixtures("p0_released")
 

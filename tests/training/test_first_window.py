@@ -11,7 +11,7 @@ from moe_finetune.lora.targets import add_lora
 from moe_finetune.recipe.method import resolve_method
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.specialization import Specialization
-from tests import tiny
+from tests.support import tiny
 from tests.training.cases import PAIRS, adapted
 from tests.training.grpo import trainer_for
 from tests.training.policy import COMMON, Policy, explicit, gradients

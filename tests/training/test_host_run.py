@@ -13,8 +13,8 @@ from trl import SFTConfig, SFTTrainer
 
 from moe_finetune import SpecializationCallback, cli
 from moe_finetune.errors import ObjectiveError, OutputExistsError
-from tests import tiny
 from tests.evaluation.local import write_suite
+from tests.support import tiny
 from tests.training.cases import arguments, collate, loaded, rows
 
 

@@ -14,8 +14,8 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from tests import tiny
 from tests.conftest import ROOT
+from tests.support import tiny
 
 pytestmark = pytest.mark.slow
 STEPS, GLOBAL_BATCH = 8, 4

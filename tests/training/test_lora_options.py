@@ -15,9 +15,9 @@ from moe_finetune.run import run_recipe
 from moe_finetune.training.prepare import prepare
 from moe_finetune.training.train import continue_adapter
 from moe_finetune.training.trainer import build_trainer
-from tests import tiny
 from tests.checkpoint import helpers
 from tests.checkpoint.helpers import EXPERTS, load, logits
+from tests.support import tiny
 
 ADAPTER = "adapter/adapter_model.safetensors"
 

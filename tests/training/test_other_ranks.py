@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from moe_finetune.errors import CheckpointError
 from moe_finetune.training.checkpoint import verify_checkpoint
 from moe_finetune.training.shards import FOLDER, stored
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from tests.training.resume_worker import HALF, METHODS, WORLDS
 
 pytestmark = pytest.mark.slow

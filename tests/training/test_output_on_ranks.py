@@ -6,8 +6,8 @@ import pytest
 from safetensors.torch import load_file
 
 from moe_finetune import cli
-from tests import tiny
-from tests.ranks import run_ranks
+from tests.support import tiny
+from tests.support.ranks import run_ranks
 from tests.training.output_worker import STEPS, train
 
 

@@ -23,7 +23,7 @@ from moe_finetune.recipe.schema import load_recipe
 from moe_finetune.training.callback import SpecializationCallback
 from moe_finetune.training.packed import packing_problem
 from moe_finetune.training.specialization import Specialization
-from tests import tiny, tiny_families
+from tests.support import tiny, tiny_families
 
 UNDECLARED = replace(FAMILIES["qwen3_next"], rows=Rows())
 """A family of a plugin or recipe that says nothing of its states."""

@@ -26,7 +26,7 @@ from moe_finetune.recipe.tree import Tree
 from moe_finetune.training.preconditions import check_arguments
 from moe_finetune.training.prepare import check_launch
 from moe_finetune.training.specialization import Specialization
-from tests import tiny
+from tests.support import tiny
 from tests.training.cases import JUDGED, PAIRS, adapted, arguments, collate, rows
 
 RECIPE = {

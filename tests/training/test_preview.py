@@ -12,7 +12,7 @@ from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.training.preview import histogram, marked, preview
 from moe_finetune.training.start import describe_steps
-from tests import tiny
+from tests.support import tiny
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from moe_finetune.recipe.tree import Tree, merge_mappings
 from moe_finetune.training import callback
 from moe_finetune.training.prove import prove
 from moe_finetune.training.specialization import Specialization
-from tests import tiny, tiny_families
+from tests.support import tiny, tiny_families
 
 WHOLE = {"lora": None, "router": {"train": "full"}}
 NOISE = {"method": {"perturbations": {"jitter": 0.02, "random_second_choice": True}}}

@@ -5,7 +5,7 @@ import json
 import pytest
 from safetensors.torch import load_file
 
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from tests.training.ranks_worker import EVERY_TERM, METHODS, STEPS, WRONG
 
 pytestmark = pytest.mark.slow

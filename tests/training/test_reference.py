@@ -16,7 +16,7 @@ from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
 from moe_finetune.moe.lora_active import TrainedAdapter
 from moe_finetune.recipe.sections import LoraSection
-from tests import tiny
+from tests.support import tiny
 from tests.training.cases import JUDGED, PAIRS
 
 FAMILY = "olmoe"

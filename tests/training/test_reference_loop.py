@@ -10,9 +10,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.specialization import Specialization
-from tests import reference_loop, tiny
-from tests.ranks import furthest
-from tests.tiny_adapter import random_factors
+from tests.support import reference_loop, tiny
+from tests.support.ranks import furthest
+from tests.support.tiny_adapter import random_factors
 
 TERMS = {
     "load_balance": {"weight": 0.3},

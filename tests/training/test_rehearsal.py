@@ -6,7 +6,7 @@ import torch
 from moe_finetune.errors import RecipeError
 from moe_finetune.training.rehearsal import rehearse, rehearsing, to_rehearse
 from moe_finetune.training.start import open_start
-from tests import tiny
+from tests.support import tiny
 from tests.training.sweep import recipe_of
 
 USUAL_SFT = {"max_steps": 3, "save_steps": 2, "learning_rate": 1e-4, "warmup_steps": 1}

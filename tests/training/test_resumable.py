@@ -15,7 +15,7 @@ from moe_finetune.training import resume
 from moe_finetune.training.checkpoint import checkpoints
 from moe_finetune.training.resume import ResumableTrainer
 from moe_finetune.training.weights import live_weights
-from tests import tiny
+from tests.support import tiny
 from tests.training.cases import Guarded, collate, guarded, rows
 
 

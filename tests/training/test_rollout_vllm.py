@@ -1,6 +1,6 @@
 """GRPO with the experts of vLLM's rollouts, against real vLLM in both of TRL's modes.
 
-Its CPU build captures no experts; :mod:`tests.vllm_capture` stands in for that part alone.
+Its CPU build captures no experts; :mod:`tests.support.vllm_capture` stands in for that part alone.
 """
 
 import json
@@ -30,8 +30,8 @@ from moe_finetune.training.rollout_vllm import (
     rolled_out,
 )
 from moe_finetune.vllm.install import is_cpu_build
-from tests.ranks import ROOT, run_ranks
-from tests.vllm_server import free_port, needs_vllm
+from tests.support.ranks import ROOT, run_ranks
+from tests.support.vllm_server import free_port, needs_vllm
 
 RANKS = 2
 EQUAL = 1e-5
@@ -262,7 +262,7 @@ def server(warm_vllm, engine, folder):
     development = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
     with (folder / "server.log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.vllm_capture", *arguments],
+            [sys.executable, "-m", "tests.support.vllm_capture", *arguments],
             stdout=log, stderr=log, cwd=ROOT,
             env={**os.environ, **development, "VLLM_CPU_KVCACHE_SPACE": "1"},
         )  # fmt: skip

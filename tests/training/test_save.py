@@ -13,7 +13,7 @@ from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.training.prepare import prepare
 from moe_finetune.training.save import save_trained
-from tests import tiny
+from tests.support import tiny
 
 BIAS = "model.layers.{}.mlp.gate.e_score_correction_bias"
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from moe_finetune.losses import TERMS
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from tests.training.sharded_worker import (
     CASES,
     EVERY_TERM,

@@ -26,8 +26,8 @@ from moe_finetune.training.sample import (
     sample_examples,
     take_snapshot,
 )
-from tests import tiny
-from tests.tiny_adapter import random_factors
+from tests.support import tiny
+from tests.support.tiny_adapter import random_factors
 
 
 @pytest.fixture(scope="module")

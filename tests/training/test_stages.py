@@ -16,7 +16,7 @@ from moe_finetune.recipe.stages import STAGES
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.run import plan_run, run_recipe
 from moe_finetune.training.rewards import REWARDS, reward_functions
-from tests import tiny
+from tests.support import tiny
 
 PAIRS = [
     {"prompt": f"Say {i}: ", "chosen": f"yes {i * i}", "rejected": f"no {7 - i}"} for i in range(9)

@@ -8,8 +8,8 @@ import pytest
 from safetensors.torch import load_file
 
 from moe_finetune.recipe.stages import STAGES
-from tests import tiny
-from tests.ranks import furthest, run_ranks
+from tests.support import tiny
+from tests.support.ranks import furthest, run_ranks
 from tests.training.stages_worker import (
     ALONE,
     BOTH,

@@ -14,7 +14,7 @@ from moe_finetune.lora.targets import add_lora
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.specialization import Specialization
-from tests import tiny
+from tests.support import tiny
 from tests.training.cases import collate, rows
 
 BIASED = {"terms": {}, "bias_update": 0.05, "export_bias": "drop"}

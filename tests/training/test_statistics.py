@@ -9,7 +9,7 @@ from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
 from moe_finetune.routing.measures import router_geometry
 from moe_finetune.training.statistics import TrainingStatistics
-from tests import tiny
+from tests.support import tiny
 
 NAMES = ("routing/router_cosine", "routing/noise_level")
 

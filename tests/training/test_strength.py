@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 
 from moe_finetune import measure_strength
 from moe_finetune.errors import ObjectiveError
-from tests import tiny
+from tests.support import tiny
 from tests.training import shares
 from tests.training.cases import adapted
 from tests.training.strength import BATCHES, agree, by_hand

@@ -11,7 +11,7 @@ from moe_finetune.errors import ObjectiveError
 from moe_finetune.moe.layers import backbone_of
 from moe_finetune.training.specialization import Specialization
 from moe_finetune.training.term_gradients import TermGradients
-from tests import tiny
+from tests.support import tiny
 from tests.training.cases import adapted
 from tests.training.strength import BATCHES, agree, by_hand
 

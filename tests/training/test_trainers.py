@@ -8,7 +8,7 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
 from moe_finetune import SpecializationCallback
 from moe_finetune.training.specialization import Specialization
-from tests import reference_loop, tiny
+from tests.support import reference_loop, tiny
 from tests.training.cases import PAIRS, adapted
 from tests.training.policy import COMMON, Policy, gradients
 

@@ -20,8 +20,8 @@ from moe_finetune.models.loading import load_tokenizer
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.run import plan_run, run_recipe
-from tests import tiny
 from tests.checkpoint.helpers import adapter
+from tests.support import tiny
 
 CHAT = [
     {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}!"}]}

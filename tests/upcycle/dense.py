@@ -14,7 +14,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tests import tiny
+from tests.support import tiny
 
 SIZES = {
     "vocab_size": tiny.VOCABULARY,

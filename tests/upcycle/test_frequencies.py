@@ -8,7 +8,7 @@ from moe_finetune.errors import CheckpointError, DataError
 from moe_finetune.losses.supervised_routing import load_token_frequencies
 from moe_finetune.models.loading import load_tokenizer
 from moe_finetune.upcycle.frequencies import FrequencyTable, count_table, tokenizer_hash
-from tests import tiny
+from tests.support import tiny
 
 EXPERTS, VOCABULARY, CATEGORIES = 3, 17, 7
 

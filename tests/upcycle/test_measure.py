@@ -14,7 +14,7 @@ from moe_finetune.upcycle.judgement import PROMPTS, judge, questions
 from moe_finetune.upcycle.measure import measure, passages, text_losses
 from moe_finetune.upcycle.schema import JudgementSection, UpcycleRecipe
 from moe_finetune.upcycle.texts import SPLITS, Texts
-from tests import tiny
+from tests.support import tiny
 from tests.upcycle import dense
 
 EXPERTS, TOP_K, LENGTH = 5, 2, 23

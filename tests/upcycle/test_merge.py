@@ -11,7 +11,7 @@ from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.models.loading import load_tokenizer
 from moe_finetune.upcycle import merge_experts
-from tests import vllm_server
+from tests.support import vllm_server
 from tests.upcycle import dense
 
 EXPERTS = 5

@@ -9,7 +9,7 @@ from moe_finetune.upcycle.categories import read_categories, remark_on_repetitio
 from moe_finetune.upcycle.corpus import PIECE, SOURCES, read_corpus
 from moe_finetune.upcycle.schema import TextSection
 from moe_finetune.upcycle.texts import SPLITS, Texts, opening_ids, splits_of, training_texts
-from tests import tiny
+from tests.support import tiny
 from tests.upcycle import dense
 
 

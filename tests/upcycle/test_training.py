@@ -14,7 +14,7 @@ from moe_finetune.upcycle import merge_experts
 from moe_finetune.upcycle.dense import load_dense
 from moe_finetune.upcycle.frequencies import count_table
 from moe_finetune.upcycle.training import Job, build, run_job
-from tests import tiny
+from tests.support import tiny
 from tests.upcycle import dense
 
 EXPERTS, ROWS, LENGTH, RATE = 5, 3, 11, 0.25

@@ -1,6 +1,6 @@
 """Wrong input of the verb ends with 2; wrong recipes are in training/refusals.json."""
 
-from tests import tiny
+from tests.support import tiny
 from tests.upcycle import dense
 from tests.upcycle.small import run, write_recipe
 

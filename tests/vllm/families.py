@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests import tiny
+from tests.support import tiny
 
 # vLLM's kernels on a CPU have heads of 32 and more, and latent attention of 512 + 64.
 _HEADS: dict[str, Any] = {"hidden_size": 192}

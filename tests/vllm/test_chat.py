@@ -10,8 +10,8 @@ from moe_finetune.models.loading import load_tokenizer
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.run import run_recipe
-from tests import tiny
-from tests.vllm_server import complete_each, needs_vllm
+from tests.support import tiny
+from tests.support.vllm_server import complete_each, needs_vllm
 
 QUESTIONS = {"a?": "b!", "c?": "dd!", "e?": "fff!"}
 

@@ -17,7 +17,7 @@ from moe_finetune.vllm.engine import engine_arguments, engines_environment, open
 from moe_finetune.vllm.install import vllm_status
 from tests.conftest import ROOT
 from tests.evaluation.local import write_suite
-from tests.parity import parity
+from tests.support.parity import parity
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -45,7 +45,7 @@ def test_vllm_and_transformers_give_the_same_answers(vllm_engine, checkpoint, tm
 
 
 def test_parity_sees_another_model(vllm_engine, checkpoint, tmp_path):
-    from tests import tiny
+    from tests.support import tiny
 
     suite = write_suite(tmp_path / "data", items=20)
     with open_backend(tiny.save("qwen3_moe", tmp_path / "other", seed=9), "hf") as other:

@@ -11,7 +11,7 @@ from moe_finetune.checkpoint.load import load_model
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.recipe.sections import LoraSection
-from tests import tiny, tiny_families, tiny_heads, vllm_server
+from tests.support import tiny, tiny_families, tiny_heads, vllm_server
 from tests.vllm.families import SERVED, TESTED
 
 MAX_TOKENS = 64

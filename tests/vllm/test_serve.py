@@ -24,8 +24,8 @@ from moe_finetune.vllm.serve import open_merged, serve_command
 from tests.checkpoint.helpers import EXPERTS, select
 from tests.checkpoint.helpers import adapter as random_adapter
 from tests.evaluation.local import write_suite
-from tests.parity import parity
-from tests.vllm_server import ROOT, free_port, needs_vllm
+from tests.support.parity import parity
+from tests.support.vllm_server import ROOT, free_port, needs_vllm
 
 ATTENTION = {"target_parameters": None}
 

@@ -23,7 +23,7 @@ from moe_finetune.training.memory import (
     stored_bytes,
 )
 from moe_finetune.training.step_bytes import MicroBatch, micro_batch
-from tests import tiny
+from tests.support import tiny
 
 
 def recipe(**sections):

@@ -10,7 +10,7 @@ import pytest
 
 from eval.bench.measured import counted_peak
 from moe_finetune.recipe.schema import Recipe
-from tests import tiny
+from tests.support import tiny
 from tests.training.memory.fake_step import fake_plan
 
 EVERYTHING = ["attention", "shared_experts", "experts"]

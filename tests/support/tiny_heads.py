@@ -6,8 +6,8 @@ The names are those that vLLM's loaders of these heads read, and transformers' c
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests import names_on_disk, tiny
-from tests import tiny_families as families
+from tests.support import names_on_disk, tiny
+from tests.support import tiny_families as families
 
 WEIGHTS = "model.safetensors"
 # A layer after the decoder's last: DeepSeek-V3, GLM-4.5, Hunyuan 3 and their kin.

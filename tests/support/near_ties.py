@@ -8,8 +8,8 @@ from trl.models import enable_selective_activation_checkpointing
 from moe_finetune.moe.kept_choice import in_backward
 from moe_finetune.moe.layers import backbone_of, moe_layers
 from moe_finetune.training.specialization import Specialization
-from tests import tiny, tiny_adapter
 from tests.moe.cases import gradients
+from tests.support import tiny, tiny_adapter
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
 )
@@ -71,7 +71,7 @@ def complete_each(
             "HF_HUB_OFFLINE": "1",
         }
         done = subprocess.run(
-            [sys.executable, "-m", "tests.vllm_server", str(request), str(answer)],
+            [sys.executable, "-m", "tests.support.vllm_server", str(request), str(answer)],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,

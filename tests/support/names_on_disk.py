@@ -4,7 +4,7 @@ import functools
 
 from moe_finetune.models import FAMILIES
 from moe_finetune.models.structure import patterns_on_disk
-from tests import tiny, tiny_families
+from tests.support import tiny, tiny_families
 
 EXPERTS = ("gate", "up", "down")
 

@@ -41,7 +41,7 @@ from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 WARM = ("moe_finetune.", "tests.", "accelerate.commands.launch.", "vllm.", "pytest.")
 """Beginnings of the names of modules that are run warm."""
 CODE = (
@@ -61,7 +61,7 @@ VLLM = ("vllm", "vllm.benchmarks.serve", "vllm.entrypoints.cli.main",
         "vllm.entrypoints.openai.api_server", "vllm.model_executor.models.qwen3_moe",
         "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker")  # fmt: skip
 """What programs import that serve a checkpoint."""
-START = "import sys; from tests import warm; warm.main(*sys.argv[1:])"
+START = "import sys; from tests.support import warm; warm.main(*sys.argv[1:])"
 _PR_SET_CHILD_SUBREAPER = 36
 _LENGTH = struct.Struct("!Q")
 _NAMES = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]

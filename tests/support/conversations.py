@@ -6,7 +6,7 @@ import re
 
 from transformers import AddedToken
 
-from tests import tiny
+from tests.support import tiny
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 FUNCTION = {"name": "rain", "description": "Rain?", "parameters": PARAMETERS}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 600
 
 

@@ -1,4 +1,4 @@
-"""Runs the cells of `docs/quickstart.ipynb`; `python -m tests.notebook` stores their outputs."""
+"""Runs the cells of `docs/quickstart.ipynb` and, as a program, stores their outputs."""
 
 import base64
 import contextlib

@@ -2,8 +2,7 @@
 
 It notes what the routers select and places rows by request and position; rows of cached prompts
 come from a store that a reset of the prefix cache empties. Everything after that is vLLM's own:
-scheduler, output processor, server. ``python -m tests.vllm_capture serve ...`` is ``vllm serve``
-with it.
+scheduler, output processor, server. As a program, with ``serve ...``, it is ``vllm serve`` with it.
 """
 
 from functools import partial

@@ -5,7 +5,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Glm4MoeConfig, Glm4Mo
 
 from moe_finetune.models.base import QKVO as ATTENTION
 from moe_finetune.models.base import SHARED_EXPERTS, Family, expert_groups
-from tests import tiny, tiny_families
+from tests.support import tiny, tiny_families
 
 
 class UnheardConfig(Glm4MoeConfig):
