@@ -82,7 +82,7 @@ $(LOWEST)/.set-up: $(STAMP) tests/lowest.txt
 	@touch $@
 
 test-lowest: $(LOWEST)/.set-up  ## The losses, and a recipe, on the lowest versions that are declared
-	PYTHONPATH=$(LOWEST)/core:. $(BIN)/python -m pytest -p no:cacheprovider tests/metrics tests/losses/test_all_losses.py tests/losses/test_released.py tests/training/test_trainers.py tests/test_foreign_names.py -k "not deepseek_v3"
+	PYTHONPATH=$(LOWEST)/core:. $(BIN)/python -m pytest -p no:cacheprovider tests/metrics tests/losses/test_all_losses.py tests/losses/test_released.py tests/training/gradients/test_trainers.py tests/test_foreign_names.py -k "not deepseek_v3"
 	PYTHONPATH=$(LOWEST)/recipes:. $(BIN)/python -m pytest -p no:cacheprovider tests/test_run.py tests/checkpoint/test_verify.py
 	READER=$(LOWEST)/reader $(BIN)/python -m pytest -p no:cacheprovider tests/older
 
@@ -105,15 +105,15 @@ $(NEWEST)/.set-up: $(STAMP) tests/newest.txt
 	@touch $@
 
 NEWEST_TESTS := tests/newest tests/test_foreign_names.py tests/moe/test_kept_choice.py \
-  tests/moe/test_checkpointing.py tests/training/test_trainers.py tests/training/test_sharded.py \
+  tests/moe/test_checkpointing.py tests/training/gradients/test_trainers.py tests/training/ranks/test_sharded.py \
   tests/checkpoint/test_verify.py tests/checkpoint/test_makers.py tests/training/memory/test_formula.py
 
 test-newest: $(NEWEST)/.set-up  ## What reads transformers' classes, on the newest versions, without vLLM
 	$(NEWEST)/bin/python -m pytest -p no:cacheprovider -n 2 --dist loadfile -m "not gpu and not vllm" $(NEWEST_TESTS)
-	$(NEWEST)/bin/python -m pytest -p no:cacheprovider tests/models/test_every_family.py -k "qwen3_moe or deepseek_v3 or gpt_oss or granitemoehybrid or jamba"
+	$(NEWEST)/bin/python -m pytest -p no:cacheprovider tests/families/test_every_family.py -k "qwen3_moe or deepseek_v3 or gpt_oss or granitemoehybrid or jamba"
 
 test-newest-families: $(NEWEST)/.set-up  ## Every family and all hooks on the newest versions; before a release
-	$(NEWEST)/bin/python -m pytest -p no:cacheprovider -n 2 --dist loadfile -m "not gpu and not vllm" tests/newest tests/models tests/moe tests/lora tests/checkpoint tests/data tests/training/test_every_family.py tests/training/test_check.py tests/test_run.py
+	$(NEWEST)/bin/python -m pytest -p no:cacheprovider -n 2 --dist loadfile -m "not gpu and not vllm" tests/newest tests/models tests/moe tests/lora tests/checkpoint tests/data tests/families/test_trained.py tests/training/gradients/test_check.py tests/test_run.py
 
 test-integrations: $(STAMP)  ## The losses in other trainers and engines, each as pinned
 	@# Each host's own versions lie over the environment; --no-deps, since hosts pin CUDA packages.

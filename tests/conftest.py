@@ -25,7 +25,7 @@ TOGETHER = {
     "tests/upcycle/test_interruptions.py": "tests/upcycle/test_command.py",
     **dict.fromkeys(
         (
-            "tests/training/test_rollout_vllm.py",
+            "tests/training/gradients/test_rollout_vllm.py",
             "tests/upcycle/test_merge.py",
             "tests/vllm/test_engine.py",
             "tests/vllm/test_parity.py",

@@ -12,7 +12,7 @@ from moe_finetune.models import FAMILIES
 from moe_finetune.models.structure import class_of
 from moe_finetune.moe.layers import moe_layers
 from tests.checkpoint import helpers
-from tests.models.cases import EACH_KIND, batch
+from tests.families.cases import EACH_KIND, batch
 from tests.support import names_on_disk, tiny, tiny_families
 
 PLAN = {

@@ -15,7 +15,7 @@ from moe_finetune.lora.targets import add_lora
 from moe_finetune.models import FAMILIES
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.specialization import Specialization
-from tests.models.cases import KINDS
+from tests.families.cases import KINDS
 from tests.support import tiny, tiny_adapter, tiny_families
 
 LOSS, VALUE, GRADIENT = 1.5e-2, 0.08, 0.35

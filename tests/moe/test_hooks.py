@@ -14,7 +14,7 @@ from moe_finetune.moe.layers import model_facts
 from tests.moe.cases import TERMS, adapted, assert_close, gradients
 from tests.support import tiny
 from tests.support.objectives import objective_of
-from tests.training import policy
+from tests.training.gradients import policy
 
 FAMILIES = tiny.FAMILY_NAMES
 

@@ -1,6 +1,6 @@
 """A checkpointed layer that runs again takes the experts of its first visit.
 
-On ranks: ``tests/training/test_sharded.py``.
+On ranks: ``tests/training/ranks/test_sharded.py``.
 """
 
 from contextlib import nullcontext
@@ -15,7 +15,7 @@ from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.kept_choice import in_backward
 from moe_finetune.moe.layers import backbone_of, moe_layers
 from moe_finetune.training.specialization import Specialization
-from tests.models.cases import NEEDS_A_FILE
+from tests.families.cases import NEEDS_A_FILE
 from tests.moe.cases import TERMS, gradients
 from tests.support import tiny, tiny_adapter, tiny_families
 from tests.support.near_ties import adapted, far, step

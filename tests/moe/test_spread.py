@@ -1,6 +1,6 @@
 """Experts over ranks: what is refused, and restored.
 
-What they compute is in ``tests/training/test_sharded.py``.
+What they compute is in ``tests/training/ranks/test_sharded.py``.
 """
 
 import pytest

@@ -19,7 +19,7 @@ from moe_finetune.quantization import weight
 from moe_finetune.quantization.weight import QuantizedWeight, quantized
 from moe_finetune.recipe.method import resolve_method
 from moe_finetune.recipe.schema import load_recipe
-from tests.models.cases import KINDS
+from tests.families.cases import KINDS
 from tests.quantization.models import batch, dequantized, save
 from tests.support import tiny
 from tests.support.tiny_adapter import LORA, adapted

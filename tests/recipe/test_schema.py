@@ -1,4 +1,4 @@
-"""Recipes: layers, overrides, defaults and hashes; what is refused is in training/refusals.json."""
+"""Recipes: layers, overrides, defaults and hashes; refusals are in training/runs/refusals.json."""
 
 import time
 from pathlib import Path

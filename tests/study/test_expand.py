@@ -1,4 +1,4 @@
-"""A study recipe -> its runs: names, order, layers; refusals are in training/refusals.json."""
+"""A study recipe -> its runs: names, order, layers; refusals are in training/runs/refusals.json."""
 
 import pytest
 

@@ -17,8 +17,8 @@ from moe_finetune.study import load_results as load_study_results
 from moe_finetune.study import load_study, run_study
 from moe_finetune.training.save import save_trained
 from moe_finetune.training.train import KeepSteps
-from tests.faults.harness import train
 from tests.support import tiny
+from tests.training.resume.harness import train
 
 
 def base_of(ingredients: dict, **trainer) -> dict:

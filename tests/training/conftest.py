@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support import tiny
-from tests.training.strength import TERMS
+from tests.training.strength.strength import TERMS
 
 
 @pytest.fixture

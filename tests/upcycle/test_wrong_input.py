@@ -1,4 +1,4 @@
-"""Wrong input of the verb ends with 2; wrong recipes are in training/refusals.json."""
+"""Wrong input of the verb ends with 2; wrong recipes are in training/runs/refusals.json."""
 
 from tests.support import tiny
 from tests.upcycle import dense

@@ -1,0 +1,49 @@
+"""Analysis and selection on every kind of family."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from moe_finetune.lora.select import ExpertSelection, select_experts
+from moe_finetune.lora.targets import add_lora
+from moe_finetune.models import FAMILIES
+from moe_finetune.moe.lora_selected import SelectedExpertsLora
+from moe_finetune.recipe.sections import LoraSection
+from moe_finetune.routing.trace import RoutingTrace
+from moe_finetune.routing.tracing import trace_model
+from moe_finetune.training.check import watch
+from tests.families.cases import EACH_KIND
+from tests.support import tiny_families as tiny
+
+
+@pytest.mark.parametrize("family", EACH_KIND)
+def test_analysed_and_selected(family, tmp_path):
+    model, facts = tiny.model(family), FAMILIES[family]
+    layers = facts.moe_layers(model.config)
+    ids_BT = torch.randint(4, 260, (3, 17), generator=torch.Generator().manual_seed(5))
+    texts = {"prose": list(ids_BT[:2].numpy()), "code": [ids_BT[2].numpy()]}
+    measures = trace_model(model, texts, tmp_path / "trace", checkpoint=family)
+    trace = RoutingTrace.open(tmp_path / "trace")
+    index_TLK, weights_TLK = trace.load("ids").astype(np.int64), trace.load("weights")
+    assert trace.info.layers == tuple(layers) and trace.info.model_type == facts.model_type
+    stock = torch.stack([index_TK for index_TK, _ in watch(model)], 1)
+    assert np.array_equal(np.sort(index_TLK), stock.sort(-1).values.numpy())
+    values = measures.per_layer()
+    assert all(value is not None for value in values["entropy"] + values["router_cosine"])
+    assert ("gate_norm_mean" in values) == facts.gated
+
+    chosen = select_experts(index_TLK, weights_TLK, tiny.EXPERTS, top_p=0.3)
+    experts = dict(zip(layers, chosen, strict=True))
+    file = tmp_path / "selection.json"
+    ExpertSelection(experts, trace.info.model_type, tiny.EXPERTS).write(file)
+    section = LoraSection(rank=4, alpha=12.0, targets=["experts"], experts=str(file))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted = add_lora(tiny.model(family), section, "frozen")
+    wrappers = [m for m in adapted.modules() if isinstance(m, SelectedExpertsLora)]
+    assert len(wrappers) == 2 * len(layers)
+    assert {w.num_experts for w in wrappers} == {len(ids) for ids in chosen}
+    trained = {n for n, p in adapted.named_parameters() if p.requires_grad}
+    assert all(f"{facts.backbone}.layers." in name for name in trained)

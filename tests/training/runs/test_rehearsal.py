@@ -1,0 +1,66 @@
+"""The step on a toy, in a child, that tells wrong values of `trainer:` early."""
+
+import pytest
+import torch
+
+from moe_finetune.errors import RecipeError
+from moe_finetune.training.rehearsal import rehearse, rehearsing, to_rehearse
+from moe_finetune.training.start import open_start
+from tests.support import tiny
+from tests.training.runs.sweep import recipe_of
+
+USUAL_SFT = {"max_steps": 3, "save_steps": 2, "learning_rate": 1e-4, "warmup_steps": 1}
+USUAL = {"max_steps": 3, "beta": 0.2, "save_steps": 2, "learning_rate": 1e-4, "report_to": "none"}
+
+
+def test_usual_values_need_no_child():
+    assert not to_rehearse(recipe_of("dpo", **USUAL))
+    more = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    assert not to_rehearse(recipe_of("sft", **USUAL_SFT, **more, lr_scheduler_type="cosine"))
+    default = recipe_of("grpo", num_generations=2, scale_rewards="group", top_p=1.0)
+    assert not to_rehearse(default)
+    assert to_rehearse(recipe_of("dpo", **USUAL, loss_type=["ipo"])) == {"loss_type": ["ipo"]}
+
+
+@pytest.mark.parametrize(
+    ("stage", "trainer", "named"),
+    [
+        ("sft", {"gradient_checkpointing_kwargs": {"foo": 1}}, "trainer.gradient_checkpointing_k"),
+        ("sft", {"gradient_checkpointing_kwargs": {"preserve_rng_state": False}}, None),
+        ("sft", {"pad_token": "foo"}, "trainer.pad_token: 'foo'"),
+        ("pretrain", {"lr_scheduler_type": "cosine_with_min_lr"}, "trainer.lr_scheduler_type"),
+        ("sft", {"loss_type": "dft", "pad_to_multiple_of": 8, "lr_scheduler_type": "cosine"}, None),
+        ("dpo", {"loss_type": ["foo"], "use_weighting": True}, "trainer.loss_type: ['foo']"),
+        ("dpo", {"f_divergence_type": "foo"}, "trainer.f_divergence_type: 'foo'"),
+        ("dpo", {"loss_type": ["ipo", "sft"], "loss_weights": [1.0, 0.2]}, None),
+        ("grpo", {"scale_rewards": "foo", "top_k": 7}, "trainer.scale_rewards: 'foo'"),
+        ("grpo", {"cache_implementation": "foo"}, "trainer.cache_implementation: 'foo'"),
+        ("grpo", {"generation_kwargs": {"penalti": 1}}, "generation_kwargs.penalti is unknown"),
+        ("grpo", {"num_iterations": 2, "loss_type": "dapo", "top_p": 0.9}, None),
+        ("grpo", {"use_vllm": True, "vllm_mode": "server", "loss_type": "bnpo"}, None),
+    ],
+)
+def test_a_wrong_value_is_named_by_its_key(stage, trainer, named):
+    usual = USUAL if stage in ("dpo", "grpo") else USUAL_SFT
+    problem = rehearse(recipe_of(stage, **{**usual, **trainer}), tiny.tokenizer())
+    assert (problem is None) == (named is None), problem
+    assert named is None or named in problem
+
+
+def test_the_child_has_no_launcher_and_leaves_this_process_alone(tmp_path, monkeypatch):
+    """One process of two: its toy must neither wait for the other nor draw from its generators."""
+    tiny.save("qwen3_moe", tmp_path)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    before = torch.get_rng_state()
+    for loss, ends in ((["ipo"], True), (["foo"], False)):
+        recipe = recipe_of("dpo", loss_type=loss)
+        model = recipe.model.model_copy(update={"path": str(tmp_path)})
+        with rehearsing(open_start(recipe.model_copy(update={"model": model}))) as rehearsal:
+            if ends:
+                rehearsal.check()
+            else:
+                with pytest.raises(RecipeError, match="Unknown loss type: foo"):
+                    rehearsal.check()
+    assert torch.equal(before, torch.get_rng_state())
