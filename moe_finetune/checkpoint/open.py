@@ -19,7 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_finetune.errors import CheckpointError, UnsupportedModelError, did_you_mean
-from moe_finetune.io.checkpoint_files import INDEX, SINGLE, read_config, read_headers, tensors_of
+from moe_finetune.io.checkpoint_files import (
+    GENERATION,
+    INDEX,
+    SINGLE,
+    read_config,
+    read_generation,
+    read_headers,
+    tensors_of,
+)
 from moe_finetune.io.config_file import QUANTIZATION, UNQUANTIZED
 from moe_finetune.io.safetensors_header import FLOATS, INTEGERS, Header, TensorInfo, read_header
 from moe_finetune.models import Family, check_supported, family_of, find_family
@@ -147,9 +155,10 @@ def open_checkpoint(
 
 
 def check_only_weights(folder: Path, files: Mapping[str, Header]) -> None:
-    """Refuse a single weight file that contradicts the shards; report an adapter left next to
-    them.
+    """Refuse a single weight file that contradicts the shards, and settings of generation that
+    nothing can read; report an adapter left next to the weights.
     """
+    read_generation(folder)
     if (folder / INDEX).is_file() and SINGLE not in files and (folder / SINGLE).is_file():
         from moe_finetune.checkpoint.files import fingerprint
 
@@ -180,7 +189,7 @@ def only_weights(folder: Path) -> Iterator[Path]:
     if not ambiguous and not (folder / ADAPTER_CONFIG).is_file():
         yield folder
         return
-    names = [*read_headers(folder), INDEX, "config.json", "generation_config.json"]
+    names = [*read_headers(folder), INDEX, "config.json", GENERATION]
     with tempfile.TemporaryDirectory(prefix="moe-finetune-") as view:
         for name in names:
             if (folder / name).is_file():

@@ -15,17 +15,24 @@ from typing import TYPE_CHECKING, Any
 
 from moe_finetune.checkpoint.export import carried_files, json_text
 from moe_finetune.errors import AdapterError
+from moe_finetune.io.checkpoint_files import COPY_AGAIN, GENERATION, read_generation
+from moe_finetune.io.json_file import read_object
+from moe_finetune.models.chat_template import check_template
 from moe_finetune.models.loading import load_tokenizer
+from moe_finetune.models.tiktoken_tokenizer import RANKS_FILE
 
 if TYPE_CHECKING:
     from moe_finetune.checkpoint.open import Checkpoint
 
 SETTINGS, TEMPLATE, TOKENIZER = "tokenizer_config.json", "chat_template.jinja", "tokenizer.json"
-GENERATION, SPECIAL = "generation_config.json", "special_tokens_map.json"
+SPECIAL = "special_tokens_map.json"
 _NAMES = re.compile(
     r"tokenizer.*\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt|"
     r"chat_template\.(jinja|json)|additional_chat_templates/.*|.*\.(tiktoken|model|spm)"
 )
+_WORDS = re.compile(r"vocab\.(json|txt)|merges\.txt|added_tokens\.json|.*\.(tiktoken|model|spm)")
+_SHARED = 0.9
+"""Share of the base's tokens that a tokenizer has which was made from the base's."""
 # Names of transformers 5 for what older versions call by this class, which both read unchanged.
 _ONLY_5 = ("TokenizersBackend", "PythonBackend", "SentencePieceBackend")
 _READ_BY_ALL = "PreTrainedTokenizerFast"
@@ -99,7 +106,7 @@ def without_generation(template: str) -> str:
 
 def has_tokenizer(folder: Path) -> bool:
     """Return whether a folder has a tokenizer of its own."""
-    return (folder / TOKENIZER).is_file() or (folder / "tiktoken.model").is_file()
+    return (folder / TOKENIZER).is_file() or (folder / RANKS_FILE).is_file()
 
 
 def differences(ours: Any, base: Any) -> list[str]:
@@ -120,15 +127,17 @@ def for_merge(base: Checkpoint, adapter: Path, choice: str | None) -> tuple[dict
     Args:
         choice: "base" or "adapter"; None takes the adapter's where they say something else.
     """
-    if choice == "base" or not has_tokenizer(adapter):
+    if choice == "base":
         return {}, ""
+    if not has_tokenizer(adapter):
+        return _settings_for_merge(base, adapter, choice)
     ours = load_tokenizer(adapter)
-    theirs = load_tokenizer(base.folder) if has_tokenizer(base.folder) else None
-    differing = ["tokens"] if theirs is None else differences(ours, theirs)
+    base_tokenizer = load_tokenizer(base.folder) if has_tokenizer(base.folder) else None
+    differing = ["tokens"] if base_tokenizer is None else differences(ours, base_tokenizer)
     if not differing:
         return {}, ""
-    if choice is None and theirs is not None:
-        _check_tokens(base, adapter, ours, theirs)
+    if choice is None:
+        _check_tokens(base, adapter, ours, base_tokenizer)
     files, note = tokenizer_files(adapter), ""
     if TOKENIZER in files:
         content = json.loads(files[TOKENIZER])
@@ -136,13 +145,70 @@ def for_merge(base: Checkpoint, adapter: Path, choice: str | None) -> tuple[dict
             content |= {"truncation": None, "padding": None}
             files[TOKENIZER] = json.dumps(content, ensure_ascii=False, indent=2).encode()
             note = "; its truncation and padding are dropped"
-    if theirs is None or ours.chat_template != theirs.chat_template or differing[-1][:3] == "end":
+    if base_tokenizer is None or differing != ["tokens"]:
         files |= end_tokens(base, ours)
-    return files, f"tokenizer: {', '.join(differing)} of {adapter.name}, not of the base{note}"
+    return files, f"{_note(differing, adapter)}{note}"
 
 
-def _check_tokens(base: Checkpoint, adapter: Path, ours: Any, theirs: Any) -> None:
-    vocabulary, base_ids = ours.get_vocab(), theirs.get_vocab()
+def _note(differing: list[str], adapter: Path) -> str:
+    return f"tokenizer: {', '.join(differing)} of {adapter.name}, not of the base"
+
+
+def _settings_for_merge(
+    base: Checkpoint, adapter: Path, choice: str | None
+) -> tuple[dict[str, bytes], str]:
+    """As :func:`for_merge`, of an adapter's folder with a template or settings and no tokenizer."""
+    files = carried_files(adapter, needed=is_tokenizer_file)
+    stored = carried_files(base.folder, needed=is_tokenizer_file)
+    for name in filter(_WORDS.fullmatch, files):  # of a class that has no tokenizer.json
+        if stored.get(name) != files[name]:
+            raise AdapterError(
+                f"{adapter}: {name} is of a tokenizer without {TOKENIZER}, which cannot be "
+                f"compared with the base's; save it with {TOKENIZER}, or choose --tokenizer base"
+            )
+    settings: dict[str, Any] = {}
+    for name in (SPECIAL, SETTINGS, "chat_template.json"):
+        if name in files:
+            settings |= read_object(adapter / name, AdapterError, COPY_AGAIN)
+    template, end = settings.get("chat_template"), settings.get("eos_token")
+    if isinstance(template, list):  # templates by name
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    if TEMPLATE in files:
+        template = files[TEMPLATE].decode()
+    end = end.get("content") if isinstance(end, dict) else end
+    if template is None and end is None:
+        if choice == "adapter":
+            raise AdapterError(f"{adapter}: has no tokenizer; leave --tokenizer out")
+        return {}, ""
+    if not has_tokenizer(base.folder):
+        raise AdapterError(
+            f"{adapter}: has a chat template or an end token, but neither it nor the base has a "
+            "tokenizer; copy its files into either, or choose --tokenizer base"
+        )
+    ours, base_tokenizer = load_tokenizer(base.folder), load_tokenizer(base.folder)
+    if end is not None and end not in base_tokenizer.get_vocab():
+        raise AdapterError(
+            f"{adapter}: the base's tokenizer has no token {end!r}, with which this adapter's "
+            "answers end; copy the tokenizer that it was trained with into its folder, or choose "
+            "--tokenizer base"
+        )
+    if template is not None:
+        check_template(template, adapter)
+    ours.chat_template = template or base_tokenizer.chat_template
+    if end is not None:
+        ours.add_special_tokens({"eos_token": end})
+    differing = differences(ours, base_tokenizer)
+    if not differing:
+        return {}, ""
+    if ours.chat_template == base_tokenizer.chat_template:
+        template = None
+    files = tokenizer_files(base.folder, template, end if end != base_tokenizer.eos_token else None)
+    return files | end_tokens(base, ours), _note(differing, adapter)
+
+
+def _check_tokens(base: Checkpoint, adapter: Path, ours: Any, base_tokenizer: Any) -> None:
+    vocabulary = ours.get_vocab()
+    base_ids = {} if base_tokenizer is None else base_tokenizer.get_vocab()
     remedy = "choose with --tokenizer base or --tokenizer adapter"
     for token, index in vocabulary.items():
         if base_ids.get(token, index) != index:
@@ -150,6 +216,11 @@ def _check_tokens(base: Checkpoint, adapter: Path, ours: Any, theirs: Any) -> No
                 f"{adapter}: its tokenizer has {token!r} as {index}, the base's as "
                 f"{base_ids[token]}; {remedy}"
             )
+    if (shared := len(base_ids.keys() & vocabulary.keys())) < _SHARED * len(base_ids):
+        raise AdapterError(
+            f"{adapter}: its tokenizer has {shared} of the {len(base_ids)} tokens of the base's, "
+            f"so it is another model's; {remedy}"
+        )
     config = base.model_config.get_text_config()
     if (largest := max(vocabulary.values())) >= config.vocab_size:
         raise AdapterError(
@@ -160,8 +231,7 @@ def _check_tokens(base: Checkpoint, adapter: Path, ours: Any, theirs: Any) -> No
 
 def end_tokens(base: Checkpoint, ours: Any) -> dict[str, bytes]:
     """``generation_config.json`` with the training's end tokens before the base's; {} if equal."""
-    file = base.folder / GENERATION
-    stored: Mapping[str, Any] = json.loads(file.read_bytes()) if file.is_file() else {}
+    stored: Mapping[str, Any] = read_generation(base.folder)
     config = base.model_config.get_text_config()
     base_ends = stored.get("eos_token_id", getattr(config, "eos_token_id", None))
     base_ends = base_ends if isinstance(base_ends, list) else [base_ends]

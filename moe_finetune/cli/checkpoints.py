@@ -153,7 +153,8 @@ def convert(
     from moe_finetune.errors import AdapterError
     from moe_finetune.models.loading import local_folder
 
-    if base is not None or (Path(checkpoint) / CONFIG).is_file():
+    alone = not (Path(checkpoint) / "config.json").is_file()
+    if base is not None or (alone and (Path(checkpoint) / CONFIG).is_file()):
         raise AdapterError(
             f"{checkpoint}: an adapter is converted with --to peft, --to per-expert or --to vllm"
         )
@@ -236,6 +237,7 @@ def merge(
     from moe_finetune.checkpoint.adapter import open_adapter, read_bias
     from moe_finetune.checkpoint.merge import merge_adapter
     from moe_finetune.checkpoint.open import open_checkpoint
+    from moe_finetune.checkpoint.tokenizer_files import has_tokenizer
     from moe_finetune.models.find import warn_of_plugins
     from moe_finetune.models.loading import local_folder
 
@@ -257,7 +259,8 @@ def merge(
             dry_run=dry_run,
             bias=bias,
             # What a run trained with is known to fit its base.
-            tokenizer=tokenizer or ("adapter" if adapter == run.adapter else None),
+            tokenizer=tokenizer
+            or ("adapter" if adapter == run.adapter and has_tokenizer(adapter) else None),
         )
         if dry_run:
             print(report.text())

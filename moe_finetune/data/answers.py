@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_finetune.data.chat import Conversation, RenderingError, Span, limited
+from moe_finetune.data.thoughts import CLOSING
 from moe_finetune.data.turns import REASONING
 
 FEW = 12
 """Answers of a conversation that are all compared with renderings of their own."""
-_CLOSED = re.compile(r"\s*(</(?:\w+:)?think\w*>|\[/THINK\])")
+_CLOSED = re.compile(rf"\s*{CLOSING}")
 _MARK = re.compile(r"qZ(\d+)([ab])Zq")
 
 

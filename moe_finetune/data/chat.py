@@ -17,6 +17,7 @@ from typing import Any
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from moe_finetune.data.template_fields import compiled_template
+from moe_finetune.data.thoughts import CLOSING, OPENING
 from moe_finetune.data.turns import REASONING
 from moe_finetune.errors import DataError
 
@@ -25,8 +26,9 @@ Span = tuple[int, int]
 SECONDS = 10.0
 """Processor time for one conversation; usual templates take a few milliseconds."""
 _REMEDY = "choose another with data.chat_template"
-_THOUGHTS = re.compile(r"\s*<think>(.*?)</think>\s*(.*)", re.DOTALL)
-_EMPTY_BLOCK = re.compile(r"<think>\s*</think>\s*<think>")
+_CLOSED = re.compile(CLOSING)
+_THOUGHTS = re.compile(rf"\s*{OPENING}(.*?){CLOSING}\s*(.*)", re.DOTALL)
+_EMPTY_BLOCK = re.compile(rf"{OPENING}\s*{CLOSING}\s*{OPENING}")
 
 
 class RenderingError(DataError):
@@ -259,9 +261,10 @@ def _marked(
     for i, turn in enumerate(turns):
         for field in ("content", *REASONING) if turn["role"] == "assistant" else ("content",):
             if turn.get(field):
-                thought, tag, answer = turn[field].partition("</think>")
-                inner = mark(i, field) if tag and field == "content" else ""
-                turn[field] = f"{thought}{inner}{tag}{answer} {mark(i, field)}"
+                text, tag = turn[field], _CLOSED.search(turn[field])
+                if tag and field == "content":
+                    text = text[: tag.start()] + mark(i, field) + text[tag.start() :]
+                turn[field] = f"{text} {mark(i, field)}"
         for call in turn.get("tool_calls") or ():
             function = call["function"]
             name, added = function["name"] + mark(i, "tool_calls"), mark(i, "tool_calls")

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 log = logging.getLogger(__name__)
-FORMAT = 10
+FORMAT = 11
 """Increase this when the code gives different tokens, labels or counts for the same input."""
 COLUMNS = ("input_ids", "labels")
 _COUNTS = "counts.json"

@@ -20,7 +20,13 @@ from moe_finetune.data.examples import Examples, load_examples, malformed_line, 
 from moe_finetune.data.rows import columns_of, renamed, with_values
 from moe_finetune.data.sources import SourceReader, files_line, listed, rows_of
 from moe_finetune.data.template_fields import field_reader
-from moe_finetune.data.tokenize import Tokens, rendered, set_chat_template, tokenize_row
+from moe_finetune.data.tokenize import (
+    Tokens,
+    beginning_of,
+    rendered,
+    set_chat_template,
+    tokenize_row,
+)
 from moe_finetune.data.turns import COLUMNS, TurnCounts, conversation, unlearned
 from moe_finetune.errors import DataError, did_you_mean
 from moe_finetune.io.rows import Row, short
@@ -54,9 +60,10 @@ class StageFormer:
         unread: columns with values that nothing has read so far; rewards may read any.
         turns: counts of what its turns have.
         largest_id: the largest token id so far.
+        begun: number of texts that have the tokenizer's beginning, which TRL adds.
     """
 
-    largest_id = 0
+    largest_id = begun = 0
 
     def __init__(
         self,
@@ -65,6 +72,7 @@ class StageFormer:
         rewards: Sequence[str | None] = (),
     ):
         self.rewards = {READ_BY[name]: name for name in rewards if name in READ_BY}
+        self.any_column = any(name not in READ_BY for name in rewards)
         self.form, self.columns, self.fields = stage.form, columns or {}, FIELDS[stage.form]
         self.unread: set[str] = set()
         self.turns = TurnCounts()
@@ -80,9 +88,7 @@ class StageFormer:
     def __call__(self, location: str, row: Row) -> Row:
         """Return the row in its form; raise DataError with ``location`` if it has none."""
         names, row = list(row), renamed(location, row, self.columns)
-        if self.form == "preference":
-            read = {*self.fields, *columns_of(self.columns), *COLUMNS}
-            self.unread |= with_values({name: row[name] for name in names}) - read
+        self.unread |= self._unread({name: row[name] for name in names})
         for field in ANSWERS:
             if isinstance(row.get(field), dict):  # a single turn
                 row[field] = [row[field]]
@@ -125,6 +131,15 @@ class StageFormer:
         for field, reward in self.rewards.items():
             _check_read(location, row, field, reward)
         return {**row, **formed} if self.form == "prompts" else formed
+
+    def _unread(self, row: Row) -> set[str]:
+        """Columns that nothing reads; where fields are texts, those of conversations, too."""
+        texts = all(isinstance(row.get(field, ""), str) for field in self.fields)
+        read = {*self.fields, *columns_of(self.columns), *(() if texts else COLUMNS)}
+        unread = with_values(row) - read
+        if self.form == "prompts":
+            unread = set() if self.any_column else unread & {*COLUMNS}
+        return unread
 
     def _checked(self, location: str, field: str, row: Row) -> Row:
         """A checked field of texts or turns, with the tools and variables that a template reads."""
@@ -306,6 +321,11 @@ def _read(
         unread |= former.unread - {*source.where, *source.words}
     reads = field_reader(tokenizer)
     counted = [line for former in formers for line in former.turns.lines(reads)]
+    if begun := sum(former.begun for former in formers):
+        counted.append(
+            f"{begun} texts begin with the special token that TRL adds, so they have it twice; "
+            "remove it from the texts"
+        )
     for line in [*counted, *unread_lines(unread)]:
         log.warning("%s data: %s", name, line)
     malformed = [reader for reader in readers if reader.malformed]
@@ -330,7 +350,14 @@ def _adapted(former: StageFormer, tokenizer: Any, location: str, row: Row) -> tu
     answers = [name for name in ANSWERS if name in row]
     if isinstance(row["prompt"], str):
         texts = [row["prompt"] + row[name] for name in answers] or [row["prompt"]]
-        return row, former.longest([tokenizer(text)["input_ids"] for text in texts])
+        texts_ids = [tokenizer(text)["input_ids"] for text in texts]
+        beginning = beginning_of(tokenizer)
+        twice = [*beginning, *beginning]
+        former.begun += bool(twice) and texts_ids[0][: len(twice)] == twice
+        if answers and tokenizer.eos_token_id is not None:  # TRL ends an answer that has no end
+            for text, ids in zip(texts, texts_ids, strict=True):
+                ids += [] if text.endswith(tokenizer.eos_token) else [tokenizer.eos_token_id]
+        return row, former.longest(texts_ids)
     prompt, adapted = row["prompt"], dict(row)
     try:
         text, adapted["prompt"] = rendered(_chat(row, prompt), tokenizer, True)

@@ -115,7 +115,7 @@ def _plain(prompt: str, completion: str, tokenizer: Any, completion_only: bool) 
     text = prompt + completion
     encoded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
     ids, offsets = list(encoded["input_ids"]), list(encoded["offset_mapping"])
-    beginning, end = _beginning(tokenizer), tokenizer.eos_token_id
+    beginning, end = beginning_of(tokenizer), tokenizer.eos_token_id
     begun = bool(ids) and ids[0] in beginning
     if not begun:
         ids, offsets = [*beginning, *ids], [(0, 0)] * len(beginning) + offsets
@@ -134,7 +134,7 @@ def _plain(prompt: str, completion: str, tokenizer: Any, completion_only: bool) 
 
 
 @functools.lru_cache(maxsize=4)
-def _beginning(tokenizer: Any) -> list[int]:
+def beginning_of(tokenizer: Any) -> list[int]:
     """The ids that the tokenizer puts before a text."""
     for text in ("a", "0", "."):  # one that the vocabulary has
         if plain := tokenizer(text, add_special_tokens=False)["input_ids"]:

@@ -51,6 +51,11 @@ _WEIGHTS = ("weight", "training", "loss", "loss_scale", "loss_weight")
 """Of these, 1 is a usual value in turns of any role."""
 _AMBIGUOUS = ("mask", "train_detail")
 """These mean opposite things in different layouts, or a part of a turn."""
+_RENDERING = (
+    "messages", "conversation", "conversations", "chat_template", "add_generation_prompt",
+    "continue_final_message", "return_assistant_tokens_mask", "tokenize",
+)  # fmt: skip
+"""Arguments with which a template is rendered."""
 _KNOWN = {"role", "content", "tool_calls", "train", *REASONING}
 
 
@@ -104,7 +109,20 @@ def conversation(
         raise DataError(
             f"{where}: 'chat_template_kwargs': must be an object, not {short(variables)}"
         )
+    for name in variables or ():
+        if name in _RENDERING:
+            raise DataError(
+                f"{where}: 'chat_template_kwargs': '{name}' is no variable of a template; remove it"
+            )
     tools = _tools(f"{where}: 'tools'", row.get("tools"))
+    if variables and "tools" in variables:  # which transformers passes on like the column
+        variables = dict(variables)
+        others = _tools(f"{where}: 'chat_template_kwargs': 'tools'", variables.pop("tools"))
+        if tools and others and tools != others:
+            raise DataError(
+                f"{where}: 'tools' and those of 'chat_template_kwargs' differ; remove one"
+            )
+        tools = tools or others
     for index, turn in enumerate(checked):  # DeepSeek-V3.2's layout has them in the first turn
         if not tools and turn["role"] in ("system", "developer") and "tools" in turn:
             tools = _tools(f"{where}: {field}[{index}]: 'tools'", turn.pop("tools"))
@@ -262,6 +280,8 @@ def _trained(where: str, role: str, fields: Row, hidden: Counter[str]) -> bool:
 def _content(where: str, role: str, content: Any, fields: Row) -> str | None:
     """The turn's content as one text; null with a call."""
     if isinstance(content, list):
+        for i, part in enumerate(content if role == "assistant" else ()):
+            _refuse_mask(f"{where}: content[{i}]", part)
         content = "".join(_part(f"{where}: content[{i}]", part) for i, part in enumerate(content))
     if not isinstance(content, str) and not (content is None and role == "assistant"):
         raise DataError(f"{where}: content: must be text, not {short(content)}")
@@ -270,6 +290,18 @@ def _content(where: str, role: str, content: Any, fields: Row) -> str | None:
     if not (content or "").strip() and not any(fields.get(name) for name in REASONING):
         raise DataError(f"{where}: the assistant's content is empty")
     return content or ""
+
+
+def _refuse_mask(where: str, part: Any) -> None:
+    """Raise an error for a field by which another trainer excludes a part of a turn."""
+    for name, value in part.items() if isinstance(part, dict) else ():
+        learned = isinstance(value, bool | int | float) and value == MASKS.get(name)
+        if value is None or learned or name not in {*MASKS, *_AMBIGUOUS}:
+            continue
+        raise DataError(
+            f"{where}: '{name}': a turn is learned as a whole, or not at all; for an answer that "
+            "is context only, write train: false in its turn"
+        )
 
 
 def _part(where: str, part: Any) -> str:
@@ -303,6 +335,8 @@ def _calls(where: str, calls: Any) -> list[Row]:
                 f"{location}: expected {{function: {{name, arguments}}}}, got {short(call)}"
             )
         call = {key: value for key, value in call.items() if value is not None}
+        _refuse_mask(location, call)
+        _refuse_mask(location, call.get("function"))
         function = call.pop("function", None)
         if function is None:
             function = {k: call.pop(k) for k in ("name", "arguments", "parameters") if k in call}

@@ -3,6 +3,7 @@
 import math
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from moe_finetune.evaluation.statistics import mean_and_deviation
 from moe_finetune.evaluation.thoughts import judged
 from moe_finetune.io.rows import read_rows, write_jsonl
 
-_FENCE = re.compile(r"```(?:python|py|Python)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
+# A fence may follow a list's mark, whose width then indents the block, or words that lead to it.
+_FENCE = re.compile(r"([ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)([^`~\n]*?)(`{3,}|~{3,})[ \t]*([^`\n]*)")
+_PYTHON = re.compile(r"(?:[{.\s]*(?:i?python|py)\d*\b.*)?", re.IGNORECASE)
 
 
 def human_eval_program(doc: dict[str, Any], reply: str) -> Program:
@@ -48,9 +51,10 @@ def mbpp_program(doc: dict[str, Any], reply: str) -> Program:
     tests = "\n".join([doc.get("test_setup_code") or "", *doc["test_list"]])
     entry = required_names(tests, imports, doc.get("code") or "")
     reply = judged(reply) or ""
-    code = fenced(reply, entry)
-    if code is None:
-        code = reply.split("[DONE]")[0].split("```")[0]
+    code, text = fenced(reply, entry), reply.split("[DONE]")[0].split("```")[0]
+    # Where the prompt opens the block, the reply's only fence ends it.
+    if code is None or (_defines_all(text, entry) and not _defines_all(code, entry)):
+        code = text
     # Modules that the tests use without an import come from Python, not from the program.
     modules = sorted((free_names(f"{imports}\n{tests}") & sys.stdlib_module_names) - set(entry))
     setup = "\n".join([imports, *(f"import {name}" for name in modules)])
@@ -58,10 +62,45 @@ def mbpp_program(doc: dict[str, Any], reply: str) -> Program:
 
 
 def fenced(reply: str, names: Sequence[str]) -> str | None:
-    """Return the last fenced block of a reply that defines ``names``, else the longest; or None."""
-    blocks = _FENCE.findall(reply)
-    whole = [block for block in blocks if names and all(_defines(block, name) for name in names)]
-    return whole[-1] if whole else max(blocks, key=len, default=None)
+    """Return the last fenced block of a reply that defines ``names``, else the longest; or None.
+
+    Blocks of another language come last.
+    """
+    blocks = _blocks(reply)
+    chosen = [code for language, code in blocks if _PYTHON.fullmatch(language)]
+    others = [code for language, code in blocks if not _PYTHON.fullmatch(language)]
+    for codes in (chosen, others):
+        defining = [code for code in codes if _defines_all(code, names)]
+        if defining:
+            return textwrap.dedent(defining[-1])
+    return max(chosen or others, key=len, default=None)
+
+
+def _blocks(reply: str) -> list[tuple[str, str]]:
+    """What the fences of a reply say of their blocks, and the blocks; the last may have no end.
+
+    A block ends at a bare fence of its character that is as long, and not further in: those of a
+    docstring's examples are.
+    """
+    blocks: list[tuple[str, list[str]]] = []
+    fence, width, words = "", 0, ""
+    for line in reply.replace("\r\n", "\n").split("\n"):
+        bare, indent = line.strip(), len(line) - len(line.lstrip())
+        opener = _FENCE.fullmatch(line)
+        if fence and bare == fence[0] * max(len(bare), len(fence)) and indent <= width:
+            fence = ""
+        elif opener and (not fence or (words and opener[4])):
+            mark, words, fence, language = opener.groups()
+            # Words that end with a bare fence may speak of one.
+            width, words = len(mark), "" if language else words
+            blocks.append((language, []))
+        elif fence:
+            blocks[-1][1].append(line[min(indent, width) :])
+    return [(language, "\n".join(lines)) for language, lines in blocks]
+
+
+def _defines_all(code: str, names: Sequence[str]) -> bool:
+    return bool(names) and all(_defines(code, name) for name in names)
 
 
 def _defines(code: str, name: str) -> bool:

@@ -1,23 +1,23 @@
 """What of a reply is judged: the text after the model's thoughts.
 
 One rule for chats in suites, rewards and programs. The answer begins after the last tag that closes
-thoughts. A reply that was cut inside its thoughts has no answer. A reply that never closes the
-thoughts which its prompt opened, but ended by itself, is an answer as a whole.
+thoughts. A reply that was cut inside its thoughts, also in later ones, has no answer. A reply that
+never closes the thoughts which its prompt opened, but ended by itself, is an answer as a whole.
 """
 
-TAGS = (
-    ("<think>", "</think>"),  # DeepSeek-R1, Qwen3, GLM-4.5, Nemotron 3
-    ("<seed:think>", "</seed:think>"),
-    ("[THINK]", "[/THINK]"),  # Magistral
-    ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),  # gpt-oss
-    ("<|channel>thought", "<channel|>"),  # Gemma 4
-)
-"""What opens thoughts, and what begins the answer, in the templates of published models."""
+import re
+
+from moe_finetune.data.thoughts import ANSWER, OPENING
+
+_ANSWER = re.compile(ANSWER)
+# Not in quotes: an answer, or a program, may speak of the tags.
+_OPENED = re.compile(rf"(?<![`'\"]){OPENING}")
+_ENDS_OPEN = re.compile(rf"{OPENING}\s*\Z")
 
 
 def opens_thoughts(prompt: str) -> bool:
     """Return whether a rendered prompt ends inside thoughts."""
-    return prompt.rstrip().endswith(tuple(opening for opening, _ in TAGS))
+    return _ENDS_OPEN.search(prompt) is not None
 
 
 def judged(reply: str, prompt: str = "", cut: bool | None = None) -> str | None:
@@ -28,10 +28,10 @@ def judged(reply: str, prompt: str = "", cut: bool | None = None) -> str | None:
         prompt: as the chat template rendered it.
         cut: whether the reply ended because of its length; None if that is not known.
     """
-    ends = [at + len(tag) for _, tag in TAGS if (at := reply.rfind(tag)) >= 0]
-    if ends:
-        return reply[max(ends) :].lstrip()
-    begun = any(reply.lstrip().startswith(opening) for opening, _ in TAGS)
-    if begun if cut is None else cut and (begun or opens_thoughts(prompt)):
+    closed = 0
+    for tag in _ANSWER.finditer(reply):
+        closed = tag.end()
+    begun = _OPENED.search(reply, closed) is not None
+    if begun if cut is None else cut and (begun or (not closed and opens_thoughts(prompt))):
         return None
-    return reply
+    return reply[closed:].lstrip() if closed else reply

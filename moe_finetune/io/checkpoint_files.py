@@ -16,6 +16,7 @@ from moe_finetune.io.safetensors_header import Header, TensorInfo, read_header
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+GENERATION = "generation_config.json"
 COPY_AGAIN = "copy or download this file again"
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 _NUMBERED = re.compile(r"(?P<stem>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.safetensors")
@@ -44,6 +45,22 @@ def read_config(folder: Path, quantized: bool = False) -> dict[str, Any]:
     if isinstance(model_type, str) and model_type in SAME_CLASS:
         config["model_type"] = SAME_CLASS[model_type]
     return config
+
+
+def read_generation(folder: Path) -> dict[str, Any]:
+    """Read a folder's ``generation_config.json``, with whole numbers as token ids; {} without."""
+    file = folder / GENERATION
+    if not file.is_file():
+        return {}
+    settings = read_object(file, CheckpointError, COPY_AGAIN)
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = settings.get(key)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
+            raise CheckpointError(
+                f"{file}: {key} is {json.dumps(value)}, not a token id; write whole numbers"
+            )
+    return settings
 
 
 def read_headers(folder: Path) -> dict[str, Header]:

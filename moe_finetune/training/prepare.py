@@ -250,6 +250,8 @@ def check_ids(start: Start, model: Any, largest_id: int, arguments: Any) -> None
     if start.recipe.data.validation is not None:
         batches.append(arguments.per_device_eval_batch_size)
     padded = max(batches) > 1 and not start.recipe.data.packing
+    padded |= bool(getattr(arguments, "pad_to_multiple_of", None))
+    padded |= STAGES[start.recipe.stage].form != "tokens"  # both answers of a preference
     for what, token in (("the data have", largest_id), ("batches are padded with", pad)):
         if token is None or token < rows or (token == pad != largest_id and not padded):
             continue

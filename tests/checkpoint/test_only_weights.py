@@ -58,6 +58,9 @@ def test_an_adapter_left_beside_the_weights_is_not_applied(folder, tmp_path, cap
     assert result.layers and merged_before.changed
     weights = [load_file(tmp_path / name / SINGLE) for name in ("before", "after")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert cli.main(["convert", str(folder), "--output", str(tmp_path / "copy")]) == 0
+    assert (tmp_path / "copy" / SINGLE).read_bytes() == (folder / SINGLE).read_bytes()
+    assert not (tmp_path / "copy" / "adapter_config.json").exists()
     assert not (tmp_path / "after" / "adapter_config.json").exists()
 
 

@@ -386,6 +386,21 @@ def test_tools_of_a_turn_are_those_of_the_row_and_calls_without_any_are_counted(
     assert "fields of turns" not in caplog.text
 
 
+def test_tools_among_the_variables_are_those_of_the_row():
+    row = {"messages": [ASK, YES], "chat_template_kwargs": {"tools": TOOLS}}
+    tokenizer = tokenizer_of("qwen3")
+    text = learned(row, tokenizer)
+    assert text == learned({"messages": [ASK, YES], "tools": TOOLS}, tokenizer)
+    assert "Rain?" in text
+
+
+def test_marks_of_parts_that_exclude_nothing_are_not_read():
+    parts = [{"type": "text", "text": "Yes.", "loss_mask": 1}]
+    asked = {**ASK, "content": [{"type": "text", "text": "Wet?", "loss_mask": 0}]}
+    row = {"messages": [asked, {**YES, "content": parts}]}
+    assert learned(row, tiny.tokenizer()) == learned({"messages": [ASK, YES]}, tiny.tokenizer())
+
+
 @pytest.mark.parametrize("arguments", ["", " ", None, {}])
 def test_a_call_of_a_tool_without_parameters(arguments):
     calls = [{"type": "function", "function": {"name": "rain", "arguments": arguments}}]
@@ -642,6 +657,17 @@ def test_trls_variant_of_a_template_is_a_name():
          r"messages\[1\]: 'train_detail': is not read"),
         ("qwen3", {"messages": [*TRL["messages"][:2], {"role": "tool", "content": {"mm": 7}}, YES]},
          r"messages\[2\]: content: must be text, not \{'mm': 7\}"),
+        ("qwen3", {"messages": [ASK, {**YES, "content": [
+            {"type": "text", "text": "No.", "loss_mask": 0}, {"type": "text", "text": "Yes."}]}]},
+         r"messages\[1\]: content\[0\]: 'loss_mask': a turn is learned as.*train: false"),
+        ("qwen3", {"messages": [ASK, {**TRL["messages"][1], "tool_calls": [
+            {**TRL["messages"][1]["tool_calls"][0], "weight": 0}]}, *TRL["messages"][2:]]},
+         r"messages\[1\]: tool_calls\[0\]: 'weight': a turn is learned as.*train: false"),
+        ("qwen3", {"messages": [ASK, YES], "chat_template_kwargs": {"add_generation_prompt": True}},
+         r"'chat_template_kwargs': 'add_generation_prompt' is no variable"),
+        ("qwen3", {"messages": [ASK, YES], "tools": TOOLS, "chat_template_kwargs": {
+            "tools": [{"name": "snow", "description": "", "parameters": {}}]}},
+         r"'tools' and those of 'chat_template_kwargs' differ"),
     ],
 )  # fmt: skip
 def test_what_would_be_lost_is_refused_with_file_and_line(tmp_path, name, row, said):

@@ -6,6 +6,7 @@ What an answer is judged by is between ⟦ and ⟧.
 import json
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from moe_finetune.data.stages import load_stage_rows
 from moe_finetune.errors import DataError
@@ -147,6 +148,31 @@ def test_what_would_be_lost_is_refused(tokenizer, tmp_path, stage, row, said):
 def test_columns_that_nothing_reads_are_named(tokenizer, tmp_path, caplog):
     load("dpo", {**PREFERENCES["trl"], "score": 3}, tokenizer, tmp_path)
     assert "train data: not used: score" in caplog.text
+
+
+@pytest.mark.parametrize("stage", ["dpo", "grpo"])
+def test_columns_of_conversations_that_texts_do_not_read_are_named(
+    stage, tokenizer, tmp_path, caplog
+):
+    row = {"prompt": "Wet?", "chosen": " Yes.", "rejected": " No.", "answer": "7"}
+    extras = {"system": "Be brief.", "tools": TOOLS, "chat_template_kwargs": {"x": 1}}
+    load(stage, {**row, **extras}, tokenizer, tmp_path)
+    unread = "chat_template_kwargs, system, tools"
+    assert f"not used: {'answer, ' if stage == 'dpo' else ''}{unread}" in caplog.text
+
+
+@pytest.mark.parametrize("stage", ["dpo", "grpo"])
+def test_a_beginning_that_trl_writes_twice_is_counted(stage, tmp_path, caplog):
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    row = {"prompt": "Wet?", "chosen": " Yes.", "rejected": " No.", "answer": "7"}
+    load(stage, row, tokenizer, tmp_path)
+    assert "twice" not in caplog.text
+    load(stage, {**row, "prompt": "<s>Wet?"}, tokenizer, tmp_path)
+    assert "2 texts begin with the special token that TRL adds, so they have it" in caplog.text
 
 
 def test_malformed_preferences_are_dropped_where_the_recipe_says_so(tokenizer, tmp_path, caplog):

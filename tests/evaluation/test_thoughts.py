@@ -38,6 +38,21 @@ GPT_OSS = "<|channel|>analysis<|message|>5?<|end|><|start|>assistant<|channel|>f
         ("<|channel|>analysis<|message|>7", "<|start|>assistant", True, None),
         ("7", "assistant\n", True, "7"),
         ("a</think>b</think>7", "", None, "7"),
+        ("<|START_THINKING|>5?<|END_THINKING|>7", "", None, "7"),  # Command A
+        ("<mm:think>5?</mm:think>7", "", None, "7"),
+        ("<longcat_think>5?</longcat_think>7", "", None, "7"),
+        ("<Thinking>5?</Thinking>7", "", None, "7"),
+        ("<thought>5?</thought>7", "", None, "7"),  # EXAONE
+        ("<reasoning>5?</reasoning>7", "", None, "7"),
+        ("◁think▷5?◁/think▷7", "", None, "7"),  # Kimi-VL
+        ("<|begin_of_thought|>5?<|end_of_thought|>7", "", None, "7"),  # OpenThinker
+        ("<|inner_prefix|>5?<|inner_suffix|>7", "", None, "7"),  # Apertus
+        ("7", "<|CHATBOT_TOKEN|><|START_THINKING|>", True, None),
+        ("<think>a</think>So.\n<think>or 7", "", None, None),  # cut in later thoughts
+        ("<think>a</think>So.\n<think>or 7", "", True, None),
+        ("<think>a</think>{}</tool_call><think>or 7", "", True, None),
+        ("Sure.\n<think>so it is 7", "", None, None),
+        ("5?</think>The tag is `<think>`: 7", "<think>", True, "The tag is `<think>`: 7"),
     ],
 )
 def test_the_answer_follows_the_thoughts(reply, prompt, cut, answer):
@@ -102,6 +117,53 @@ def test_the_last_program_that_defines_the_function_counts():
     reply = "```python\nclass Node: ...\ndef g(n): return 2\n```\n```\nx = 'longer' * 90000000\n```"
     assert "def g(n)" in mbpp_program(item, reply).code
     assert human_eval_program(doc, "<think>def f").code == doc["prompt"]
+
+
+RIGHT = "def add(a, b):\n    return a + b"
+FENCED = f"```python\n{RIGHT}\n```\n"
+DRAFT = "```python\ndef add(a, b): return 0\n```\n"
+EXAMPLE = "\n    '''\n    ```\n    1\n    ```\n    '''\n"
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        f"{FENCED}Done.",
+        f"Install:\n```bash\npip install numpy\n```\nThen:\n{FENCED}",
+        f"```text\nadd(1, 2)\n```\n```\n{RIGHT}\n```",
+        f'```json\n{{"a": 1}}\n```\n{DRAFT}```py\n{RIGHT}\n```\nDone.',
+        f"```python3\n{RIGHT}\n```\nThis adds.",
+        f"```PYTHON\n{RIGHT}\n```\nThis adds.",
+        f"``` python\n{RIGHT}\n```\nThis adds.",
+        f'```python title="add.py"\n{RIGHT}\n```\nThis adds.',
+        FENCED.replace("\n", "\r\n") + "This adds.",
+        f"~~~python\n{RIGHT}\n~~~\nThis adds.",
+        "1. So:\n\n   " + FENCED.replace("\n", "\n   ") + "\nDone.",
+        "- " + FENCED.replace("\n", "\n  ") + "\nDone.",
+        f"Here: {FENCED}Done.",
+        f"Here: ```\n{RIGHT}\n```\nDone.",
+        f"I wrap it in ```\n{FENCED}Done.",
+        f"Use ```a + b``` so.\n{FENCED}Done.",
+        f"{FENCED}Output:\n```console\n3\n```\nBye.",
+        f"{FENCED}Usage:\n```python\nfrom add import add\nprint(add(1, 2), 'longer')\n```",
+        f"`{FENCED}".replace("\n```", "\n````") + "Done.",
+        f"Here\n```python\n{RIGHT}",
+        f"```js\n{RIGHT}\n```\nDone.",
+        FENCED.replace("\n    ", f"{EXAMPLE}    ") + "Done.",
+        "```python\n    return a + b\n```\nDone.",
+        "```python\n    def add(a, b):\n        return a + b\n```\nDone.",
+    ],
+)
+def test_a_right_program_in_any_fence_is_found(reply):
+    doc = {"prompt": "def add(a, b):\n", "entry_point": "add", "test": ""}
+    names: dict = {}
+    exec(human_eval_program(doc, reply).code, names)
+    assert names["add"](1, 2) == 3
+
+
+def test_a_reply_whose_prompt_opens_the_fence_is_what_precedes_its_end():
+    item = {"test_list": ["assert add(1, 2) == 3"]}
+    assert mbpp_program(item, f"{RIGHT}\n```\nThis adds, and is longer.").code.strip() == RIGHT
 
 
 class Inner:

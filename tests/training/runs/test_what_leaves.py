@@ -7,6 +7,9 @@ import jinja2
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from moe_finetune import cli
 from moe_finetune.checkpoint.load import load_model
@@ -159,6 +162,78 @@ def test_an_adapters_tokenizer_goes_into_its_merge_where_it_says_something_else(
     assert cli.main([*command, "--tokenizer", "adapter"]) == 0
 
 
+def test_a_template_without_a_tokenizer_goes_into_the_merge(base, tmp_path):
+    """As a folder from which only some files were kept."""
+    trained = adapter(base, tmp_path / "trained")
+    plain = merge_adapter(base, trained, tmp_path / "plain")
+    with pytest.raises(AdapterError, match="has no tokenizer; leave --tokenizer out"):
+        merge_adapter(base, trained, tmp_path / "no", tokenizer="adapter")
+    (trained / "chat_template.jinja").write_text(CHAT_TEMPLATES["chatml"])
+    made = merge_adapter(base, trained, tmp_path / "template")
+    assert made.notes[-1] == "tokenizer: chat template of trained, not of the base"
+    assert load_tokenizer(tmp_path / "template").chat_template == CHAT_TEMPLATES["chatml"]
+    generation = json.loads((tmp_path / "template" / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == [0, 2, 7, 9]
+    assert merge_adapter(base, trained, tmp_path / "b", tokenizer="base").notes == plain.notes
+    (trained / "chat_template.jinja").unlink()
+    template = [{"name": "default", "template": CHAT_TEMPLATES["chatml"]}]
+    edit(trained / "tokenizer_config.json", chat_template=template, eos_token="<|im_end|>")
+    made = merge_adapter(base, trained, tmp_path / "settings")
+    assert made.notes[-1].startswith("tokenizer: chat template, end token '<|im_end|>' of trained")
+    merged = load_tokenizer(tmp_path / "settings")
+    assert (merged.chat_template, merged.eos_token) == (CHAT_TEMPLATES["chatml"], "<|im_end|>")
+    assert merged.get_vocab() == load_tokenizer(base).get_vocab()
+    edit(trained / "tokenizer_config.json", eos_token="<other>")
+    with pytest.raises(AdapterError, match="the base's tokenizer has no token '<other>'"):
+        merge_adapter(base, trained, tmp_path / "no")
+    (trained / "vocab.json").write_text("{}")
+    with pytest.raises(AdapterError, match=r"vocab\.json is of a tokenizer without"):
+        merge_adapter(base, trained, tmp_path / "no")
+    (base / "vocab.json").write_text("{}")
+    edit(trained / "tokenizer_config.json", eos_token={"content": "<|im_end|>"})
+    assert "end token" in merge_adapter(base, trained, tmp_path / "same").notes[-1]
+
+
+def test_a_tokenizer_of_another_model_is_refused(base, tmp_path):
+    trained = adapter(base, tmp_path / "trained")
+    words = {**{f"w{i}": i for i in range(50)}, "[UNK]": 50}
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="[UNK]")), eos_token="w0"
+    ).save_pretrained(trained)
+    with pytest.raises(AdapterError, match=r"has 0 of the \d+ tokens of the base's"):
+        merge_adapter(base, trained, tmp_path / "no")
+    large = load_tokenizer(base)
+    large.add_tokens([f"<x{i}>" for i in range(300)])
+    large.save_pretrained(trained)
+    for file in base.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(AdapterError, match=r"but the embedding has \d+ rows"):
+        merge_adapter(base, trained, tmp_path / "no")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("[]", "contains list instead of an object"),
+        ('{"eos_token_id": 0,}', "not JSON"),
+        ("", "not JSON"),
+        ('{"eos_token_id": "0"}', 'eos_token_id is "0", not a token id'),
+        ('{"eos_token_id": 0.0}', "eos_token_id is 0.0, not"),
+        ('{"eos_token_id": [0, null]}', r"eos_token_id is \[0, null\], not"),
+    ],
+)
+def test_settings_of_generation_are_read_at_the_start(base, tmp_path, content, said):
+    trained = adapter(base, tmp_path / "trained")
+    (base / "generation_config.json").write_text(content)
+    for call in (
+        lambda: plan_run(recipe(base), tmp_path / "run"),
+        lambda: merge_adapter(base, trained, tmp_path / "no", dry_run=True),
+        lambda: load_model(base),
+    ):
+        with pytest.raises(CheckpointError, match=rf"generation_config\.json.*{said}"):
+            call()
+
+
 # -- known at the start ---------------------------------------------------------------------------
 
 
@@ -185,6 +260,42 @@ def test_a_token_without_a_row_in_the_embedding_is_refused(base, tmp_path, case)
     write_jsonl(tmp_path / "chat.jsonl", [{"text": f"{n} {word} " * 3} for n in range(6)])
     chosen = recipe(base, data={"chat_template": None})
     if case == "unused":
+        plan_run(chosen, tmp_path / "run")
+        return
+    with pytest.raises(DataError, match=r"token 260 \('<custom>'\), but the checkpoint's emb"):
+        plan_run(chosen, tmp_path / "run")
+
+
+PREFERENCES = [{"prompt": f"{n}?", "chosen": " yes", "rejected": " no"} for n in range(6)]
+PAIRS = [{"prompt": f"{n}?", "completion": " yes"} for n in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "options"),
+    [
+        ("pad_token", PREFERENCES, {"stage": "dpo"}),
+        ("eos_token", PREFERENCES, {"stage": "dpo"}),
+        ("pad_token", [{"prompt": f"{n}?", "answer": "4"} for n in range(6)],
+         {"stage": "grpo", "rewards": ["exact_match"],
+          "trainer": {"num_generations": 2, "gradient_accumulation_steps": 2}}),
+        ("pad_token", PAIRS, {"trainer": {"pad_to_multiple_of": 64}}),
+        ("pad_token", PAIRS, {"data": {"packing": True},
+                              "trainer": {"pad_to_multiple_of": 64}}),
+        ("pad_token", PAIRS, {}),
+    ],
+    ids=["dpo", "end of dpo", "grpo", "multiple", "packed multiple", "none"],
+)  # fmt: skip
+def test_what_a_batch_of_one_row_adds_has_a_row_too(base, tmp_path, name, rows, options):
+    tokenizer = load_tokenizer(base)
+    tokenizer.add_tokens(["<custom>"])
+    setattr(tokenizer, name, "<custom>")
+    tokenizer.save_pretrained(base)
+    shrink_embedding(base, len(tokenizer) - 1)
+    write_jsonl(tmp_path / "chat.jsonl", rows)
+    sections = {"data": {"chat_template": None}, "trainer": {"per_device_train_batch_size": 1}}
+    chosen = recipe(base, **{key: {**sections[key], **options.get(key, {})} for key in sections},
+                    **{key: options[key] for key in options.keys() - sections.keys()})  # fmt: skip
+    if not options:
         plan_run(chosen, tmp_path / "run")
         return
     with pytest.raises(DataError, match=r"token 260 \('<custom>'\), but the checkpoint's emb"):
