@@ -6,12 +6,13 @@ and ``{00001..00012}``, also ``{3..47:4}`` with a step and ``{0,4..6}``. Its ``p
 tensors belong to, ``other`` where it is left out.
 """
 
+import copy
 import itertools
 import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,38 @@ def read(name: str) -> Published:
         for row in content.pop("tensors")
     ]
     return Published(name=name, rows=rows, **content)
+
+
+def shortened(published: Published) -> Published:
+    """Its first five layers and its last, where all layers after the first dense ones are alike."""
+    config = copy.deepcopy(published.config)
+    text = config.get("text_config", config)
+    layers, kept = text["num_hidden_layers"], 6
+    by_number = [isinstance(value, list) and len(value) == layers for value in text.values()]
+    if any(by_number) or any(text.get(key, 1) != 1 for key in _KINDS):
+        return published
+    text["num_hidden_layers"] = kept
+    if "moe_layer_end_index" in text:
+        text["moe_layer_end_index"] = kept - 1
+    rows = []
+    for row in published.rows:
+        numbers = {name: re.search(r"\blayers\.(\d+)\.", name) for name in row.expanded}
+        for name, found in numbers.items():
+            number = -1 if found is None or row.part == "vision" else int(found[1])
+            if number < kept - 1:
+                rows.append(replace(row, names=name))
+            elif found is not None and number >= layers - 1:  # the last, and MTP's behind it
+                start, end = found.span(1)
+                renamed = f"{name[:start]}{number - layers + kept}{name[end:]}"
+                rows.append(replace(row, names=renamed))
+    return replace(published, config=config, rows=rows)
+
+
+_KINDS = (
+    *("full_attention_interval", "attn_layer_period", "linear_attn_config"),
+    *("hybrid_override_pattern", "moe_layer_interval", "decoder_sparse_step"),
+)
+"""Keys by which a layer's number decides what it is."""
 
 
 def expand(pattern: str) -> Iterator[str]:

@@ -16,7 +16,7 @@ def test_the_rows_are_the_published_file(name):
 
 @pytest.mark.parametrize("name", fixture.NAMES)
 def test_every_verb_reads_the_published_file(name, tmp_path):
-    published = fixture.read(name)
+    published = fixture.shortened(fixture.read(name))
     answers = verbs.run(published, tmp_path)
     # A refusal that has become a pass is to be removed from the fixture.
     assert {verb: text for verb, text in answers.items() if text} == {
