@@ -63,8 +63,14 @@ $(BROWSER): $(STAMP)
 test: $(STAMP) $(BROWSER)  ## All tests that need no GPU
 	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
 
-test-quick: $(STAMP)  ## Losses, metrics, adapters, data, files, words and layers, on one core
-	$(BIN)/python -m pytest -m "not gpu and not slow" tests/losses tests/metrics tests/routing tests/lora tests/io tests/data tests/report tests/test_registry.py tests/test_plugins.py tests/test_layers.py tests/test_names.py tests/test_style.py tests/test_documentation.py tests/test_foreign_names.py
+QUICK := losses metrics routing lora recipe io data/test_examples.py data/test_golden.py \
+  data/test_readers.py data/test_stage_conversations.py moe/test_hooks.py moe/test_tokens.py \
+  moe/test_experts.py moe/test_bias.py training/gradients/test_callback.py \
+  training/resume/test_checkpoint.py checkpoint/test_merge.py verbs/test_gate.py test_registry.py \
+  test_layers.py test_names.py test_style.py test_documentation.py
+
+test-quick: $(STAMP)  ## While editing: formulas, options, hooks, a trainer, merge, files, the gate; one core
+	$(BIN)/python -m pytest -m "not gpu and not slow" $(addprefix tests/,$(QUICK))
 
 test-eval: $(STAMP)  ## Tests of eval/: what made the demo's files, and what measures
 	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile eval/tests

@@ -19,6 +19,7 @@ from moe_finetune.data.rows import Former
 from moe_finetune.data.tokenize import tokenize_row
 from moe_finetune.errors import DataError
 from tests.support.conversations import ASK, OPENAI, SHAREGPT, TOOLS, TRL, YES, tokenizer_of
+from tests.support.goldens import lines_of
 
 ALIASES = "transformers 5.21"
 ALIASED = Version(transformers.__version__) >= Version("5.21")
@@ -99,4 +100,4 @@ if __name__ == "__main__":
         answers = before | {ALIASES: {t: rows for t, rows in differences.items() if rows}}
     else:
         answers[ALIASES] = before[ALIASES]
-    FILE.write_text(json.dumps(answers, indent=0) + "\n")
+    FILE.write_text(lines_of(answers))

@@ -22,6 +22,7 @@ import yaml
 from moe_finetune import cli
 from moe_finetune.recipe.tree import merge_mappings
 from tests.support import tiny
+from tests.support.goldens import lines_of
 from tests.upcycle.small import write_recipe
 
 FILE = Path(__file__).with_name("refusals.json")
@@ -137,7 +138,7 @@ def main() -> None:
         write_inputs(Path(folder))
         os.chdir(folder)
         answers = {case: answer(case) for case in json.loads(FILE.read_text())}
-    FILE.write_text(json.dumps(answers, indent=1, ensure_ascii=False) + "\n")
+    FILE.write_text(lines_of(answers))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """Weights that shares of 0.1 find in short runs; run as a program, it prints them."""
 
-import json
 from pathlib import Path
 
 import torch
 
 from moe_finetune.training.specialization import Specialization
 from tests.support import tiny
+from tests.support.goldens import lines_of
 from tests.training.cases import adapted
 from tests.training.strength.strength import TERMS
 
@@ -40,4 +40,4 @@ def weights(family: str) -> dict[str, list[float]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({family: weights(family) for family in FAMILIES}, indent=1))
+    print(lines_of({family: weights(family) for family in FAMILIES}))
