@@ -33,9 +33,7 @@ def observed(
         recorder: the model's recorder, if it is installed already, with its own perturbation.
     """
     with ExitStack() as stack:
-        stack.enter_context(_generators())
-        stack.enter_context(in_mode(model, train=False))
-        stack.enter_context(torch.no_grad())
+        stack.enter_context(undisturbed(model))
         recorder = recorder or stack.enter_context(Recorder(model, perturbation=perturbation))
         stack.enter_context(
             recorder.using(observers=(observer,), needs=needs, observe="all",
@@ -45,7 +43,14 @@ def observed(
 
 
 @contextmanager
-def _generators() -> Iterator[None]:
+def undisturbed(model: Any) -> Iterator[None]:
+    """The same forwards of a model, or of its stock class, whose routing nobody reads."""
+    with generators_kept(), in_mode(model, train=False), torch.no_grad():
+        yield
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
     """Restore Python's, NumPy's and torch's generators; what a loader draws to start counts."""
     states = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []

@@ -26,6 +26,7 @@ from moe_finetune.models.base import Family
 from moe_finetune.models.find import using
 from moe_finetune.models.shrink import shrunk_config
 from moe_finetune.models.structure import MOST_SHARED, Site, class_of, sites
+from moe_finetune.moe.observed import generators_kept, observed, undisturbed
 from moe_finetune.training.packed import BOUND as PACKED
 from moe_finetune.training.packed import packed_difference, random_model
 
@@ -116,7 +117,7 @@ def check_family(config: Any, family: Family) -> FamilyCheck:
 
 def compare(config: Any, family: Family, comparisons: Mapping[str, Comparison]) -> FamilyCheck:
     """:func:`check_family` by these comparisons, each of a new random model."""
-    with torch.random.fork_rng(devices=[]), using(family):
+    with generators_kept(), using(family):
         result = FamilyCheck(family.name, config.model_type, {})
         try:
             smaller = shrunk_config(config, family)
@@ -194,7 +195,7 @@ def watch(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     experts = [site.block.get_submodule(site.experts_name) for site in sites(model)]
     hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in experts]
     try:
-        with torch.no_grad():
+        with undisturbed(model):
             model(**batch(model))
     finally:
         for hook in hooks:
@@ -203,15 +204,14 @@ def watch(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
 
 
 def _recorded(model: Any, family: Family) -> Iterator[Check]:
-    from moe_finetune.moe.hooks import Recorder
     from moe_finetune.moe.layers import moe_layers
 
     records: list[Any] = []
     stock = watch(model)
-    with torch.no_grad():
+    with undisturbed(model):
         expected = model(**batch(model)).logits
-        with Recorder(model, observers=[lambda r, _: records.append(r)], observe="all"):
-            actual = model(**batch(model)).logits
+    with observed(model, lambda record, _: records.append(record)):
+        actual = model(**batch(model)).logits
     yield Check("logits", _difference(expected, actual), RECORDED)
     text, layers = model.config.get_text_config(), moe_layers(model)
     worst, selection = {"experts' weights": 0.0, "score, renormalize, scaling": 0.0}, ""

@@ -23,6 +23,7 @@ def packed_difference(model: nn.Module) -> float:
     """
     from moe_finetune.moe.hooks import Recorder
     from moe_finetune.moe.layers import causal_lm
+    from moe_finetune.moe.observed import undisturbed
 
     config: Any = causal_lm(model).config
     most = min(260, config.get_text_config().vocab_size)
@@ -31,7 +32,7 @@ def packed_difference(model: nn.Module) -> float:
     device = next(model.parameters()).device
     positions = torch.cat([torch.arange(len(row)) for row in rows]).to(device)
     worst = 0.0
-    with torch.no_grad(), Recorder(model):
+    with undisturbed(model), Recorder(model):
         packed = _logits(model, torch.cat(rows).to(device), positions)
         for row, part in zip(rows, packed.split(_LENGTHS), strict=True):
             separate = _logits(model, row.to(device), None)
@@ -51,6 +52,7 @@ def packing_problem(config: Any, family: Family) -> str | None:
     registers is tested on a small model of the type, which takes seconds.
     """
     from moe_finetune.models.shrink import shrunk_config
+    from moe_finetune.moe.observed import generators_kept
 
     if any(family is known for known in (*OURS, *PARTS)):
         return None
@@ -58,7 +60,7 @@ def packing_problem(config: Any, family: Family) -> str | None:
         smaller = shrunk_config(config, family)
     except CheckpointError as error:
         return f"whether sequences in one row see each other cannot be measured: {error}"
-    with torch.random.fork_rng(devices=[]):
+    with generators_kept():
         difference = packed_difference(random_model(smaller))
     if difference <= BOUND:
         return None
