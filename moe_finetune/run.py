@@ -223,12 +223,11 @@ def exported_bias(recipe: Recipe, run: RunFolder) -> dict[int, list[float]] | No
 
 def verify(recipe: Recipe, run: RunFolder, base: Path | Checkpoint | None = None) -> None:
     """Compare the merged checkpoint with base + adapter; raise if they differ."""
-    from moe_finetune.checkpoint.adapter import open_adapter
     from moe_finetune.checkpoint.open import open_checkpoint
     from moe_finetune.checkpoint.verify import verify_merge
 
     base, bias = base or base_folder(recipe), exported_bias(recipe, run)
-    parts = base, open_adapter(run.adapter), open_checkpoint(run.merged)
+    parts = base, run.adapter, open_checkpoint(run.merged)
     result = verify_merge(*parts, bias=bias)
     log.info("verified: %s", result.text())
     run.note(verify=asdict(result))

@@ -1,13 +1,8 @@
-"""An adapter folder in PEFT's LoRA format: config, header, and what PEFT's config has no field for.
+"""An adapter folder in PEFT's LoRA format: config, header, and ``moe_finetune.json``.
 
-``moe_finetune.json`` is ``{"chosen_experts": {"<layer>": [ids]}, "experts_dropout": p, ...}``.
-``chosen_experts`` is present when only chosen experts trained (expert-selective fine-tuning, ESFT);
-the others' factors are zero, and the adapter is an ordinary PEFT adapter.
-
-Checkpoints of such a training, and adapters written until November 2026, have ``experts`` in place
-of ``chosen_experts``. A layer's factors are then packed like PEFT's for a whole stack, for the n
-listed experts in the listed order: ``lora_A`` (n·r, in) with the expert slowest, ``lora_B`` (out,
-r·n) with the expert fastest. A layer that is not listed has no expert LoRA.
+Of an adapter of chosen experts (ESFT) that file has ``chosen_experts``; the others' factors are
+zero. A training's checkpoints have ``experts`` in its place, and factors for these n only, packed
+as PEFT packs a stack: ``lora_A`` (n·r, in) expert slowest, ``lora_B`` (out, r·n) expert fastest.
 """
 
 import json
@@ -71,10 +66,8 @@ class _Config(BaseModel):
 class AdapterMetadata:
     """Contents of ``moe_finetune.json``.
 
-    Attributes:
-        experts: decoder layer -> experts with factors, in packing order; None if all have them.
-        experts_dropout: LoRA dropout on the routed experts, which PEFT's config cannot hold.
-        extra: every other key of the file, unchanged.
+    ``experts``: decoder layer -> experts with factors, in packing order; None if all have them.
+    ``experts_dropout``: on the routed experts, which PEFT's config cannot hold.
     """
 
     experts: dict[int, tuple[int, ...]] | None = None
@@ -84,13 +77,9 @@ class AdapterMetadata:
 
 @dataclass(frozen=True)
 class Adapter:
-    """One adapter folder.
+    """One adapter: its config, its tensors by key without PEFT's prefix, and its metadata.
 
-    Attributes:
-        config: ``adapter_config.json`` as a mapping.
-        tensors: stored tensors by key, without PEFT's ``base_model.model.`` prefix.
-        metadata: content of ``moe_finetune.json``.
-        tables: integer tensors of a saved module, which training does not change.
+    ``tables``: integer tensors of a saved module, which training does not change.
     """
 
     folder: Path
@@ -99,18 +88,9 @@ class Adapter:
     metadata: AdapterMetadata
     tables: dict[str, TensorInfo] = field(default_factory=dict)
 
-    @property
-    def size(self) -> int:
-        return sum(info.size for info in self.tensors.values())
 
-
-def open_adapter(path: str | Path | Adapter) -> Adapter:
-    """Open an adapter folder written by PEFT (or by this toolkit), reading headers only.
-
-    An adapter that is already open is returned unchanged.
-    """
-    if isinstance(path, Adapter):
-        return path
+def read_adapter(path: str | Path) -> Adapter:
+    """An adapter folder as its maker wrote it, by its headers only."""
     folder = Path(path)
     if not folder.is_dir():
         raise AdapterError(f"{folder}: no such adapter folder")

@@ -1,25 +1,27 @@
-"""How an adapter packs the LoRA factors of an expert stack; this depends on the tool that wrote it.
+"""How the LoRA factors of an expert stack are packed; this depends on the tool that wrote them.
 
-In PEFT's packing the expert index varies slowest in ``lora_A`` and fastest in ``lora_B``. axolotl,
-LLaMA-Factory and TRL save through PEFT and have the same packing. Two other packings have the same
-shapes or names:
+PEFT, and so axolotl, LLaMA-Factory and TRL: the expert varies slowest in ``lora_A`` and fastest in
+``lora_B``. Two other packings have the same shapes or names:
 
 - before PEFT 0.19, ``lora_A`` has the outputs and ``lora_B`` the inputs of each matrix;
-- Unsloth, until September 2026, packed ``lora_B`` expert by expert. Later releases record their
-  packing in ``adapter_config.json``, as ``lora_B_layout`` and by parameter in
-  ``unsloth_fused_expert_lora``. Older files only show that Unsloth wrote them.
+- Unsloth, until September 2026, packed ``lora_B`` expert by expert. Later releases record the
+  packing, as ``lora_B_layout`` and by parameter in ``unsloth_fused_expert_lora``.
+
+Shape legend: E experts, n those with factors, r rank, Z inputs or outputs.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_finetune.errors import AdapterError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from moe_finetune.checkpoint.adapter import Adapter
     from moe_finetune.checkpoint.open import Checkpoint
 
@@ -30,14 +32,37 @@ OLD_EXPERT = re.compile(r".*\.layers\.\d+\..*\.experts\.\d+\..*")
 """Keys of adapters that were saved when PEFT wrapped each expert's own matrices."""
 
 
-def grouped_by_expert(config: Mapping[str, Any], parameter: str, location: Path) -> bool:
-    """Return whether ``lora_B`` of a stack has each expert's columns side by side.
+def vectors_of_a(a_nrZ: Tensor, experts: int) -> Tensor:
+    """``lora_A`` (n·r, Z) as (n, r, Z)."""
+    return a_nrZ.unflatten(0, (experts, -1))
 
-    Args:
-        config: ``adapter_config.json``.
-        parameter: name in the experts module, such as ``gate_up_proj``.
-        location: the path at the start of an error message.
-    """
+
+def vectors_of_b(b_Zrn: Tensor, experts: int, grouped: bool = False) -> Tensor:
+    """``lora_B`` (Z, r·n), or with ``grouped`` (Z, n·r), as (n, r, Z)."""
+    if grouped:
+        return b_Zrn.unflatten(1, (experts, -1)).permute(1, 2, 0)
+    return b_Zrn.unflatten(1, (-1, experts)).permute(2, 1, 0)
+
+
+def as_a(vectors_ErZ: Tensor) -> Tensor:
+    """The vectors as PEFT packs them in ``lora_A``."""
+    return vectors_ErZ.flatten(0, 1).contiguous()
+
+
+def as_b(vectors_ErZ: Tensor) -> Tensor:
+    """The vectors as PEFT packs them in ``lora_B``."""
+    return vectors_ErZ.permute(2, 1, 0).flatten(1)
+
+
+def of_all_experts(vectors_nrZ: Tensor, chosen: Sequence[int], total: int) -> Tensor:
+    """The vectors of the ``chosen`` experts, and zeros for the others."""
+    vectors_ErZ = vectors_nrZ.new_zeros(total, *vectors_nrZ.shape[1:])
+    vectors_ErZ[list(chosen)] = vectors_nrZ
+    return vectors_ErZ
+
+
+def grouped_by_expert(config: Mapping[str, Any], parameter: str, location: Path) -> bool:
+    """Whether ``lora_B`` of the stack ``parameter`` has each expert's columns side by side."""
     layout = config.get(MARKER)
     detail = config.get(DETAIL)
     parameters = detail.get("parameters") if isinstance(detail, dict) else None
@@ -81,9 +106,9 @@ def outputs_first(
     in_size: int,
     location: Path,
 ) -> bool:
-    """Return whether ``lora_A`` of a stack (E, O, I) has the outputs, as before PEFT 0.19.
+    """Whether ``lora_A`` of a stack (E, O, I) has the outputs, as before PEFT 0.19.
 
-    The shapes decide unless the matrix is square; then the PEFT version that wrote the file does.
+    The shapes decide unless the matrix is square; then the writing PEFT's version does.
     """
     if out_size != in_size:
         return (a_shape[-1], b_shape[0]) == (out_size, in_size)
@@ -97,10 +122,10 @@ def outputs_first(
 
 
 def lacks_experts(adapter: Adapter, base: Checkpoint) -> bool:
-    """Return whether PEFT before 0.19 found no experts by their names in ``target_modules``.
+    """Whether PEFT before 0.19 found none of the experts that ``target_modules`` names.
 
-    With transformers 5 ``gate_proj`` and the like then matched nothing in the stacks; today's PEFT
-    translates the names. What was trained and saved is complete without the experts.
+    In the stacks of transformers 5 ``gate_proj`` and the like matched nothing, and what was saved
+    is complete without them; today's PEFT translates the names.
     """
     stack = f".{base.family.experts_path}."
     parameters = [f"{stack}{name}" for name in base.family.expert_parameters]
@@ -116,10 +141,9 @@ def lacks_experts(adapter: Adapter, base: Checkpoint) -> bool:
 
 
 def names_files(adapter: Adapter, base: Checkpoint) -> bool:
-    """Return whether the adapter's keys name the tensors of the files, as with transformers 4.
+    """Whether the keys name tensors of the files, as with transformers 4.
 
-    It has factors for each expert's own matrices, or for a stack under its name in the files, as
-    GraniteMoE's were parameters that PEFT could adapt.
+    That is, each expert's own matrices, or a stack under its name there (GraniteMoE).
     """
     if any(map(OLD_EXPERT.fullmatch, adapter.tensors)):
         return True

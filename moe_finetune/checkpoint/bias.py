@@ -1,9 +1,7 @@
 """Where a loss-free routing bias goes in an exported checkpoint.
 
-DeepSeek-V3's class has its own ``e_score_correction_bias``. DeepSeek-V2's checkpoint can name
-``topk_method: noaux_tc``, for which vLLM's class creates the same tensor (transformers' class does
-not implement the method, so that export is for serving only). Other families have no such tensor; a
-bias for them is refused.
+DeepSeek-V3's class has the tensor. For DeepSeek-V2 ``topk_method: noaux_tc`` makes vLLM's class,
+not transformers', create it: that export is for serving only. Other families have none.
 """
 
 import math
@@ -80,11 +78,7 @@ def check_bias(base: Checkpoint, bias: Mapping[int, Sequence[float]]) -> None:
 def plan_bias(
     base: Checkpoint, bias: Mapping[int, Sequence[float]] | None
 ) -> tuple[dict[str, tuple[str, Tensor]], dict[str, Any], list[str]]:
-    """Tensors to write, changes to config.json, and notes for the reader.
-
-    Returns:
-        tensors: name -> the base's file that will contain it, and the values (E,) in float32.
-    """
+    """Tensors to write: name -> the base's file and values (E,); changes to config.json; notes."""
     family = base.family
     if not bias:
         return {}, {}, []

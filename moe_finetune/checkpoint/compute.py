@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_finetune.checkpoint.adapter import Adapter
+from moe_finetune.checkpoint.adapter_layout import vectors_of_a, vectors_of_b
 from moe_finetune.checkpoint.files import (
     DTYPES,
     all_finite,
@@ -58,22 +59,15 @@ class Factors:
         return (right.T, left.T) if update.transposed else (left, right)
 
     def _unpack(self, update: LowRank) -> tuple[Tensor, Tensor]:
-        """In ``lora_A`` (n·r, I) the expert varies slowest; in ``lora_B`` (O, r·n) fastest."""
-        slots = len(update.experts or [0])
+        """``a_nrI`` and ``b_nOr`` of all matrices of a stack."""
         a, b = (read_tensor(self.adapter.tensors[key]).float() for key in (update.a, update.b))
-        if update.grouped:
-            b_nOr = b.view(b.shape[0], slots, -1).transpose(0, 1)
-        else:
-            b_nOr = b.view(b.shape[0], -1, slots).permute(2, 0, 1)
-        return a.view(slots, -1, a.shape[1]), b_nOr.contiguous()
+        experts = 1 if update.experts is None else a.shape[0] // update.rank
+        return vectors_of_a(a, experts), vectors_of_b(b, experts).mT.contiguous()
 
 
 @dataclass(frozen=True)
 class Merged:
-    """Content of a changed or converted tensor: ``source + sum of updates``, rounded once.
-
-    With ``stored``, the source is decoded, one matrix at a time.
-    """
+    """Content of a changed or converted tensor: its source, decoded, + updates, rounded once."""
 
     source: TensorInfo
     parts: tuple[Part, ...]

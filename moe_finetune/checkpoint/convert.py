@@ -28,9 +28,8 @@ _COPY_BYTES = 1 << 30
 def convert_checkpoint(source: str | Path, output: str | Path) -> Path:
     """Write the weights of ``source`` without its code to the folder ``output``, and return it.
 
-    The safetensors files keep their names and bytes; where the file system supports it, the copies
-    share disk blocks. ``config.json`` loses only ``auto_map``. The tokenizer becomes
-    ``tokenizer.json``. Shards without an index get one. The folder appears complete or not at all.
+    Weight files keep names and bytes, and share disk blocks where the file system can;
+    ``config.json`` loses ``auto_map``; the tokenizer becomes ``tokenizer.json``.
     """
     from moe_finetune.checkpoint.files import check_values  # needs torch
 

@@ -29,13 +29,9 @@ def carried_files(
 ) -> dict[str, bytes]:
     """Configs, tokenizer, chat templates and license texts of ``folder`` as path -> bytes.
 
-    Files are copied byte for byte, with three exceptions: ``config_changes`` are applied to
-    ``config.json`` (None removes a key), JSON files lose entries that name remote code, and a
-    tokenizer that loaders would read differently without its code is rewritten so that they agree.
-    A link that leaves the folder raises CheckpointError.
-
-    Args:
-        needed: whether a file of this path is read; by default every file.
+    They are copied but for ``config_changes`` (None removes a key), entries that name remote code,
+    and a tokenizer that loaders would read differently without its code. ``needed``: which paths to
+    read.
     """
     paths = {path.relative_to(folder).as_posix(): path for path in small_files(folder)}
     paths = {name: path for name, path in paths.items() if needed(name)}
@@ -53,10 +49,9 @@ def carried_files(
 
 
 def refuse_foreign_links(folder: Path, paths: Iterable[Path]) -> None:
-    """Raise CheckpointError for a small file that links to a place outside the checkpoint.
+    """Refuse a small file that links outside the checkpoint: the export would publish its content.
 
-    The export would contain, and publish, that file's content. Links inside the folder, and links
-    of the hub's cache to blobs of the same repository, are allowed.
+    Links inside, and those of the hub's cache to blobs of the same repository, are allowed.
     """
     root = folder.resolve()
     allowed = [root, *([root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [])]
@@ -104,11 +99,10 @@ def json_text(value: Mapping[str, Any]) -> str:
 
 
 def write_tokenizer(source: Path, output: Path) -> None:
-    """Write ``source``'s tokenizer into the folder ``output`` so that every loader reads the same.
+    """Write ``source``'s tokenizer so that every loader reads the same.
 
-    ``tokenizer.json`` gets what :func:`load_tokenizer` returns: splitting, merges, added tokens,
-    and a beginning-of-sequence token if the settings ask for one. ``tokenizer_config.json`` keeps
-    its settings but names a class that reads ``tokenizer.json`` unchanged, and no code.
+    ``tokenizer.json`` gets what :func:`load_tokenizer` returns; ``tokenizer_config.json`` keeps its
+    settings but names a class that reads the former unchanged, and no code.
     """
     load_tokenizer(source).backend_tokenizer.save(str(output / "tokenizer.json"))
     for name in ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja"):
@@ -125,11 +119,7 @@ def _tokenizer_settings(folder: Path) -> dict[str, Any]:
 
 
 def write_card(folder: str | Path, base: str | Path, title: str = "", **facts: Any) -> Path:
-    """Write :func:`model_card` into an exported checkpoint and return its path.
-
-    ``title`` defaults to the folder's name; ``facts`` are the other arguments of
-    :func:`model_card`.
-    """
+    """Write :func:`model_card` into a checkpoint; ``title`` defaults to the folder's name."""
     file = Path(folder) / CARD_FILE
     file.write_text(model_card(base, title or Path(folder).name, **facts), encoding="utf-8")
     return file
@@ -145,18 +135,11 @@ def model_card(
     origin: str = "Fine-tuned from {} with moe-finetune; an ordinary checkpoint.",
     library: str = "transformers",
 ) -> str:
-    """The text of an export's ``README.md``.
-
-    Of a local path only the last part is written.
+    """The text of an export's ``README.md``; of a local path only the last part is written.
 
     Args:
-        base: folder or hub id of the base.
-        title: heading.
-        method: preset or short description of the training objective.
-        data: files, folders or hub ids trained on.
+        base: folder or hub id; ``folder``: where a hub id's license is read.
         options: further settings worth stating (rank, steps, learning rate).
-        folder: local folder of the base when ``base`` is a hub id; the license is read from its
-            card or license file.
         origin: how the export came from the base, whose name replaces ``{}``.
         library: the ``library_name`` that the hub shows.
     """

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -41,8 +42,22 @@ Content = Callable[[TensorInfo], Iterator[Tensor]]
 Progress = Callable[[int, int], None]
 
 
+@dataclass(frozen=True)
+class Computed(TensorInfo):
+    """A tensor that ``make`` computes from stored ones whenever it is read whole."""
+
+    make: Callable[[], Tensor]
+
+
+def computed(like: TensorInfo, shape: tuple[int, ...], make: Callable[[], Tensor]) -> Computed:
+    """What ``make`` returns, of this shape, instead of the stored tensor ``like``."""
+    return Computed(like.name, like.file, like.dtype, shape, like.offset, like.size, make)
+
+
 def read_tensor(info: TensorInfo, expert: int | None = None) -> Tensor:
     """A stored tensor in its own dtype, or one entry of its first dimension, such as an expert."""
+    if isinstance(info, Computed):
+        return info.make()
     shape = info.shape if expert is None else info.shape[1:]
     return read_elements(info, (expert or 0) * math.prod(shape), math.prod(shape)).view(shape)
 
@@ -196,12 +211,7 @@ def write_checkpoint(
 ) -> int:
     """Write a checkpoint folder, which appears whole or not at all, and return its size in bytes.
 
-    Args:
-        files: file name -> header, whose offsets place each tensor.
-        contents: tensor name -> content.
-        small: the other files, by name.
-        progress: called with (bytes done, total bytes) after each tensor, in the calling thread.
-        workers: threads; by default one for each core, at most 8, and two that wait for the disk.
+    ``progress`` is called with (bytes done, total bytes) after each tensor, in the calling thread.
     """
     total = sum(header.data_bytes for header in files.values())
     size = sum(header.file_bytes for header in files.values()) + sum(map(len, small.values()))

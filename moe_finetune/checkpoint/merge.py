@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moe_finetune.checkpoint.adapter import Adapter, check_belongs, open_adapter
+from moe_finetune.checkpoint.adapter import Adapter
 from moe_finetune.checkpoint.bias import plan_bias
 from moe_finetune.checkpoint.compute import Factors, Merged
 from moe_finetune.checkpoint.export import (
@@ -29,7 +29,7 @@ from moe_finetune.checkpoint.files import (
 )
 from moe_finetune.checkpoint.open import Checkpoint, open_checkpoint, stale_head
 from moe_finetune.checkpoint.tokenizer_files import GENERATION, for_merge, is_tokenizer_file
-from moe_finetune.checkpoint.updates import Replace, parts_in_files, read_updates
+from moe_finetune.checkpoint.updates import OpenAdapter, Replace, open_adapter, parts_in_files
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io import check_output, one_writer
 from moe_finetune.io.checkpoint_files import COPY_AGAIN, INDEX, SINGLE, index_text
@@ -48,14 +48,8 @@ _KEPT_FLOAT32 = (*CORRECTION_BIASES, ".gate.bias")
 class Merge:
     """Everything that a merge does.
 
-    Attributes:
-        files: header of every output weight file by name.
-        contents: what fills each tensor, by name.
-        changed: name of each tensor that an adapter or bias changes, and how.
-        copied: names of the tensors that keep their bytes.
-        small_files: the other files of the output, name -> content.
-        notes: notes for the user (changed config fields, dropped bias).
-        seconds: wall time of planning and writing.
+    ``contents`` fill the tensors of ``files``; ``changed`` says how an adapter or bias changes
+    them, and ``copied`` are those that keep their bytes.
     """
 
     base: Checkpoint
@@ -133,9 +127,8 @@ def merge_adapter(
     output = Path(output)
     check_output(output, overwrite)
     opened = open_checkpoint(base, stored=True)
-    trained = open_adapter(adapter)
-    merge = plan_merge(opened, trained, output, dtype, bias)
-    check_belongs(trained, opened)
+    trained = open_adapter(adapter, opened)
+    merge = plan_merge(trained, output, dtype, bias)
     own_tokenizer, note = for_merge(opened, trained.folder, tokenizer)
     if own_tokenizer:
         replaced = {n for n in merge.small_files if n != GENERATION and is_tokenizer_file(n)}
@@ -166,25 +159,19 @@ def _card(base: Checkpoint, adapter: Adapter) -> str:
 
 
 def plan_merge(
-    base: Checkpoint,
-    adapter: Adapter,
+    adapter: OpenAdapter,
     output: Path,
     dtype: str | None = None,
     bias: Mapping[int, Sequence[float]] | None = None,
 ) -> Merge:
-    """Plan ``base + adapter``: nothing is computed or written; an impossible merge raises.
-
-    Args:
-        dtype: "float32", "float16", "bfloat16", or None to keep each tensor's stored dtype.
-        bias: loss-free routing bias by decoder layer, one number per expert.
-    """
+    """Plan base + ``adapter``: nothing is computed or written; an impossible merge raises."""
     if dtype is not None and dtype not in STORED:
         raise CheckpointError(f"dtype '{dtype}' must be one of {', '.join(STORED)}")
+    base = adapter.base
     values, config_changes, notes = plan_bias(base, bias)
     check_values([base.tensors[name] for name in values if name in base.tensors], CheckpointError)
-    updates = read_updates(adapter, base)
-    parts, factors = parts_in_files(updates, base, adapter), Factors(adapter)
-    if updates.attention_only:
+    parts, factors = parts_in_files(adapter), Factors(adapter)
+    if adapter.attention_only:
         notes.append(
             f"{adapter.folder.name}: attention only. Its target_modules name matrices of the "
             "experts, but PEFT before 0.19 found none of them in the stacks of transformers 5"

@@ -22,13 +22,9 @@ from moe_finetune.models.structure import class_of, without_weights
 
 @dataclass(frozen=True)
 class Place:
-    """Where rows of a matrix of the loaded model lie in the files.
+    """Where ``rows`` of a matrix of the loaded model lie in the files, perhaps transposed.
 
-    Attributes:
-        name: the tensor in the files.
-        expert: which matrix of a stack there; None if the tensor is the matrix.
-        rows: which rows of the loaded matrix, in the files' order.
-        transposed: the files have the transpose of these rows.
+    ``expert``: which matrix of a stack there; None if the tensor is the matrix.
     """
 
     name: str

@@ -1,9 +1,7 @@
 """Open a checkpoint folder and check its tensors against its ``config.json``, by the headers.
 
-The expected tensors are those of transformers' class, as its conversions find them in the files.
-Others are allowed only where loaders ignore them: MTP heads, and what the class itself declares
-(``_keys_to_ignore_on_load_unexpected``). They are neither loaded nor trained, and every export
-copies their bytes.
+The tensors are those that transformers' class needs. Others are allowed only where loaders ignore
+them: MTP heads, and what the class itself declares. Every export copies their bytes.
 """
 
 from __future__ import annotations
@@ -63,15 +61,11 @@ class Checkpoint:
     """A checkpoint folder.
 
     Attributes:
-        config: ``config.json`` as a mapping.
-        model_config: the same as transformers' config class; each model gets a copy.
-        files: header of every weight file, by file name, sorted.
-        tensors: every tensor by name; a quantized one appears with its name and shape as a float
-            tensor.
+        model_config: transformers' config class; each model gets a copy.
+        tensors: every tensor by name; a quantized one as a float tensor of its shape.
         names: which tensors of the files make up each tensor of the loaded model.
         quantized: reads the tensors of a quantized checkpoint; None for a float one.
-        untrained: tensors that no loader reads, such as an MTP head's, and the part that each
-            belongs to.
+        untrained: tensors that no loader reads, and the part that each belongs to.
     """
 
     folder: Path
@@ -111,11 +105,8 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open and check a folder of safetensors with its ``config.json``, as every command does.
 
-    Args:
-        path: the folder, or an open checkpoint, which is returned.
-        values: also read every tensor, at the speed of the disk, and refuse NaN and infinity;
-            otherwise only headers are read.
-        stored: also accept a quantized checkpoint; read its tensors through ``quantized``.
+    Only headers are read unless ``values`` is set: then NaN and infinity are refused. ``stored``:
+    also accept a quantized checkpoint.
     """
     from moe_finetune.checkpoint.names import Names  # needs torch, this file does not
     from moe_finetune.models.loading import parse_config
@@ -182,8 +173,7 @@ def check_only_weights(folder: Path, files: Mapping[str, Header]) -> None:
 def only_weights(folder: Path) -> Iterator[Path]:
     """``folder`` for ``from_pretrained``, which would also apply an adapter and prefer one file.
 
-    Where it could find anything but the weights that :func:`open_checkpoint` reads, a temporary
-    folder of links to these takes its place.
+    Where it could, a temporary folder of links to the weights of :func:`open_checkpoint`.
     """
     ambiguous = (folder / INDEX).is_file() and (folder / SINGLE).is_file()
     if not ambiguous and not (folder / ADAPTER_CONFIG).is_file():
@@ -321,10 +311,8 @@ def _check_tensor(info: TensorInfo, shape: tuple[int, ...], floating: bool) -> N
 def _ignored(names: Mapping[str, str], config: Any, stack: str) -> dict[str, str]:
     """The tensors that loaders ignore, each with the part it belongs to.
 
-    Args:
-        names: the tensors of a checkpoint's files that the model does not need, and the name under
-            which transformers would load each.
-        stack: how the names of the decoder's layers begin in the files.
+    ``names``: those that the model does not need, and the name under which each would be loaded;
+    ``stack``: how the names of the decoder's layers begin in the files.
     """
     patterns = list(_patterns(config))
     predicting = _predicting_layers(names, config, stack)

@@ -87,12 +87,7 @@ def fill(wrapped: Any, adapter: Adapter, partial: bool = False) -> None:
 
 @dataclass(frozen=True)
 class LoraModule:
-    """One of PEFT's LoRA modules.
-
-    Attributes:
-        path: in the adapter's keys, with a ``base_layer`` for each wrapper around it.
-        loaded: the parameter of the model that it adapts.
-    """
+    """One of PEFT's LoRA modules, by its ``path`` in the adapter's keys; it adapts ``loaded``."""
 
     path: str
     loaded: str
@@ -147,12 +142,9 @@ def modules_of(wrapped: Any) -> Iterator[LoraModule]:
 
 @dataclass(frozen=True)
 class Target:
-    """A tensor that PEFT adapts.
+    """A tensor that PEFT adapts: its ``path`` in the adapter's keys, its ``name`` in the model.
 
-    Attributes:
-        path: in the adapter's keys.
-        name: in the model.
-        inputs_first: the class stores stacks as (E, I, O).
+    ``inputs_first``: the class stores stacks as (E, I, O).
     """
 
     path: str

@@ -1,8 +1,4 @@
-"""The tensors of a checkpoint's files as floats, dequantized if necessary.
-
-A tensor, or one expert of a stack, is dequantized when it is read; the formats are in
-:mod:`moe_finetune.quantization.formats`.
-"""
+"""The tensors of a checkpoint's files as floats, dequantized when they are read if necessary."""
 
 import math
 from collections.abc import Mapping
@@ -22,9 +18,7 @@ from moe_finetune.quantization.formats import Format
 class QuantizedTensors:
     """A quantized checkpoint's tensors, dequantized when they are read.
 
-    Attributes:
-        tensors: name, shape and float dtype of every tensor, as in an unquantized checkpoint;
-            ignore their offsets.
+    ``tensors``: as in an unquantized checkpoint, but for their offsets.
     """
 
     def __init__(self, stored: Mapping[str, TensorInfo], form: Format):

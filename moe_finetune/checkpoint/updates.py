@@ -1,11 +1,9 @@
-"""What an adapter of any maker changes: which tensors of the base, with which factors, and how.
+"""What an adapter of any maker changes: which tensors of the base, with which factors.
 
-PEFT says it for transformers' class. For a model that transformers 5 has no class for, PEFT's rules
-are applied to its names: that of transformers 4, with a module for each tensor of the files, or
-today's without its stacks, in which PEFT before 0.19 found no matrices. What the adapter lacks, or
-has besides, is refused.
-
-Shape legend: E experts, n those with factors, r rank, O rows and I columns of a matrix.
+PEFT says it for transformers' class, and PEFT's rules for names that no class has: those of the
+files, with transformers 4, and today's without the stacks, in which PEFT before 0.19 found no
+matrices. What the adapter lacks, or has besides, is refused. Factors of stacks are read as PEFT
+packs them.
 """
 
 import re
@@ -13,22 +11,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import Tensor
+
 from moe_finetune.checkpoint.adapter import (
     CONFIG,
     WEIGHTS,
     Adapter,
     check_belongs,
-    open_adapter,
+    read_adapter,
     read_bias,
 )
 from moe_finetune.checkpoint.adapter_layout import (
+    as_a,
+    as_b,
     before_019,
     grouped_by_expert,
     lacks_experts,
     names_files,
+    of_all_experts,
     outputs_first,
+    vectors_of_a,
+    vectors_of_b,
 )
 from moe_finetune.checkpoint.bias import check_bias
+from moe_finetune.checkpoint.files import Computed, computed, read_tensor
 from moe_finetune.checkpoint.names import Place
 from moe_finetune.checkpoint.open import Checkpoint
 from moe_finetune.checkpoint.peft_model import MAY_LACK, Target, targets_by_name, targets_in_class
@@ -47,15 +53,12 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class LowRank:
-    """Adds ``scale * B @ A`` to a matrix, or to each of the ``experts`` of a stack.
+    """Adds ``scale * B @ A`` to a matrix, or to those of a stack, packed as PEFT packs them.
 
     Attributes:
         name: the tensor of the loaded model, or of the files, that it changes.
-        a, b: the factors' keys in the adapter.
-        experts: the stack's matrices that have factors, in packing order; None for a matrix.
-        grouped: B has an expert's columns side by side.
-        transposed: the product's transpose is added, as of a class with (E, I, O), or because A has
-            the outputs and B the inputs, as before PEFT 0.19.
+        experts: the stack's matrices that change; None for a matrix.
+        transposed: the product's transpose is added, as of a class with (E, I, O).
         magnitude: the key of DoRA's norms, to which the changed matrix's rows are scaled.
     """
 
@@ -65,7 +68,6 @@ class LowRank:
     rank: int
     scale: float
     experts: tuple[int, ...] | None = None
-    grouped: bool = False
     transposed: bool = False
     magnitude: str | None = None
 
@@ -82,49 +84,45 @@ class Replace:
     key: str
 
 
-@dataclass(frozen=True)
-class Updates:
-    """All updates of an adapter.
+@dataclass(frozen=True, kw_only=True)
+class OpenAdapter(Adapter):
+    """An adapter of any maker over its base; :func:`peft_form` is what PEFT reads.
 
-    Attributes:
-        of_files: names are those in the base's files; otherwise those of the loaded model.
-        for_peft: PEFT reads the adapter as it is, over transformers' class.
-        attention_only: its config names matrices of experts, of which PEFT found none.
+    ``of_files``: names are those in the base's files. ``attention_only``: its config names matrices
+    of experts, of which PEFT found none.
     """
 
-    of_files: bool
-    for_peft: bool
-    attention_only: bool
+    base: Checkpoint
     low_rank: list[LowRank]
     replaced: list[Replace]
+    of_files: bool = False
+    attention_only: bool = False
 
 
 @dataclass(frozen=True)
 class Part:
-    """An update's part in one tensor of the files, or in one matrix of a stack there.
-
-    Attributes:
-        slot: which of the update's experts.
-    """
+    """An update's part in one tensor of the files, from its matrix ``slot``."""
 
     update: LowRank | Replace
     place: Place
     slot: int = 0
 
 
-def check_adapter(path: str | Path, base: Checkpoint) -> Adapter:
+def check_adapter(path: str | Path, base: Checkpoint) -> OpenAdapter:
     """Open an adapter to use unmerged with ``base``, with all checks of a merge."""
-    adapter = open_adapter(path)
-    read_updates(adapter, base)
+    adapter = open_adapter(path, base)
     check_bias(base, read_bias(adapter.folder) or {})
-    check_belongs(adapter, base)
     return adapter
 
 
-def read_updates(adapter: Adapter, base: Checkpoint) -> Updates:
-    """All updates of ``adapter`` to ``base``."""
-    of_files = names_files(adapter, base)
-    attention_only = not of_files and lacks_experts(adapter, base)
+def open_adapter(path: str | Path, base: Checkpoint, values: bool = True) -> OpenAdapter:
+    """An adapter of any maker over ``base``; refused unless it fits.
+
+    ``values``: also check that its values are finite, and its base's fingerprint.
+    """
+    stored = read_adapter(path)
+    of_files = names_files(stored, base)
+    attention_only = not of_files and lacks_experts(stored, base)
     if of_files:
         trained = {n: i.shape for n, i in base.tensors.items() if n not in base.untrained}
     else:
@@ -132,35 +130,46 @@ def read_updates(adapter: Adapter, base: Checkpoint) -> Updates:
         shapes = base.names.shapes
         trained = {n: s for n, s in shapes.items() if not (attention_only and stacks in n)}
     if of_files or attention_only:
-        targets, expected = targets_by_name(adapter, trained)
+        targets, expected = targets_by_name(stored, trained)
     else:
-        targets, expected = targets_in_class(adapter, base.model_config)
-    reader = _Reader(adapter, base, trained)
-    _check_biases(adapter)
+        targets, expected = targets_in_class(stored, base.model_config)
+    reader = _Reader(stored, base, trained)
+    _check_biases(stored)
     reader.check_keys(expected)
     low_rank = [update for target in targets if (update := reader.low_rank(target)) is not None]
     reader.check_version()
     replaced = []
-    for key, info in adapter.tensors.items():
+    for key, info in stored.tensors.items():
         if ".lora_" not in key:
             name = key.replace(".base_layer.", ".")
             reader.check_shape(key, info.shape, trained[name], name)
             replaced.append(Replace(name, key))
-    packed = adapter.metadata.experts is not None or any(update.grouped for update in low_rank)
-    for_peft = not (of_files or attention_only or packed or True in reader.swapped)
-    return Updates(of_files, for_peft, attention_only, low_rank, replaced)
+    if values:
+        check_belongs(stored, base)
+    return OpenAdapter(
+        stored.folder,
+        stored.config,
+        {**stored.tensors, **reader.repacked},
+        stored.metadata,
+        stored.tables,
+        base=base,
+        low_rank=low_rank,
+        replaced=replaced,
+        of_files=of_files,
+        attention_only=attention_only,
+    )
 
 
-def parts_in_files(updates: Updates, base: Checkpoint, adapter: Adapter) -> dict[str, list[Part]]:
+def parts_in_files(adapter: OpenAdapter) -> dict[str, list[Part]]:
     """The parts of each tensor in the files that changes, in the order in which they apply."""
     parts: dict[str, list[Part]] = {}
-    all_updates: list[LowRank | Replace] = [*updates.replaced, *updates.low_rank]
+    all_updates: list[LowRank | Replace] = [*adapter.replaced, *adapter.low_rank]
     for update in all_updates:
-        places = _places(update, base, adapter, updates.of_files)
+        places = _places(update, adapter)
         saved = isinstance(update, Replace)
-        experts = (update.experts or [0]) if isinstance(update, LowRank) else range(len(places))
-        for slot, expert in enumerate(experts):
-            for at in places[expert]:
+        experts = getattr(update, "experts", None) or range(len(places))
+        for slot in experts:
+            for at in places[slot]:
                 if saved and (at.transposed or not isinstance(at.rows, slice)):
                     raise AdapterError(
                         f"{adapter.folder}: adapter tensor '{update.key}': the base stores "
@@ -171,11 +180,9 @@ def parts_in_files(updates: Updates, base: Checkpoint, adapter: Adapter) -> dict
     return parts
 
 
-def _places(
-    update: LowRank | Replace, base: Checkpoint, adapter: Adapter, of_files: bool
-) -> list[list[Place]]:
-    name = update.name
-    if of_files:
+def _places(update: LowRank | Replace, adapter: OpenAdapter) -> list[list[Place]]:
+    name, base = update.name, adapter.base
+    if adapter.of_files:
         shape = base.tensors[name].shape
         return [[Place(name, e)] for e in (range(shape[0]) if len(shape) == 3 else [None])]
     if name in base.names.split:
@@ -193,6 +200,7 @@ class _Reader:
     def __init__(self, adapter: Adapter, base: Checkpoint, trained: Mapping[str, tuple[int, ...]]):
         self.adapter, self.base, self.trained = adapter, base, trained
         self.swapped: set[bool] = set()
+        self.repacked: dict[str, Computed] = {}
         self._modules = {name.rpartition(".")[0] for name in trained} | trained.keys()
         head, files = "lm_head.weight", base.names.files
         self._tied: set[str] = set()
@@ -232,7 +240,7 @@ class _Reader:
             magnitude = None
         if len(shape) not in (2, 3):
             raise self._error(a, f"LoRA targets '{name}', which has shape {list(shape)}")
-        experts, grouped, transposed = None, False, embedding
+        experts, grouped, swapped = None, False, False
         if len(shape) == 3:
             experts = self._chosen(a)
             experts = tuple(range(shape[0])) if experts is None else experts
@@ -243,27 +251,50 @@ class _Reader:
                     a,
                     f"moe_finetune.json lists expert {max(experts)}, but the base has {shape[0]}",
                 )
-            grouped, transposed = self._packing(target, a, b)
-        slots, sizes = len(experts or [0]), shape[-2:][::-1] if transposed else shape[-2:]
+            grouped, swapped = self._packing(target, a, b)
+        transposed = embedding or target.inputs_first
+        slots = len(experts or [0])
+        sizes = shape[-2:][::-1] if transposed or swapped else shape[-2:]
         self.check_shape(a, self._shape(a), (slots * rank, sizes[1]), name, rank)
         self.check_shape(b, self._shape(b), (sizes[0], rank * slots), name, rank)
         if magnitude is not None:
             self.check_shape(magnitude, self._shape(magnitude), shape[:1], name)
-        flags = grouped, transposed, magnitude
-        return LowRank(name, a, b, rank, target.scale, experts, *flags)
+        if experts is not None and (grouped or swapped or experts != tuple(range(shape[0]))):
+            self._repack(a, b, experts, shape[0], grouped, swapped)
+        return LowRank(name, a, b, rank, target.scale, experts, transposed, magnitude)
 
     def _packing(self, target: Target, a: str, b: str) -> tuple[bool, bool]:
-        """Return LowRank's ``grouped`` and ``transposed`` for a stack."""
+        """Whether B of a stack is grouped by expert, and whether A has the outputs."""
         config, file = self.adapter.config, self.adapter.folder / CONFIG
         if self.adapter.metadata.experts is not None:  # written by this toolkit
-            return False, target.inputs_first
+            return False, False
         grouped = grouped_by_expert(config, target.name.rpartition(".")[2], file)
         if target.inputs_first:  # every version of PEFT then has the inputs in A
-            return grouped, True
+            return grouped, False
         _, rows, columns = self.trained[target.name]
         swapped = outputs_first(config, self._shape(a), self._shape(b), rows, columns, file)
         self.swapped.add(swapped)
         return grouped, swapped
+
+    def _repack(
+        self, a: str, b: str, experts: tuple[int, ...], total: int, grouped: bool, swapped: bool
+    ) -> None:
+        """Read the factors of a stack as PEFT packs them, with zeros for experts not chosen."""
+        info_a, info_b, slots = self.adapter.tensors[a], self.adapter.tensors[b], len(experts)
+
+        def of_a() -> Tensor:
+            return of_all_experts(vectors_of_a(read_tensor(info_a), slots), experts, total)
+
+        def of_b() -> Tensor:
+            vectors_nrZ = vectors_of_b(read_tensor(info_b), slots, grouped)
+            return of_all_experts(vectors_nrZ, experts, total)
+
+        first, second, ends = of_a, of_b, (info_a.shape[1], info_b.shape[0])
+        if swapped:
+            first, second, ends = of_b, of_a, ends[::-1]
+        size = info_a.shape[0] // slots * total
+        self.repacked[a] = computed(info_a, (size, ends[0]), lambda: as_a(first()))
+        self.repacked[b] = computed(info_b, (ends[1], size), lambda: as_b(second()))
 
     def check_version(self) -> None:
         """Refuse a version of PEFT that the shapes of some stacks contradict."""

@@ -13,26 +13,26 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_finetune.checkpoint.adapter import Adapter, open_adapter
-from moe_finetune.checkpoint.adapter_layout import OLD_EXPERT
+from moe_finetune.checkpoint import by_hand
+from moe_finetune.checkpoint.adapter import Adapter, read_adapter
 from moe_finetune.checkpoint.bias import plan_bias
 from moe_finetune.checkpoint.files import DTYPES, digest, read_tensor
 from moe_finetune.checkpoint.names import on_meta
 from moe_finetune.checkpoint.open import Checkpoint, only_weights, open_checkpoint
-from moe_finetune.checkpoint.packings import as_peft, with_adapter
+from moe_finetune.checkpoint.peft_form import peft_form, with_adapter
 from moe_finetune.checkpoint.peft_model import LoraModule, modules_of, wrap
-from moe_finetune.checkpoint.updates import read_updates
+from moe_finetune.checkpoint.updates import OpenAdapter, open_adapter
 from moe_finetune.errors import AdapterError, CheckpointError, NumericsError, reason_of
 from moe_finetune.io.checkpoint_files import tensors_of
 from moe_finetune.models.base import CORRECTION_BIASES
 from moe_finetune.models.shrink import first_layers, of_first_layers
 from moe_finetune.models.structure import class_of, meta_model
+from moe_finetune.moe.observed import undisturbed
 
 SLACK = 2.0**-20
 """Bound on the rounding of the float32 sum itself, over the sum's largest parts."""
@@ -50,14 +50,11 @@ class VerifyReport:
     """What was compared.
 
     Attributes:
-        tensors: number of changed tensors, or matrices of stacks, that were compared.
-        elements: number of their elements; ``off_by_a_step``: how many are the other of the two
-            nearest numbers of the stored dtype.
+        tensors, elements: changed tensors, or matrices of stacks, and their elements.
+        off_by_a_step: elements that are the other of the two nearest numbers of the dtype.
         layers: number of layers whose logits were compared; None if they could not be.
-        total_layers: number of layers of the model.
-        error: norm of the logits' difference over the norm of the logits; ``moved``: the same
-            between base and base + adapter.
-        note: why logits say less than usual; empty if they do not.
+        error: norm of the logits' difference over their norm; ``moved``: of base to base + adapter.
+        note: why logits say less than usual.
     """
 
     tensors: int
@@ -83,7 +80,7 @@ class VerifyReport:
 
 def verify_merge(
     base: str | Path | Checkpoint,
-    adapter: str | Path | Adapter,
+    adapter: str | Path,
     merged: str | Path | Checkpoint,
     bias: Mapping[int, Sequence[float]] | None = None,
 ) -> VerifyReport:
@@ -98,9 +95,9 @@ def verify_merge(
             bytes.
     """
     opened, result = open_checkpoint(base, stored=True), open_checkpoint(merged)
-    trained = open_adapter(adapter)
+    trained = open_adapter(adapter, opened, values=False)
     changed, compared, elements, off = _check_bias(opened, result, bias), 0, 0, 0
-    for change in changes(trained, opened):
+    for change in changes(read_adapter(adapter), trained):
         size, off_here = _compare(opened, result, change)
         changed.add(change.name)
         compared, elements, off = compared + 1, elements + size, off + off_here
@@ -113,7 +110,7 @@ def verify_merge(
     if layers is None:
         return VerifyReport(*counts, None, total, note="too large to run even the first layers")
     try:
-        error, moved = compare_logits(opened, trained, result, layers, bias)
+        error, moved = compare_logits(trained, result, layers, bias)
     except AdapterError as problem:  # DoRA on single experts, or no factor in the first layers
         return VerifyReport(*counts, None, total, note=f"no logits: {problem}")
     except Exception as problem:  # a class may raise anything for fewer layers than it expects
@@ -126,11 +123,9 @@ def verify_merge(
 
 @dataclass(frozen=True)
 class Change:
-    """The change of one tensor in the files, or of one matrix of a stack there.
+    """The change of one tensor in the files, or of matrix ``expert`` of a stack there.
 
     Attributes:
-        name: the tensor in the files.
-        expert: which matrix of a stack; None for the whole tensor.
         values: what is added to the base; with ``whole`` the new value itself.
         norms_O: with DoRA, the norms that the rows get.
         saved: what takes the base's place, where the adapter has the tensor and factors for it.
@@ -151,54 +146,61 @@ class Change:
         return (self.norms_O / torch.linalg.norm(new_OI, dim=1))[:, None] * new_OI - base_OI
 
 
-def changes(adapter: Adapter, base: Checkpoint) -> Iterator[Change]:
+def changes(stored: Adapter, adapter: OpenAdapter) -> Iterator[Change]:
     """All changes, by PEFT's own modules, which are built without weights and filled one by one.
 
-    PEFT, not the merge, thus maps keys to parameters and unpacks the factors, and transformers, not
-    the merge, splits the changes into the tensors of the files.
+    PEFT, not the merge, maps keys and unpacks factors; transformers, not the merge, splits the
+    changes into the files' tensors. Where PEFT does not read the adapter as ``stored``,
+    :mod:`by_hand` does.
     """
-    with TemporaryDirectory() as scratch:
-        if any(map(OLD_EXPERT.fullmatch, adapter.tensors)):  # matrices of the files
-            stored = adapter.tensors
-            for update in read_updates(adapter, base).low_rank:
-                a, b = (read_tensor(stored[key]).float() for key in (update.a, update.b))
-                delta = (b @ a).T if update.transposed else b @ a
-                norms = read_tensor(stored[update.magnitude]).float() if update.magnitude else None
-                key = f"{update.a.partition('.lora_')[0]}.base_layer.weight"
-                whole = read_tensor(stored[key]) if key in stored else None
-                yield Change(update.name, None, delta * update.scale, norms, saved=whole)
-        else:
-            adapter = open_adapter(as_peft(adapter, base, Path(scratch) / "adapter"))
-            with torch.device("meta"):
-                wrapped = wrap(on_meta(base.model_config), adapter)
-            for module in modules_of(wrapped):
-                yield from _of_module(module, adapter, base)
-        for key, info in adapter.tensors.items():
-            if ".lora_" not in key and not key.endswith(".base_layer.weight"):
-                name, value = key.replace(".base_layer.", "."), read_tensor(info)
-                pieces = {name: value} if name in base.tensors else base.names.pieces(name, value)
-                for piece, part in pieces.items():
-                    yield Change(piece, None, part, whole=True)
+    base, form = adapter.base, adapter
+    if adapter.of_files and not any(update.experts for update in adapter.low_rank):
+        for name, values in by_hand.matrices(stored):
+            path = name.removesuffix(".weight")
+            keys = f"{path}.lora_magnitude_vector", f"{path}.base_layer.weight"
+            norms_O, saved = (
+                read_tensor(stored.tensors[key]) if key in stored.tensors else None for key in keys
+            )
+            yield Change(name, None, values, norms_O, saved=saved)
+    else:
+        form = peft_form(adapter)
+        with torch.device("meta"):
+            wrapped = wrap(on_meta(base.model_config), form)
+        modules = list(modules_of(wrapped))
+        if form.tensors != stored.tensors:
+            by_hand.check_layer(stored, base, modules, form)
+        for module in modules:
+            yield from _of_module(module, form)
+    for key, info in form.tensors.items():
+        if ".lora_" not in key and not key.endswith(".base_layer.weight"):
+            name, value = key.replace(".base_layer.", "."), read_tensor(info)
+            pieces = {name: value} if name in base.tensors else base.names.pieces(name, value)
+            for piece, part in pieces.items():
+                yield Change(piece, None, part, whole=True)
 
 
-def _of_module(adapted: LoraModule, adapter: Adapter, base: Checkpoint) -> Iterator[Change]:
-    loaded, names = adapted.loaded, base.names
+def _of_module(adapted: LoraModule, form: OpenAdapter) -> Iterator[Change]:
+    loaded, names = adapted.loaded, form.base.names
     shape = names.shapes[loaded]
-    norms = adapter.tensors.get(f"{adapted.path}.lora_magnitude_vector")
-    for expert, delta_OI in enumerate(adapted.deltas(adapter)):
+    norms = form.tensors.get(f"{adapted.path}.lora_magnitude_vector")
+    changing = next((update.experts for update in form.low_rank if update.name == loaded), None)
+    for expert, delta_OI in enumerate(adapted.deltas(form)):
         if getattr(adapted.module, "num_experts", 1) > 1:
             for name, piece in names.of_expert(loaded, expert, delta_OI).items():
-                yield Change(name, expert if names.stacked(name) else None, piece)
+                if names.stacked(name):
+                    yield Change(name, expert, piece)
+                elif changing is None or expert in changing:  # the others keep their bytes
+                    yield Change(name, None, piece)
             continue
         spread: dict[str, Tensor] = {}
-        whole: dict[str, Tensor] = {}
-        if (saved := adapter.tensors.get(f"{adapted.path}.base_layer.weight")) is not None:
-            whole = names.pieces(loaded, read_tensor(saved))
+        saved_parts: dict[str, Tensor] = {}
+        if (saved := form.tensors.get(f"{adapted.path}.base_layer.weight")) is not None:
+            saved_parts = names.pieces(loaded, read_tensor(saved))
         if norms is not None:
             norms_OI = read_tensor(norms).float()[:, None].expand(shape)
             spread = {name: part[:, 0] for name, part in names.pieces(loaded, norms_OI).items()}
         for name, piece in names.pieces(loaded, delta_OI.view(shape)).items():
-            yield Change(name, None, piece, spread.get(name), saved=whole.get(name))
+            yield Change(name, None, piece, spread.get(name), saved=saved_parts.get(name))
 
 
 def _judge(merged: Checkpoint, error: float, moved: float) -> str:
@@ -307,8 +309,7 @@ def _layers_to_run(base: Checkpoint) -> int | None:
 
 
 def compare_logits(
-    base: Checkpoint,
-    adapter: Adapter,
+    adapter: OpenAdapter,
     merged: Checkpoint,
     layers: int,
     bias: Mapping[int, Sequence[float]] | None = None,
@@ -318,11 +319,12 @@ def compare_logits(
     Both are norms over the norm of base + adapter's logits. If these are all 0, an error is 0 if
     the others are too, and otherwise infinite.
     """
+    base = adapter.base
     ids = random_tokens(base)
     model = load(base, layers)
     plain = logits_of(model, ids)
     total = base.model_config.get_text_config().num_hidden_layers
-    model = with_adapter(model, adapter, base, partial=layers < total)
+    model = with_adapter(model, adapter, partial=layers < total)
     if base.family.bias_export == "tensor":
         _set_bias(model, bias or {})
     expected = logits_of(model, ids)
@@ -355,10 +357,10 @@ def load(checkpoint: Checkpoint, layers: int) -> Any:
         transformers_log.set_verbosity(verbosity)
 
 
-@torch.no_grad()
 def logits_of(model: Any, ids: list[Tensor]) -> list[Tensor]:
     """Float64 logits for each row of token ids."""
-    return [model(input_ids=row, use_cache=False).logits.double() for row in ids]
+    with undisturbed(model):
+        return [model(input_ids=row, use_cache=False).logits.double() for row in ids]
 
 
 def _distance(logits: list[Tensor], reference: list[Tensor]) -> float:

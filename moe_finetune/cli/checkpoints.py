@@ -163,14 +163,14 @@ def convert(
 
 
 def _print_serve_line(source: str, base: str | None, folder: Path) -> None:
-    from moe_finetune.checkpoint.adapter import open_adapter
+    from moe_finetune.checkpoint.adapter import read_adapter
     from moe_finetune.checkpoint.open import open_checkpoint
     from moe_finetune.vllm.adapters import serve_line
 
     _, opened = _adapter_and_base(Path(source), base)
     print(
         "serve, on a GPU: "
-        + serve_line(open_checkpoint(opened), open_adapter(folder), checkpoint_name(source))
+        + serve_line(open_checkpoint(opened), read_adapter(folder), checkpoint_name(source))
     )
     print(
         "compare its answers once with those of the merged checkpoint: --enable-lora has changed "
@@ -234,7 +234,7 @@ def merge(
 
     Example: moe-finetune merge runs/erc --verify --output merged/erc
     """
-    from moe_finetune.checkpoint.adapter import open_adapter, read_bias
+    from moe_finetune.checkpoint.adapter import read_bias
     from moe_finetune.checkpoint.merge import merge_adapter
     from moe_finetune.checkpoint.open import open_checkpoint
     from moe_finetune.checkpoint.tokenizer_files import has_tokenizer
@@ -272,7 +272,7 @@ def merge(
     if verify:
         from moe_finetune.checkpoint.verify import verify_merge
 
-        parts = opened, open_adapter(adapter), open_checkpoint(output)
+        parts = opened, adapter, open_checkpoint(output)
         try:
             print(f"verified: {verify_merge(*parts, bias=bias).text()}")
         except KeyboardInterrupt:
@@ -284,11 +284,11 @@ def merge(
 
 def base_of(adapter: Path) -> Path:
     """The folder of the base checkpoint and revision that an adapter names."""
-    from moe_finetune.checkpoint.adapter import open_adapter
+    from moe_finetune.checkpoint.adapter import read_adapter
     from moe_finetune.errors import AdapterError, CheckpointError
     from moe_finetune.models.loading import local_folder
 
-    config = open_adapter(adapter).config
+    config = read_adapter(adapter).config
     named = config.get("base_model_name_or_path")
     if not named:
         raise AdapterError(f"{adapter}: does not record its base checkpoint; give it with --base")

@@ -55,11 +55,10 @@ def record(
 def with_adapter(model: Any, base: Path | Checkpoint, adapter: Path) -> Any:
     """``model`` with the adapter over it, through PEFT, in eval mode."""
     from moe_finetune.checkpoint.open import open_checkpoint
-    from moe_finetune.checkpoint.packings import with_adapter as in_peft
+    from moe_finetune.checkpoint.peft_form import with_adapter as in_peft
     from moe_finetune.checkpoint.updates import check_adapter
 
-    checkpoint = open_checkpoint(base)
-    return in_peft(model, check_adapter(adapter, checkpoint), checkpoint)
+    return in_peft(model, check_adapter(adapter, open_checkpoint(base)))
 
 
 def stored_bias(model: Any, adapter: Path) -> BiasBalancer | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,27 +147,25 @@ def continue_adapter(model: Any, path: Path, checkpoint: Checkpoint) -> None:
         path: the adapter's folder, written by any program.
         checkpoint: the base model that the adapter was trained on.
     """
-    from peft.tuners.lora.layer import LoraLayer
-
-    from moe_finetune.checkpoint.adapter import PREFIX, open_adapter
+    from moe_finetune.checkpoint.adapter import PREFIX
     from moe_finetune.checkpoint.files import read_tensor
-    from moe_finetune.checkpoint.packings import as_peft
-    from moe_finetune.checkpoint.updates import check_adapter, read_updates
+    from moe_finetune.checkpoint.peft_form import peft_form
+    from moe_finetune.checkpoint.peft_model import modules_of
+    from moe_finetune.checkpoint.updates import check_adapter
     from moe_finetune.training.weights import live_weights
 
-    with tempfile.TemporaryDirectory() as scratch:
-        written = as_peft(check_adapter(path, checkpoint), checkpoint, Path(scratch), True)
-        adapter = open_adapter(written)
-        scales = {update.a: update.scale for update in read_updates(adapter, checkpoint).low_rank}
-        tensors = {key: read_tensor(info).float() for key, info in adapter.tensors.items()}
+    adapter = peft_form(check_adapter(path, checkpoint))
+    updates = {update.name: update for update in adapter.low_rank}
+    unread = set(adapter.tensors)
     live = {
         name.removeprefix(PREFIX): tensor.detach() for name, tensor in live_weights(model).items()
     }
-    for name, module in model.named_modules():
-        key = name.removeprefix(PREFIX)
-        if not isinstance(module, LoraLayer) or f"{key}.lora_A.weight" not in tensors:
+    for lora in modules_of(model):
+        update, module, key = updates.get(lora.loaded), lora.module, lora.path
+        if update is None or lora.embedding:
             continue
-        a, b = (tensors.pop(f"{key}.lora_{factor}.weight") for factor in "AB")
+        a, b = (read_tensor(adapter.tensors[factor]).float() for factor in (update.a, update.b))
+        unread -= {update.a, update.b}
         experts: Any = getattr(module, "num_experts", 1)
         rank, target_rank = a.shape[0] // experts, module.r[model.active_adapter]
         if rank > target_rank:
@@ -176,19 +173,22 @@ def continue_adapter(model: Any, path: Path, checkpoint: Checkpoint) -> None:
                 f"{path}: '{key}' has rank {rank}, but the recipe gives it {target_rank}; set "
                 f"lora.rank or lora.parts to {rank} or more"
             )
-        scale = scales[f"{key}.lora_A.weight"] / module.scaling[model.active_adapter]
+        scale = update.scale / module.scaling[model.active_adapter]
         # PEFT packs A as (experts x rank, inputs), and B as (outputs, rank x experts).
         target: Tensor = live[f"{key}.lora_A.weight"].view(experts, target_rank, -1)
         target[:, :rank] = a.view(experts, rank, -1).to(target)
         target = live[f"{key}.lora_B.weight"]
         target = target.view(len(target), target_rank, experts)
         target[:, :rank] = (b * scale).reshape(len(target), rank, experts).to(target)
-    for key in list(tensors):
-        if key in live and live[key].shape == tensors[key].shape:
-            live[key].copy_(tensors.pop(key))
-    if tensors:
+    targets = {name.replace(".base_layer.", "."): tensor for name, tensor in live.items()}
+    for saved in adapter.replaced:
+        value = read_tensor(adapter.tensors[saved.key]).float()
+        if saved.name in targets and targets[saved.name].shape == value.shape:
+            targets[saved.name].copy_(value)
+            unread.remove(saved.key)
+    if unread:
         raise AdapterError(
-            f"{path}: has '{next(iter(tensors))}' ({len(tensors)} such tensors), which the recipe "
+            f"{path}: has '{min(unread)}' ({len(unread)} such tensors), which the recipe "
             "does not train; add its part to lora.targets or set router.train, or merge the "
             "adapter and train from the merged checkpoint"
         )

@@ -13,14 +13,15 @@ from moe_finetune.errors import AdapterError
 if TYPE_CHECKING:
     from moe_finetune.checkpoint.adapter import Adapter
     from moe_finetune.checkpoint.open import Checkpoint
+    from moe_finetune.checkpoint.updates import OpenAdapter
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts for ``--max-lora-rank``."""
 
 
-def convert_for_vllm(adapter: Adapter, base: Checkpoint, output: Path) -> Path:
+def convert_for_vllm(adapter: OpenAdapter, output: Path) -> Path:
     """``adapter``'s own folder if vLLM reads it; else ``output`` with a rewritten one."""
-    from moe_finetune.checkpoint.adapter import BIAS_FILE, open_adapter
+    from moe_finetune.checkpoint.adapter import BIAS_FILE, read_adapter
     from moe_finetune.checkpoint.packings import as_peft
 
     folder = adapter.folder
@@ -34,8 +35,8 @@ def convert_for_vllm(adapter: Adapter, base: Checkpoint, output: Path) -> Path:
         raise _unmerged(folder, f"'{whole}' trained in full")
     if adapter.config.get("use_dora"):
         raise _unmerged(folder, "vLLM has no DoRA")
-    written = open_adapter(as_peft(adapter, base, output.with_name(f"{output.name}-peft")))
-    stack = base.family.experts_name
+    written = read_adapter(as_peft(adapter, output.with_name(f"{output.name}-peft")))
+    stack = adapter.base.family.experts_name
     pair = [
         any(key.endswith(f".{stack}{inner}.lora_A.weight") for key in written.tensors)
         for inner in ("", ".base_layer")
@@ -54,7 +55,7 @@ def _unmerged(adapter: Path, reason: str) -> AdapterError:
 
 def _patterns_by_module(adapter: Adapter, output: Path) -> Adapter:
     """The adapter with patterns that name modules, because vLLM does not match parameters."""
-    from moe_finetune.checkpoint.adapter import CONFIG, WEIGHTS, open_adapter
+    from moe_finetune.checkpoint.adapter import CONFIG, WEIGHTS, read_adapter
 
     patterns = {
         key: {
@@ -68,7 +69,7 @@ def _patterns_by_module(adapter: Adapter, output: Path) -> Adapter:
     output.mkdir(parents=True)
     (output / CONFIG).write_text(json.dumps(adapter.config | patterns), encoding="utf-8")
     (output / WEIGHTS).symlink_to((adapter.folder / WEIGHTS).resolve())
-    return open_adapter(output)
+    return read_adapter(output)
 
 
 def serve_line(base: Checkpoint, adapter: Adapter, name: str) -> str:

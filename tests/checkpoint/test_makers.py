@@ -10,6 +10,7 @@ import math
 import re
 import shutil
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,15 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from moe_finetune.checkpoint.adapter import open_adapter
+from moe_finetune.checkpoint import updates
+from moe_finetune.checkpoint.adapter_layout import as_a
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.checkpoint.packings import as_peft
+from moe_finetune.checkpoint.updates import open_adapter
 from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.cli import main
-from moe_finetune.errors import AdapterError
+from moe_finetune.errors import AdapterError, NumericsError
 from tests.checkpoint import helpers
 from tests.checkpoint.helpers import EXPERTS, logits
 from tests.support import names_on_disk, tiny, tiny_families
@@ -97,7 +100,7 @@ def check(base, adapter, wanted, tmp_path):
     merged = tmp_path / f"merged_{base.name}"
     merge_adapter(base, adapter, merged)
     same(logits(helpers.load(merged)), wanted)
-    folder = as_peft(open_adapter(adapter), open_checkpoint(base), tmp_path / "for_peft")
+    folder = as_peft(open_adapter(adapter, open_checkpoint(base)), tmp_path / "for_peft")
     same(logits(helpers.with_adapter(base, folder)), wanted)
     verify_merge(base, adapter, merged)
 
@@ -150,6 +153,35 @@ def test_files_that_hold_stacks(tmp_path):
     marked = UNSLOTH | {"lora_B_layout": "grouped_by_expert"}
     adapter, deltas = fused(base, tmp_path / "unsloth", True, True, **marked)
     check(base, adapter, changed_by(base, deltas), tmp_path)
+
+
+@pytest.mark.parametrize("layout", ["before_0.19", "by_expert", "chosen", "transformers_4"])
+def test_verify_shares_no_mistake_of_the_reader(bases, adapters, layout, tmp_path, monkeypatch):
+    """With experts mixed up, or a wrong scale, merge and PEFT's form are wrong in the same way."""
+    base = bases("qwen3_moe")
+    if layout == "transformers_4":
+        tensors, _ = on_linears(base, SEVEN)
+        adapter = write(tmp_path / "adapter", {"target_modules": SEVEN}, tensors)
+    elif layout == "chosen":
+        chosen = {1: [9, 2, 5], 2: [0, 11]}
+        adapter = helpers.select(adapters("qwen3_moe"), base, chosen, tmp_path / "adapter")
+    else:
+        old = layout == "before_0.19"
+        config = {"peft_version": "0.18.1"} if old else {"lora_B_layout": "grouped_by_expert"}
+        adapter, _ = fused(base, tmp_path / "adapter", not old, old, **config)
+    merge_adapter(base, adapter, tmp_path / "right")
+    verify_merge(base, adapter, tmp_path / "right")
+    by_name = updates.targets_by_name
+
+    def twice(*args):
+        targets, expected = by_name(*args)
+        return [replace(target, scale=2 * target.scale) for target in targets], expected
+
+    monkeypatch.setattr(updates, "as_a", lambda vectors: as_a(vectors.roll(1, 0)))
+    monkeypatch.setattr(updates, "targets_by_name", twice)
+    merge_adapter(base, adapter, tmp_path / "wrong")
+    with pytest.raises(NumericsError, match=r"report (this as )?a bug"):
+        verify_merge(base, adapter, tmp_path / "wrong")
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_finetune.checkpoint.adapter import open_adapter
+from moe_finetune.checkpoint.adapter import read_adapter
 from moe_finetune.checkpoint.open import open_checkpoint
-from moe_finetune.checkpoint.packings import with_adapter
+from moe_finetune.checkpoint.peft_form import with_adapter
+from moe_finetune.checkpoint.updates import open_adapter
 from moe_finetune.errors import AdapterError
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.models.structure import class_of
@@ -27,12 +28,13 @@ def test_shared_experts_are_loaded(family, tmp_path):
     trained = add_lora(model, section, "frozen")
     random_factors(trained, 0.2)
     trained.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
-    base, adapter = open_checkpoint(tmp_path / "base"), open_adapter(tmp_path / "adapter")
+    base = open_checkpoint(tmp_path / "base")
+    adapter = open_adapter(tmp_path / "adapter", base)
     stock = class_of(base.model_config).from_pretrained(base.folder).eval()
     with torch.no_grad():
         expected = trained.eval()(input_ids=IDS).logits
         plain = stock(input_ids=IDS).logits
-        loaded = with_adapter(stock, adapter, base)(input_ids=IDS).logits
+        loaded = with_adapter(stock, adapter)(input_ids=IDS).logits
     assert (expected - plain).norm() > 0.01 * expected.norm()
     assert torch.allclose(expected, loaded, rtol=0, atol=1e-5)
     again = class_of(base.model_config).from_pretrained(base.folder).eval()
@@ -58,8 +60,8 @@ def test_a_tensor_without_its_counterpart_is_refused(wrong, tmp_path):
     stock = class_of(base.model_config).from_pretrained(base.folder)
     from moe_finetune.checkpoint.peft_model import fill, wrap
 
-    opened = open_adapter(tmp_path / "adapter")
+    opened = read_adapter(tmp_path / "adapter")
     with pytest.raises(AdapterError, match="is missing" if wrong == "missing" else "no place"):
         fill(wrap(stock, opened), opened)
     with pytest.raises(AdapterError):
-        with_adapter(stock, opened, base)
+        open_adapter(tmp_path / "adapter", base)

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_finetune.checkpoint import verify
-from moe_finetune.checkpoint.adapter import open_adapter
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.open import open_checkpoint
+from moe_finetune.checkpoint.updates import open_adapter
 from moe_finetune.checkpoint.verify import compare_logits, verify_merge
 from moe_finetune.errors import CheckpointError, NumericsError
 from moe_finetune.models.shrink import first_layers
@@ -228,5 +228,5 @@ def test_a_model_whose_logits_are_all_zero(bases, adapters, tmp_path):
     tensors["lm_head.weight"][5, 2] = 0.5
     wrong = shutil.copytree(merged, tmp_path / "wrong")
     save_file(tensors, wrong / WEIGHTS, {"format": "pt"})
-    parts = open_checkpoint(base), open_adapter(adapter), open_checkpoint(wrong)
+    parts = open_adapter(adapter, open_checkpoint(base)), open_checkpoint(wrong)
     assert compare_logits(*parts, report.total_layers)[0] == math.inf

@@ -4,7 +4,7 @@ import json
 import pytest
 import torch
 
-from moe_finetune.checkpoint.adapter import open_adapter, read_metadata
+from moe_finetune.checkpoint.adapter import read_adapter, read_metadata
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.checkpoint.verify import verify_merge
@@ -185,7 +185,7 @@ def test_trained_saved_merged(family, tmp_path, tiny_checkpoint, selection):
     assert "library_name: peft" in card and f"adapter for `{base.name}`" in card
     assert str(base.parent) not in card
     shapes = {
-        key: info.shape for key, info in open_adapter(adapter).tensors.items() if ".experts." in key
+        key: info.shape for key, info in read_adapter(adapter).tensors.items() if ".experts." in key
     }
     # An ordinary adapter: zeros for the experts that were not chosen, in every layer.
     experts = open_checkpoint(base).experts

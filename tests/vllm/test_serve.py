@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import save_file
 
 from moe_finetune import cli
-from moe_finetune.checkpoint.adapter import open_adapter
+from moe_finetune.checkpoint.adapter import read_adapter
 from moe_finetune.checkpoint.open import open_checkpoint
+from moe_finetune.checkpoint.updates import open_adapter
 from moe_finetune.errors import AdapterError, CheckpointError, EvaluationError, RecipeError
 from moe_finetune.evaluation.backends import open_backend
 from moe_finetune.evaluation.server import server_models
@@ -119,7 +120,7 @@ def test_a_used_port_is_refused_before_anything_starts(capsys, tiny_checkpoint, 
 def converted(adapter, base, tmp_path):
     """The adapter in vLLM's form; the same folder where it needs no change."""
     output = tmp_path / "converted"
-    return open_adapter(convert_for_vllm(open_adapter(adapter), open_checkpoint(base), output))
+    return read_adapter(convert_for_vllm(open_adapter(adapter, open_checkpoint(base)), output))
 
 
 def test_the_printed_line_serves_a_converted_adapter(tmp_path, tiny_checkpoint, capsys):
@@ -136,7 +137,7 @@ def test_the_printed_line_serves_a_converted_adapter(tmp_path, tiny_checkpoint, 
     module = {"name": "law", "path": str(tmp_path / "out"), "is_3d_lora_weight": True}
     assert json.loads(options["--lora-modules"]) == module
     plain = random_adapter(base, tmp_path / "plain", **ATTENTION)
-    words = shlex.split(serve_line(open_checkpoint(base), open_adapter(plain), "calm"))
+    words = shlex.split(serve_line(open_checkpoint(base), read_adapter(plain), "calm"))
     assert "--enable-mixed-moe-lora-format" not in words
     assert "is_3d_lora_weight" not in words[-1]
 
@@ -296,7 +297,7 @@ def test_vllm_knows_every_option(tmp_path, tiny_checkpoint):
     assert found.model_tag == str(base) and found.host == "127.0.0.1"
     assert found.served_model_name == ["base"]
     law = random_adapter(base, tmp_path / "law", r=9, target_parameters=list(EXPERTS))
-    line = serve_line(open_checkpoint(base), open_adapter(law), "law")
+    line = serve_line(open_checkpoint(base), read_adapter(law), "law")
     found = parser.parse_args(shlex.split(line)[2:])
     assert found.enable_lora and found.enable_mixed_moe_lora_format and found.max_lora_rank == 16
     assert [(m.name, m.is_3d_lora_weight) for m in found.lora_modules] == [("law", True)]
@@ -356,7 +357,7 @@ def test_vllm_reads_a_converted_adapter(tmp_path, tiny_checkpoint):
     loras = LoRAModel.from_local_checkpoint(
         str(out), names, helper, device="cpu", dtype=torch.float32
     ).loras
-    ours = open_adapter(out).tensors
+    ours = read_adapter(out).tensors
     assert len(loras) == len(ours) / 2
     for name, lora in loras.items():
         assert tuple(lora.lora_a.shape) == ours[f"{name}.lora_A.weight"].shape

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from moe_finetune.checkpoint.adapter import open_adapter
 from moe_finetune.checkpoint.merge import plan_merge
 from moe_finetune.checkpoint.open import Checkpoint, open_checkpoint
+from moe_finetune.checkpoint.updates import open_adapter
 from moe_finetune.errors import MoeFinetuneError
 from moe_finetune.lora import targets
 from moe_finetune.lora.targets import add_lora
@@ -74,7 +74,7 @@ def inspect(published: Published, folder: Path, opened: list[Checkpoint]) -> Non
 def merge(published: Published, folder: Path, opened: list[Checkpoint], adapted: list[Any]) -> None:
     """The plan of a LoRA on everything changes just those parts, and copies all else."""
     base = open_checkpoint(opened[0] if opened else folder)  # refuses a quantized one
-    plan = plan_merge(base, open_adapter(_adapter(folder, adapted)), folder)
+    plan = plan_merge(open_adapter(_adapter(folder, adapted), base, values=False), folder)
     assert plan.changed.keys() == {name for name, row in published.tensors if row.adapted}
     assert plan.copied == {name for name, row in published.tensors if not row.adapted}
 

@@ -1,0 +1,222 @@
+"""The form in which PEFT reads an adapter of any maker over transformers' class.
+
+Keys that name the tensors of the files, as with transformers 4, get the names of the class; an
+expert's matrices become parts of its stacks, when they are read. Modules whose names PEFT 0.21
+takes for parts of the stacks are adapted as parameters.
+
+Shape legend: E experts, R the rank of a stack, O rows and I columns of a matrix, Z one of the two.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moe_finetune.checkpoint.adapter_layout import as_a, as_b
+from moe_finetune.checkpoint.compute import Factors
+from moe_finetune.checkpoint.files import Computed, computed
+from moe_finetune.checkpoint.names import Place
+from moe_finetune.checkpoint.peft_model import fill, wrap
+from moe_finetune.checkpoint.updates import LowRank, OpenAdapter, Replace
+from moe_finetune.errors import AdapterError
+from moe_finetune.io.safetensors_header import TensorInfo
+from moe_finetune.models.structure import meta_model
+
+# PEFT 0.21 treats modules with these names as parts of the expert stacks.
+_TAKEN = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+OF_PACKING = ("lora_B_layout", "unsloth_fused_expert_lora", "auto_mapping", "peft_version")
+OF_TARGETS = ("layers_to_transform", "layers_pattern", "exclude_modules")
+
+
+def peft_form(adapter: OpenAdapter) -> OpenAdapter:
+    """``adapter`` with the config and the keys that PEFT reads."""
+    if adapter.of_files or adapter.attention_only or adapter.metadata.experts is not None:
+        return _by_class(adapter)
+    if not any(isinstance(info, Computed) for info in adapter.tensors.values()):
+        return adapter
+    return replace(adapter, config=_config(adapter, OF_PACKING, {}))
+
+
+def _config(adapter: OpenAdapter, dropped: tuple[str, ...], changes: dict[str, Any]) -> Any:
+    """The adapter's config with ``changes`` and the packing of the PEFT that is installed."""
+    options = {key: value for key, value in adapter.config.items() if key not in dropped}
+    # A square matrix does not show its packing.
+    return options | changes | {"init_lora_weights": True, "peft_version": version("peft")}
+
+
+def with_adapter(model: Any, adapter: OpenAdapter, partial: bool = False) -> Any:
+    """``model`` with ``adapter``, of any program, in PEFT and in eval mode.
+
+    ``partial``: ``model`` has only the first layers.
+    """
+    form = peft_form(adapter)
+    wrapped = wrap(model, form)
+    fill(wrapped, form, partial)
+    return wrapped.eval()
+
+
+class _Term(NamedTuple):
+    """A matrix of an update, and where ``at`` it lies in the matrix ``expert`` of the model."""
+
+    update: LowRank
+    slot: int
+    expert: int
+    at: Place
+
+
+def _by_class(adapter: OpenAdapter) -> OpenAdapter:
+    base = adapter.base
+    model, factors = meta_model(base.model_config), Factors(adapter)
+    tensors: dict[str, TensorInfo] = {}
+    low_rank: list[LowRank] = []
+    modules: list[str] = []
+    parameters: list[str] = []
+    terms_of = _by_loaded(adapter)
+    for loaded, terms in terms_of.items():
+        path, _, parameter = loaded.rpartition(".")
+        shape, first = base.names.shapes[loaded], terms[0].update
+        inner = [n for n in base.family.expert_parameters if f"{path}.{n}" in terms_of]
+        key, turned = path, False
+        if len(shape) == 3:
+            key += ".base_layer" * (len(inner) - 1 - inner.index(parameter))
+            turned = getattr(model.get_submodule(path), "is_transposed", False)
+        taken_as_stack = len(shape) == 3 or path.rpartition(".")[2] in _TAKEN
+        is_module = not taken_as_stack and _is_layer(model, path)
+        (modules if is_module else parameters).append(path if is_module else loaded)
+        if _is_whole(terms, shape, adapter) and not (turned and adapter.of_files):
+            factor_of = {
+                old: f"{key}.lora_{old.partition('.lora_')[2]}"
+                for old in (first.a, first.b, first.magnitude)
+                if old is not None
+            }
+            tensors |= {new: adapter.tensors[old] for old, new in factor_of.items()}
+            a, b = factor_of[first.a], factor_of[first.b]
+            magnitude = factor_of.get(first.magnitude or "")
+            low_rank.append(replace(first, name=loaded, a=a, b=b, magnitude=magnitude))
+            continue
+        a, b = f"{key}.lora_A.weight", f"{key}.lora_B.weight"
+        stack = _Stack(factors, terms, shape, turned)
+        like, size = adapter.tensors[first.a], stack.experts * stack.rank
+        tensors[a] = computed(like, (size, stack.sizes[turned]), stack.a)
+        tensors[b] = computed(like, (stack.sizes[not turned], size), stack.b)
+        experts = tuple(range(shape[0])) if len(shape) == 3 else None
+        low_rank.append(LowRank(loaded, a, b, stack.rank, 1.0, experts, turned))
+    if adapter.config.get("use_dora") and parameters:
+        raise AdapterError(
+            f"{adapter.folder}: DoRA on '{min(parameters)}', which PEFT cannot represent on this "
+            "model; merge it with 'moe-finetune merge' and use the merged checkpoint"
+        )
+    replaced = []
+    for update in adapter.replaced:
+        name = base.names.loaded[update.name] if adapter.of_files else update.name
+        key = below_factors(name, tensors)
+        tensors[key] = adapter.tensors[update.key]
+        replaced.append(Replace(name, key))
+    root = 0.5 if adapter.config.get("use_rslora") else 1
+    by_target = {u.name.removesuffix(".weight"): u for u in low_rank}
+    targets = {name: by_target[name.removesuffix(".weight")] for name in (*modules, *parameters)}
+    changes = {
+        "target_modules": sorted(modules),
+        "target_parameters": sorted(parameters) or None,
+        "lora_dropout": 0.0 if parameters else adapter.config.get("lora_dropout") or 0.0,
+        "rank_pattern": {re.escape(name): u.rank for name, u in targets.items()},
+        "alpha_pattern": {
+            re.escape(name): u.scale * float(u.rank) ** root for name, u in targets.items()
+        },
+    }
+    return replace(
+        adapter,
+        config=_config(adapter, OF_PACKING + OF_TARGETS, changes),
+        tensors=tensors,
+        low_rank=low_rank,
+        replaced=replaced,
+        of_files=False,
+        attention_only=False,
+    )
+
+
+def _is_layer(model: Any, path: str) -> bool:
+    """Return whether PEFT can adapt the module itself; of a router it adapts the parameter."""
+    try:
+        return type(model.get_submodule(path)) in (nn.Linear, nn.Embedding)
+    except AttributeError:
+        return True  # PEFT refuses it, with its name
+
+
+def _is_whole(terms: list[_Term], shape: tuple[int, ...], adapter: OpenAdapter) -> bool:
+    """Whether one update changes the whole loaded tensor, in its own order."""
+    update, at = terms[0].update, terms[0].at
+    if any(term.update is not update for term in terms) or at.transposed:
+        return False
+    rows = shape[-2] if update.transposed else adapter.tensors[update.b].shape[0]
+    return isinstance(at.rows, slice) and rows == shape[-2]
+
+
+def _by_loaded(adapter: OpenAdapter) -> dict[str, list[_Term]]:
+    """All factors by the tensor of the loaded model that they change."""
+    terms: dict[str, list[_Term]] = {}
+    names = adapter.base.names
+    where: dict[tuple[str, int | None], tuple[str, int, Place]] = {}
+    if adapter.of_files:
+        for loaded in {names.loaded[update.name]: None for update in adapter.low_rank}:
+            for expert, places in enumerate(names.places(loaded)):
+                where |= {(at.name, at.expert): (loaded, expert, at) for at in places}
+    for update in adapter.low_rank:
+        for slot in update.experts or [0]:
+            key = update.name, slot if update.experts else None
+            loaded, expert, at = where.get(key, (update.name, slot, Place(update.name)))
+            terms.setdefault(loaded, []).append(_Term(update, slot, expert, at))
+    return terms
+
+
+class _Stack:
+    """The factors of parts of a stack's matrices, or of one matrix, as one pair for PEFT.
+
+    ``turned``: the class has (E, I, O), and PEFT's A has the inputs there too.
+    """
+
+    def __init__(
+        self, factors: Factors, terms: list[_Term], shape: tuple[int, ...], turned: bool
+    ) -> None:
+        self.factors, self.terms, self.turned = factors, terms, turned
+        self.experts = shape[0] if len(shape) == 3 else 1
+        self.sizes = shape[-1], shape[-2]
+        used = [0] * self.experts
+        self.first: list[int] = []
+        for term in terms:
+            self.first.append(used[term.expert])
+            used[term.expert] += term.update.rank
+        self.rank = max(used)
+
+    def a(self) -> Tensor:
+        return as_a(self._vectors(of_rows=self.turned))
+
+    def b(self) -> Tensor:
+        return as_b(self._vectors(of_rows=not self.turned))
+
+    def _vectors(self, of_rows: bool) -> Tensor:
+        """The columns of the left factors, or the rows of the right ones (E, R, Z)."""
+        vectors_ERZ = torch.zeros(self.experts, self.rank, self.sizes[of_rows])
+        for term, first in zip(self.terms, self.first, strict=True):
+            left_Or, right_rI = self.factors.matrices(term.update, term.slot)
+            if term.at.transposed:
+                left_Or, right_rI = right_rI.T, left_Or.T
+            vectors_RZ = vectors_ERZ[term.expert, first : first + term.update.rank]
+            if of_rows:
+                vectors_RZ[:, term.at.rows] = left_Or.T * term.update.scale
+            else:
+                vectors_RZ[:] = right_rI
+        return vectors_ERZ
+
+
+def below_factors(name: str, tensors: Mapping[str, Any]) -> str:
+    """PEFT's key for a tensor that trained in full, perhaps of a module with factors."""
+    path, _, last = name.rpartition(".")
+    adapted = {key.partition(".lora_")[0] for key in tensors if ".lora_" in key}
+    while path in adapted:
+        path += ".base_layer"
+    return f"{path}.{last}"
