@@ -64,6 +64,7 @@ def test_live_bytes_are_those_of_storages():
         ("paged_adamw_8bit", 2),
         ("lion_32bit", 4),
         ("rmsprop_bnb_8bit", 1),
+        ("adagrad", 4),
         ("adafactor", 0),
         ("sgd", 0),
         ("stable_adamw", 8),  # what is unknown counts as Adam's

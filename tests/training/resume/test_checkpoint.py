@@ -6,9 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import TrainerState
 
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io import write_small
+from moe_finetune.io.run_folder import RunFolder, read_log
 from moe_finetune.training.checkpoint import (
     FORMAT,
     MANIFEST,
@@ -20,6 +22,7 @@ from moe_finetune.training.checkpoint import (
     write_manifest,
 )
 from moe_finetune.training.resume import find_checkpoint
+from moe_finetune.training.run_folder import RunLog
 from moe_finetune.training.state import accumulation, pack_rank, rank_file, read_rank
 
 PARTS = [
@@ -166,3 +169,15 @@ def test_other_numbers_of_ranks_take_a_rank_each(tmp_path):
     args.world_size = 5
     with pytest.raises(CheckpointError, match=r"took 24 rows.*resume with 2 processes"):
         accumulation(tmp_path, args)
+
+
+@pytest.mark.parametrize(("step", "kept"), [(0, []), (2, [0, 1, 2])])
+def test_a_log_keeps_what_is_not_written_again(tmp_path, step, kept):
+    """A run that begins again, before its first checkpoint, also evaluates at step 0 again."""
+    run = RunFolder(tmp_path)
+    kinds = [("eval", 0), ("train", 1), ("train", 2), ("end", 2), ("train", 3)]
+    rows = [{"kind": kind, "step": step} for kind, step in kinds]
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    RunLog(tmp_path).on_train_begin(None, TrainerState(global_step=step, max_steps=5), None)
+    assert [row["step"] for row in read_log(run.metrics)] == kept
+    assert run.read_summary()["max_steps"] == 5
