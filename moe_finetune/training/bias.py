@@ -1,8 +1,7 @@
 """Keep a learned routing bias with the weights that were trained with it.
 
-Between trainings the recorder is off. The bias then acts through hooks on the routers, and
-``save_pretrained`` writes it: next to an adapter as ``router_bias.safetensors``, or inside a whole
-model where the family's checkpoints have a tensor for it.
+Between trainings it acts through hooks on the routers, and ``save_pretrained`` writes it: next to
+an adapter as ``router_bias.safetensors``, or inside a model whose family has a tensor for it.
 """
 
 import json
@@ -30,11 +29,8 @@ log = logging.getLogger(__name__)
 class KeptBias:
     """Adds a balancer's bias to a model's forwards and saves, and removes it again.
 
-    Args:
-        model: the model whose ``save_pretrained`` is extended; under PEFT the adapted model.
-        balancer: read at each call.
-        owner: object kept alive as long as the model has the bias.
-        in_checkpoints: whether a whole model is saved with the bias; an adapter always is.
+    ``owner`` is kept alive as long as the model has the bias; ``in_checkpoints``: a whole model,
+    too, is saved with it.
     """
 
     def __init__(
@@ -110,10 +106,7 @@ class KeptBias:
 
 
 def save_beside(balancer: BiasBalancer, layers: Sequence[MoeLayer], adapter: Path) -> None:
-    """Write the bias into an adapter's folder; a merge moves it into the checkpoint.
-
-    The adapter's metadata record that the file exists, so an adapter without it is refused.
-    """
+    """Write the bias into an adapter's folder, whose metadata say so; a merge moves it."""
     save_state(adapter / BIAS_FILE, balancer.effective(layers))
     metadata = read_metadata(adapter)
     extra = {**metadata.extra, "router_bias": True}

@@ -79,10 +79,7 @@ def _position(callback: TrainerCallback) -> int:
 
 
 class AccumulationWindow:
-    """Reads the window from an attached trainer, or else computes it from the data.
-
-    The last window of an epoch can be shorter (11 batches with accumulation 4: 4, 4, 3).
-    """
+    """Reads the window from an attached trainer, or computes it; an epoch's last may be shorter."""
 
     def __init__(self) -> None:
         self.trainer: Trainer | None = None

@@ -1,9 +1,8 @@
 """Check that a family's facts are those of transformers' class, on a small random model.
 
-What the class shows (places, sizes, names) is read from it; the rest follows from five comparisons:
-recorded = stock, the record = what the class computes, gradients of recorded LoRA = stock's,
-merged = base + adapter, packed = alone. ``inspect --prove``, the tests of every family and authors
-of plugins call :func:`check_family`. It is not in ``models`` because it trains and merges.
+What the class shows is read from it; the rest follows from five comparisons: recorded = stock, the
+record = what the class computes, gradients of recorded LoRA = stock's, merged = base + adapter,
+packed = alone. It is not in ``models`` because it trains and merges.
 
 Shape legend: T tokens, E experts, K selected.
 """
@@ -21,12 +20,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.errors import NoSmallModelError, reason_of
+from moe_finetune.lora.coverage import group_of
+from moe_finetune.lora.targets import add_lora
+from moe_finetune.losses.record import scores_of
 from moe_finetune.models.base import Family
 from moe_finetune.models.find import using
 from moe_finetune.models.shrink import shrunk_config
 from moe_finetune.models.structure import MOST_SHARED, Site, class_of, sites
+from moe_finetune.moe.biased_choice import correction_bias
+from moe_finetune.moe.hooks import Recorder
+from moe_finetune.moe.layers import backbone_of, moe_layers
 from moe_finetune.moe.observed import generators_kept, observed, undisturbed
+from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.packed import BOUND as PACKED
 from moe_finetune.training.packed import packed_difference, random_model
 
@@ -36,12 +43,7 @@ RECORDED, GRADIENTS, MERGED = 2e-5, 2e-4, 1e-4
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison.
-
-    Attributes:
-        difference: the largest, relative to the largest value; ``bound`` is what is allowed.
-        problem: what does not agree, if it is no difference of numbers.
-    """
+    """One comparison: the largest relative ``difference`` within ``bound``, or a ``problem``."""
 
     name: str
     difference: float = 0.0
@@ -61,10 +63,7 @@ class Check:
 class FamilyCheck:
     """The comparisons of one family.
 
-    Attributes:
-        sizes: of the model that ran.
-        notes: what was not compared, and why.
-        unbuilt: why there is no small model, so that nothing was compared.
+    ``notes``: what was not compared, and why; ``unbuilt``: why there is no small model to compare.
     """
 
     family: str
@@ -108,9 +107,6 @@ def check_family(config: Any, family: Family) -> FamilyCheck:
     """Compare ``family`` with transformers' class for ``config``; takes seconds and little memory.
 
     The first comparison that fails is the last, because the later ones depend on it.
-
-    Args:
-        config: transformers' config of a checkpoint; a small one is used unchanged.
     """
     return compare(config, family, FIVE)
 
@@ -204,8 +200,6 @@ def watch(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
 
 
 def _recorded(model: Any, family: Family) -> Iterator[Check]:
-    from moe_finetune.moe.layers import moe_layers
-
     records: list[Any] = []
     stock = watch(model)
     with undisturbed(model):
@@ -240,9 +234,6 @@ def _recorded(model: Any, family: Family) -> Iterator[Check]:
 
 def _selected(family: Family, text: Any, block: nn.Module, record: Any) -> Tensor:
     """Index (T, K), ascending, of the selection by scores, bias and groups."""
-    from moe_finetune.losses.record import scores_of
-    from moe_finetune.moe.biased_choice import correction_bias
-
     choice_TE = record.logits_TE.float()
     if not family.bias_on_logits:
         choice_TE = scores_of(choice_TE, family.score)
@@ -259,10 +250,6 @@ def _selected(family: Family, text: Any, block: nn.Module, record: Any) -> Tenso
 
 
 def _gradients(model: nn.Module, family: Family) -> Iterator[Check]:
-    from moe_finetune.lora.coverage import group_of
-    from moe_finetune.moe.hooks import Recorder
-    from moe_finetune.moe.layers import backbone_of
-
     layers = set(family.moe_layers(backbone_of(model).config))
     model = adapted(model)
     stock = _run(model)
@@ -283,8 +270,6 @@ def _gradients(model: nn.Module, family: Family) -> Iterator[Check]:
 
 
 def _merged(stock: Any, family: Family) -> Iterator[Check]:
-    from moe_finetune.checkpoint.merge import merge_adapter
-
     tokens = batch(stock)
     quiet = contextlib.redirect_stderr(io.StringIO())  # progress bars of one file
     with torch.no_grad(), tempfile.TemporaryDirectory() as name, quiet:
@@ -331,9 +316,6 @@ def batch(model: Any) -> dict[str, Any]:
 
 def adapted(model: nn.Module) -> nn.Module:
     """Add LoRA with random factors to everything that a recipe can target."""
-    from moe_finetune.lora.targets import add_lora
-    from moe_finetune.recipe.sections import LoraSection
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         peft_model = add_lora(model, LoraSection(rank=4, alpha=12.0), "lora")

@@ -31,9 +31,7 @@ def write_manifest(
 ) -> None:
     """Make ``folder``, whose files are all written, a checkpoint.
 
-    Args:
-        hashed: manifest entries of files that other ranks have written and hashed.
-        run: the id of the run that wrote it.
+    ``hashed``: entries of files that other ranks have written and hashed; ``run``: the run's id.
     """
     entries = dict(hashed or {})
     for name in entries:
@@ -55,11 +53,9 @@ def write_manifest(
 
 
 def verify_checkpoint(folder: Path, hashes: bool = True, share: tuple[int, int] = (0, 1)) -> None:
-    """Check ``folder`` against its manifest.
+    """Check ``folder`` against its manifest, without ``hashes`` only names and sizes.
 
-    Args:
-        hashes: read every byte; otherwise only names and sizes.
-        share: (rank, ranks); each rank reads its share of the bytes.
+    ``share``: (rank, ranks); each rank reads its share of the bytes.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -125,8 +121,7 @@ def newest_checkpoint(root: Path) -> tuple[Path | None, list[str]]:
 def rotate(root: Path, keep: int | None, best: Path | None = None) -> list[Path]:
     """Remove all but the ``keep`` newest complete checkpoints and ``best``; return those removed.
 
-    Nothing is removed unless the newest one verifies, byte for byte. Damaged folders do not count
-    toward ``keep`` and are removed too.
+    Nothing is removed unless the newest one verifies. Damaged folders do not count, and go too.
     """
     if keep is None or keep <= 0:
         return []

@@ -49,11 +49,9 @@ LOG_2 = math.log(2)
 
 @dataclass
 class Scoring:
-    """The experts of a batch that is being generated and scored, as far as they are known.
+    """The experts of a batch that is being generated and scored: of the old policy, or of vLLM.
 
-    Attributes:
-        records: of the old policy's forward.
-        arrays: what vLLM returned for its rows; ``placed`` are the same in padded rows.
+    ``placed`` are vLLM's ``arrays`` in padded rows.
     """
 
     records: RecordsChoice | None = None
@@ -251,9 +249,8 @@ class PinsExperts(_Trainer):
 class SavesBetweenGenerations(_Trainer):
     """Mixin that moves saves to the ends of TRL's generation batches.
 
-    TRL samples completions for several micro-batches at once, and may train on them several times.
-    A save inside waits for the end, so that no completions have to be saved. The order of prompts
-    comes from a generator that no checkpoint stores, and is drawn again for the epoch.
+    TRL may train on a batch of completions several times; a save waits, so that none have to be
+    kept. The order of prompts comes from a generator that no checkpoint stores: it is drawn again.
     """
 
     _save_waits = False
@@ -325,11 +322,7 @@ def check_replay(recipe: Recipe, family: Family) -> None:
 
 
 def check_engine(recipe: Recipe, arguments: Any) -> None:
-    """Refuse a replay for which TRL runs no forward, or whose server returns no experts.
-
-    Args:
-        arguments: the stage's TRL config.
-    """
+    """Refuse a replay for which TRL runs no forward, or whose server returns no experts."""
     replay = recipe.router.replay
     if replay == "off":
         return

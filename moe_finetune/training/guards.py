@@ -40,9 +40,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class FiniteTrainer(_Trainer):
-    """Mixin that ends training at a loss or gradient that is not finite, before its update.
+    """Mixin that ends training, on all ranks, at a loss or gradient that is not finite.
 
-    The verdict is taken once per optimizer step, at its gradient norm, by all ranks together.
+    The verdict comes once per optimizer step, before its update.
     """
 
     _finite = True
@@ -67,11 +67,7 @@ class FiniteTrainer(_Trainer):
 
 
 class CollapseWatch(TrainerCallback):
-    """Warns once when routing stays collapsed: MaxVio of the worst layer, or dead experts.
-
-    Args:
-        callback: the SpecializationCallback whose values are read; it calls this one.
-    """
+    """Warns once when routing stays collapsed: MaxVio of the worst layer, or dead experts."""
 
     def __init__(self, callback: Any):
         self.callback = callback
@@ -139,16 +135,11 @@ class Interrupted(KeyboardInterrupt):
 
 
 class StopOnSignal(TrainerCallback):
-    """Turns the first signal into "save after this step and stop".
+    """Turns the first signal into "save after this step and stop"; outside of steps it ends now.
 
-    Use it as a context manager around the whole training stage and as a callback of the trainer.
-    Before the first step and after the last one a signal ends the run immediately.
-
-    Args:
-        output: the run folder, for the message.
-        go_on: how to continue, if not by ``train --resume``.
-        can_save: whether the step that has ended can be saved; otherwise the run stops with the
-            last checkpoint.
+    A context manager around the training stage, and a callback of the trainer. ``go_on``: how to
+    continue, if not by ``train --resume``; ``can_save``: whether the step that has ended can be
+    saved.
     """
 
     def __init__(

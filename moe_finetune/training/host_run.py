@@ -1,7 +1,6 @@
 """The run folder for another program's trainer, as :mod:`moe_finetune.run` writes it.
 
-``recipe.yaml`` contains what the trainer reveals: model, method, the adapter's size and the
-trainer's arguments. It names no data, so commands that read runs accept it but ``train`` does not.
+``recipe.yaml`` has what the trainer reveals. It names no data, so ``train`` does not accept it.
 """
 
 from __future__ import annotations
@@ -51,9 +50,7 @@ ARGUMENTS = (
 class HostRun:
     """Writes a run folder while another program's trainer trains.
 
-    Args:
-        output: a new or empty folder, unless the trainer resumes.
-        dropout: LoRA dropout inside the experts.
+    It is new or empty unless the trainer resumes.
     """
 
     def __init__(self, output: Path, method: Method, dropout: float):
@@ -73,11 +70,8 @@ class HostRun:
     ) -> None:
         """Check the folder, record the routing before training, and write the run's files.
 
-        Every rank must call this before the method is installed on the model.
-
-        Args:
-            events: keyword arguments that the trainer passes to callbacks when training begins.
-            trainer: the trainer if known; routing is then measured on its evaluation data.
+        On every rank, before the method is on the model. ``events``: what the trainer passes to
+        callbacks when training begins. With ``trainer`` routing is measured on its evaluation data.
         """
         resumed = enter_folder(self.output, self._run.recipe, "a run", bool(state.global_step))
         self._recipe = recipe = self._read_recipe(specialization.model, args)
@@ -114,10 +108,9 @@ class HostRun:
         self._log.on_log(args, state, control, logs=logs)
 
     def end(self, specialization: Specialization) -> None:
-        """Write the routing after training and the adapter.
+        """Write the routing after training and the adapter, on every rank, without the losses.
 
-        Every rank must call this after the losses are removed. A failure to write is only a
-        warning, because the trainer still has to save its model.
+        A failure to write is only a warning, because the trainer still has to save its model.
         """
         try:
             self._snapshot(specialization, self._run.routing_after)

@@ -102,9 +102,8 @@ def describe(checkpoint: str) -> tuple[str, Any, Any]:
 def starter(answers: Answers, changes: Sequence[Line] = (), gpu: float | None = None) -> str:
     """The recipe as YAML, with a reason for every line.
 
-    Args:
-        changes: values to change so that a step fits, as :func:`memory_changes` returns them.
-        gpu: GiB of the GPU that it is written for; None for this machine.
+    ``changes``: values with which a step fits; ``gpu``: GiB of the GPU it is for, or this
+    machine's.
     """
     check_method(answers.preset)
     summary, family, config = describe(answers.checkpoint)
@@ -225,12 +224,7 @@ def _written(lines: Sequence[Line]) -> str:
 
 
 def memory_changes(values: dict[str, Any], gpu: float | None = None) -> tuple[list[Line], bool]:
-    """Changes, the least costly first, with which a step of a recipe fits, and whether it does.
-
-    Args:
-        values: the recipe's keys.
-        gpu: GiB of the GPU to fit; None for this machine.
-    """
+    """Changes, the least costly first, with which a step of a recipe fits, and whether it does."""
     config, _ = open_config(values["model"]["path"])
     size = gpu or machine_bytes() / GIB
     device: Device = "cuda" if gpu or torch.cuda.is_available() else "cpu"
@@ -287,11 +281,7 @@ def layout(source: str, stage: str = "sft") -> str:
 
 
 def write_starter(answers: Answers, output: Path, gpu: float | None = None) -> str:
-    """Write the recipe to a new file if a run would accept it; return what does not fit, or "".
-
-    Args:
-        gpu: GiB of the GPU that a step shall fit; None for this machine.
-    """
+    """Write the recipe to a new file if a run would accept it; return what does not fit, or ""."""
     refuse_existing(output)
     values = yaml.safe_load(starter(answers))
     recipe = recipe_from_tree(Tree(values))

@@ -1,7 +1,4 @@
-"""The content of a run's inputs: noted at its start, compared at ``--resume``.
-
-A fingerprint depends on content only, so a copy or another download of the same files has the same.
-"""
+"""The content of a run's inputs: noted at its start, compared at ``--resume``."""
 
 from __future__ import annotations
 
@@ -51,10 +48,7 @@ def read_inputs(run: RunFolder) -> dict[str, Any]:
 
 
 def check_inputs(run: RunFolder, start: Start, fingerprints: Mapping[str, str]) -> None:
-    """Refuse inputs whose content is not what the run began with.
-
-    Validation rows that do not choose the model are only reported.
-    """
+    """Refuse inputs with other content than at the run's start; validation rows are reported."""
     noted = read_inputs(run).get("inputs")
     if noted is None:
         log.warning(

@@ -1,8 +1,4 @@
-"""Facts about a checkpoint, what a recipe would train in it, and the memory needed.
-
-Everything is computed from file headers and, where a recipe or the family needs it, on the meta
-device. No weights are read.
-"""
+"""Facts about a checkpoint, what a recipe would train in it, and the memory needed."""
 
 from __future__ import annotations
 
@@ -25,8 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Inspection:
-    """Facts about one checkpoint; ``coverage`` and ``memory`` are for the recipe, if given;
-    ``gpu``: GiB of the one that it has to fit.
+    """Facts about one checkpoint, for a recipe and the GiB of one GPU, if given.
 
     ``untrained``: tensors and bytes of each part of the files that is not loaded.
     """
@@ -155,9 +150,7 @@ def inspect_checkpoint(
 ) -> Inspection:
     """Describe a checkpoint folder, hub id or opened checkpoint, and what ``recipe`` would train.
 
-    Args:
-        gpu: memory of one GPU in GiB, to predict whether the recipe fits.
-        gpus: number of GPUs that share the weights by FSDP2.
+    ``gpu``: GiB of one GPU; ``gpus``: how many share the weights by FSDP2.
     """
     from moe_finetune.models.loading import open_config
 

@@ -54,19 +54,12 @@ class Stored:
     """What one device stores, in bytes.
 
     Attributes:
-        weights_by: weights of the model by dtype or quantization, offloaded ones included.
-        host: the part of them in the host's memory.
-        staged: on the device besides: two layers of offloaded stacks; with FSDP2 embeddings and
-            head whole.
+        weights_by: of the model by dtype or quantization; ``host``: the part in the host's memory.
+        staged: on the device besides: two layers of offloaded stacks; with FSDP2 the embeddings.
         opened: the most that a layer takes while it computes: some dequantized experts; with FSDP2
-            the gathered layer and the next one, and their gradients before and while they are
-            reduced.
-        reference: weights of a second model.
-        adapter: factors and copies of routers, float32.
-        gradients: of all trained parameters; ``measured_gradients``: of routers and routed experts,
-            which are kept while the losses' strength is measured.
+            the gathered layer and the next one, and their gradients until they are reduced.
+        measured_gradients: kept while the losses' strength is measured.
         states: of the optimizer; ``paged``: in memory shared with the host.
-        parameters: number in the whole model.
     """
 
     weights_by: dict[str, int]
@@ -109,12 +102,7 @@ def state_bytes(recipe: Recipe, trained: int) -> int:
 
 
 def stored_bytes(model: nn.Module, recipe: Recipe, gpus: int = 1) -> Stored:
-    """Count an adapted model on the meta device.
-
-    Args:
-        model: the result of ``add_lora``.
-        gpus: number of GPUs that share all but spread experts by FSDP2, one unit a decoder layer.
-    """
+    """Count an adapted model on the meta device, of which ``gpus`` share all but spread experts."""
     offload = recipe.model.offload == "experts"
     if gpus > 1 and offload:
         raise RecipeError(
@@ -197,15 +185,11 @@ def quantized_bytes(shape: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes on one device.
+    """Bytes on one device, at its worst ``moment``.
 
-    Attributes:
-        optimizer: states at the peak: none before the first update.
-        step: activations, working memory and gradients at the peak.
-        moment: when the peak occurs.
-        batch: what is planned for.
-        device: where.
-        scans: whether layers have states of their own, which are not counted.
+    ``optimizer``: states at that moment, none before the first update; ``step``: activations,
+    working memory and gradients; ``scans``: whether layers have states of their own, which are not
+    counted.
     """
 
     stored: Stored
@@ -293,13 +277,9 @@ class MemoryPlan:
 
 
 def plan_recipe(config: Any, recipe: Recipe, device: Device = "cuda", gpus: int = 1) -> MemoryPlan:
-    """Predict the memory of ``recipe`` on one device.
+    """Predict the memory of ``recipe`` on one device, whose kind decides TRL's code for logits.
 
-    Args:
-        config: transformers' config of the whole model.
-        device: where it would train; decides TRL's default for checkpointing and its code for
-            logits.
-        gpus: number of GPUs that share weights, gradients and states by FSDP2.
+    ``gpus``: how many share weights, gradients and states by FSDP2.
     """
     from moe_finetune.lora.targets import add_lora
 

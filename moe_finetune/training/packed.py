@@ -8,7 +8,11 @@ from torch import Tensor, nn
 from moe_finetune.errors import CheckpointError, RecipeError
 from moe_finetune.models import OURS, Family
 from moe_finetune.models.composites import PARTS
+from moe_finetune.models.shrink import shrunk_config
 from moe_finetune.models.structure import class_of, sites
+from moe_finetune.moe.hooks import Recorder
+from moe_finetune.moe.layers import causal_lm
+from moe_finetune.moe.observed import generators_kept, undisturbed
 
 BOUND = 1e-4
 """Bound on the relative difference of float32 logits; leaks cause more than 1e-2."""
@@ -17,14 +21,7 @@ _LENGTHS = (13, 17, 9)
 
 
 def packed_difference(model: nn.Module) -> float:
-    """Largest difference between a sequence's logits when packed and when alone.
-
-    Relative to the largest logit. Both forwards run under a recorder.
-    """
-    from moe_finetune.moe.hooks import Recorder
-    from moe_finetune.moe.layers import causal_lm
-    from moe_finetune.moe.observed import undisturbed
-
+    """Largest difference of a sequence's logits packed and alone, relative to the largest logit."""
     config: Any = causal_lm(model).config
     most = min(260, config.get_text_config().vocab_size)
     generator = torch.Generator().manual_seed(7)
@@ -46,14 +43,10 @@ def _logits(model: nn.Module, ids: Tensor, positions: Tensor | None) -> Tensor:
 
 
 def packing_problem(config: Any, family: Family) -> str | None:
-    """Why rows of this model cannot be packed; None where they can.
+    """Why rows of this model cannot be packed; None where they can, as in the package's families.
 
-    The package's families are known to keep sequences separate. A family that a plugin
-    registers is tested on a small model of the type, which takes seconds.
+    A plugin's family is tested on a small model of the type, which takes seconds.
     """
-    from moe_finetune.models.shrink import shrunk_config
-    from moe_finetune.moe.observed import generators_kept
-
     if any(family is known for known in (*OURS, *PARTS)):
         return None
     try:

@@ -87,12 +87,7 @@ def load_on_each_rank(setting: str, otherwise: str) -> None:
 
 
 def check_arguments(args: Any, method: Method, config: Any) -> None:
-    """Refuse arguments of a trainer that would change the method's gradients.
-
-    Args:
-        args: any transformers or TRL training arguments.
-        method: the method to train with.
-    """
+    """Refuse arguments of a trainer that would change the method's gradients."""
     if args.fp16 or getattr(args, "mixed_precision", "") == "fp16":
         raise ObjectiveError(_FP16)
     check_whole_rows(args)

@@ -1,32 +1,37 @@
-"""Everything that is checked before a run begins: no weights are read, and no file is written.
-
-In this order: launcher and machine, TRL's config, the checkpoint and what the method and the
-adapter ask of it, the rows, memory, and the trainer itself, built on the meta device as in the run.
-"""
+"""Everything that is checked before a run begins: no weights are read, and no file is written."""
 
 from __future__ import annotations
 
 import copy
-import importlib.util
 import logging
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from moe_finetune.errors import (
-    DataError,
-    DependencyError,
-    MoeFinetuneError,
-    RecipeError,
-    UnsupportedModelError,
-)
+import pyarrow.compute as pc
+import torch
+from datasets import disable_progress_bars, enable_progress_bars
+from datasets.utils import are_progress_bars_disabled
+from torch import nn
+
+from moe_finetune.data.stages import load_for_stage
+from moe_finetune.errors import DataError, MoeFinetuneError, RecipeError
+from moe_finetune.lora.coverage import lora_coverage
+from moe_finetune.lora.targets import add_lora
+from moe_finetune.losses.objective import Objective
+from moe_finetune.models import opened_as
 from moe_finetune.models.structure import class_of
+from moe_finetune.moe.layers import model_facts
+from moe_finetune.moe.spread import check_spread
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES
-from moe_finetune.training import ranks
+from moe_finetune.training import checks, ranks
+from moe_finetune.training.checks import in_one_line
+from moe_finetune.training.grpo import check_engine, check_replay, check_rollouts
 from moe_finetune.training.memory import (
     GIB,
     MemoryPlan,
@@ -35,13 +40,14 @@ from moe_finetune.training.memory import (
     quiet,
     stored_bytes,
 )
-from moe_finetune.training.preconditions import check_launch, expert_ranks, load_on_each_rank
-from moe_finetune.training.rehearsal import rehearsing
+from moe_finetune.training.preconditions import check_launch, expert_ranks
+from moe_finetune.training.reach import check_reach
+from moe_finetune.training.rehearsal import Rehearsal, rehearsing
+from moe_finetune.training.rewards import reward_functions
+from moe_finetune.training.save import training_tokenizer
 from moe_finetune.training.start import Inputs, Start, announce, open_start
-
-if TYPE_CHECKING:
-    from torch import nn
-
+from moe_finetune.training.train import continued
+from moe_finetune.training.trainer import build_trainer, training_arguments
 
 log = logging.getLogger(__name__)
 ROWS = 8
@@ -55,195 +61,65 @@ def prepare(recipe: Recipe, ignore_memory: bool = False) -> Inputs:
     Args:
         ignore_memory: allow a run that exceeds this machine's memory.
     """
-    from moe_finetune.data.stages import load_for_stage
-    from moe_finetune.lora.coverage import lora_coverage
-    from moe_finetune.losses.objective import Objective
-    from moe_finetune.moe.layers import model_facts
-    from moe_finetune.training.grpo import check_engine
-    from moe_finetune.training.reach import check_reach
-    from moe_finetune.training.rewards import reward_functions
-    from moe_finetune.training.save import training_tokenizer
-    from moe_finetune.training.trainer import training_arguments
+    with ExitStack() as stack:
+        parts = Parts(recipe, ignore_memory, stack)
+        for check in CHECKS:
+            check.call(*(getattr(parts, need) for need in check.needs))
+    announce(parts.inputs)
+    return parts.inputs
 
-    check_launch(recipe)
-    check_machine(recipe)
-    arguments = blamed(recipe, lambda tried: training_arguments(tried, Path("checkpoints")))
-    check_optimizer(recipe, arguments)
-    check_engine(recipe, arguments)
-    start = open_start(recipe)
-    check_start(start)
-    with rehearsing(start) as rehearsal:
+
+class Parts:
+    """The parts of a run that checks need, each made when the first one needs it."""
+
+    def __init__(self, recipe: Recipe, ignore_memory: bool, stack: ExitStack):
+        self.recipe, self.ignore_memory, self._stack = recipe, ignore_memory, stack
+
+    @cached_property
+    def arguments(self) -> Any:
+        return blamed(self.recipe, lambda tried: training_arguments(tried, Path("checkpoints")))
+
+    @cached_property
+    def start(self) -> Start:
+        return open_start(self.recipe)
+
+    @cached_property
+    def rehearsal(self) -> Rehearsal:
+        return self._stack.enter_context(rehearsing(self.start))
+
+    @cached_property
+    def rows(self) -> Any:
         try:
-            rows = load_for_stage(recipe, start.tokenizer)
+            return load_for_stage(self.recipe, self.start.tokenizer)
         except BaseException as error:
             if type(error).__name__ != "PanicException":  # a Rust panic; no module exports its type
                 raise
             raise DataError(
-                f"{recipe.model.tokenizer or start.folder}: its tokenizer failed on the training "
-                f"data: {error}; repair the patterns in tokenizer.json, or choose another "
+                f"{self.recipe.model.tokenizer or self.start.folder}: its tokenizer failed on the "
+                f"training data: {error}; repair the patterns in tokenizer.json, or choose another "
                 "model.tokenizer"
             ) from None
-        training_tokenizer(start.tokenizer, recipe)  # the small files of a save
-        model = build_model(start)
-        if start.checkpoint is not None and recipe.lora is not None and recipe.lora.start:
-            from moe_finetune.training.train import continue_adapter
 
-            continue_adapter(model, Path(recipe.lora.start), start.checkpoint)  # ranks and parts
-        check_ids(start, model, rows.largest_id, arguments)
-        check_reach(model, Objective(recipe.method.terms, model_facts(model)))
-        inputs = Inputs(
-            start,
-            rows.train,
-            rows.validation,
-            rows.sources,
-            arguments,
-            lora_coverage(model),
-            stored_bytes(model, recipe).fixed,
-        )
-        inputs = replace(inputs, memory=plan_step(inputs, model))
-        if not ignore_memory:
-            check_memory(inputs)
-        reward_functions(recipe.rewards, rows.train.column_names)
-        # Other stages' trainers cannot be built without weights; several processes build
-        # theirs together, with the launcher's plugins, once.
-        if ranks.world_size() == 1 and STAGES[recipe.stage].form == "tokens":
-            blamed(recipe, lambda tried: build_on_meta(tried, model, inputs))
-        rehearsal.check()
-    announce(inputs)
-    return inputs
+    @cached_property
+    def model(self) -> nn.Module:
+        return build_model(self.start)
+
+    @cached_property
+    def inputs(self) -> Inputs:
+        rows, fixed = self.rows, stored_bytes(self.model, self.recipe).fixed
+        of_rows = rows.train, rows.validation, rows.sources
+        coverage = lora_coverage(self.model)
+        inputs = Inputs(self.start, *of_rows, self.arguments, coverage, fixed)
+        return replace(inputs, memory=plan_step(inputs, self.model))
 
 
-# -- the recipe and this machine, before anything is opened --------------------------------------
-
-
-def check_machine(recipe: Recipe) -> None:
-    """Refuse settings that need a missing device or package."""
-    import torch
-
-    from moe_finetune.moe.offload import check_offload
-    from moe_finetune.quantization.codec import check_format
-    from moe_finetune.vllm.install import require_vllm
-
-    kind, trainer = recipe.model.quantization, recipe.trainer
-    if recipe.evaluation is not None and recipe.evaluation.backend == "vllm":
-        require_vllm(try_import=False, instead="set evaluation.backend: hf")
-    if trainer.get("use_vllm"):
-        require_vllm(try_import=False, instead="set trainer.use_vllm: false")
-    if check_format(kind, "model.quantization"):
-        load_on_each_rank(f"model.quantization: '{kind}'", "set model.quantization: none")
-    if recipe.model.offload == "experts":
-        check_offload()
-    if trainer.get("activation_offloading") and not torch.accelerator.is_available():
-        raise RecipeError(
-            "trainer.activation_offloading: moves activations from GPU to CPU memory, but there "
-            "is no GPU; leave it out"
-        )
-    if trainer.get("use_liger_kernel") and importlib.util.find_spec("liger_kernel") is None:
-        raise DependencyError(
-            "trainer.use_liger_kernel: Liger is not installed; pip install liger-kernel, or leave "
-            "the key out"
-        )
-
-
-def check_optimizer(recipe: Recipe, arguments: Any) -> None:
-    """Refuse options that the optimizer does not read, or cannot."""
-    from transformers import Trainer
-
-    given = recipe.trainer.get("optim_args")
-
-    def options(optim_args: Any) -> Any:
-        changed = copy.copy(arguments)
-        changed.optim_args = optim_args
-        return Trainer.get_optimizer_cls_and_kwargs(changed)[1]
-
-    try:
-        without = options(None)
-    except (ValueError, ImportError):  # made for the model's layers, or not installed: built later
-        return
-    key = f"trainer.optim_args: {given!r}"
-    try:
-        unread = given is not None and options(given) == without
-    except (ValueError, TypeError) as error:
-        raise RecipeError(f"{key} cannot be used here: {_short(error)}; leave it out") from error
-    if unread:
-        raise RecipeError(f"{key} has no effect with optim {arguments.optim.value}; leave it out")
-    if recipe.trainer.get("optim_target_modules") is not None:
-        raise RecipeError(
-            f"trainer.optim_target_modules: has no effect with optim {arguments.optim.value}; "
-            "leave it out"
-        )
-
-
-# -- the opened checkpoint and its rows -----------------------------------------------------------
-
-
-def check_start(start: Start) -> None:
-    """Refuse what the checkpoint's architecture or its files rule out; warn of surprises."""
-    from moe_finetune.checkpoint.bias import bias_config
-    from moe_finetune.checkpoint.export import carried_files
-    from moe_finetune.checkpoint.open import stale_head
-    from moe_finetune.checkpoint.updates import check_adapter
-    from moe_finetune.evaluation.catalog import prepare as prepare_suite
-    from moe_finetune.evaluation.suites import load_suite, select
-    from moe_finetune.losses.objective import Objective
-    from moe_finetune.moe.layers import config_facts
-    from moe_finetune.training.grpo import check_replay, check_rollouts
-    from moe_finetune.training.packed import check_packing
-
-    recipe, checkpoint, config, family = start.recipe, start.checkpoint, start.config, start.family
-    method, lora = recipe.method, recipe.lora
-    for line in () if checkpoint is None else stale_head(checkpoint, start.adapted):
-        log.warning("%s", line)
-    if recipe.export.merge or not start.adapted:
-        carried_files(start.folder)  # what cannot be copied at the end is refused now
-    if lora is not None and lora.start is not None:
-        if checkpoint is None:
-            raise RecipeError(
-                "lora.start: an adapter needs the base that it was trained on, but model.init is "
-                "random; leave one of them out"
-            )
-        check_adapter(lora.start, checkpoint)
-    facts = config_facts(config, family)
-    if facts.num_experts < 2:
-        raise UnsupportedModelError(
-            f"{start.folder}: its MoE layers have one expert, so there is no routing to train or "
-            "measure; train it as a dense model, with TRL"
-        )
-    Objective(method.terms, facts)
-    exported = method.export_bias == "write" and (recipe.export.merge or not start.adapted)
-    if method.bias_update is not None and exported:
-        try:
-            bias_config(family, config.to_dict())
-        except UnsupportedModelError as problem:
-            raise RecipeError(
-                f"method.bias_update: {problem}. In a recipe, set method.export_bias: drop, or "
-                "export.merge: false with an adapter"
-            ) from None
-    if recipe.data.packing and recipe.data.packing_strategy != "wrapped":
-        check_packing(config, family)
-    check_rollouts(recipe, family)
-    check_replay(recipe, family)
-    if recipe.router.train == "full" and start.adapted:
-        log.info(
-            "router.train: full: vLLM serves this run's adapter only after a merge; to serve it "
-            "unmerged over the base, set router.train to lora or frozen"
-        )
-    if recipe.router.train == "frozen" and not recipe.method.trains_routers:
-        log.info("router.train: frozen: no loss of the method trains routers")
-    if (section := recipe.evaluation) is not None:
-        suite = load_suite(section.suite)
-        suite = suite if section.only is None else select(suite, section.only)
-        prepare_suite(suite, section.data_dir)
-
-
-def check_ids(start: Start, model: Any, largest_id: int, arguments: Any) -> None:
+def check_ids(start: Start, model: Any, rows: Any, arguments: Any) -> None:
     """Refuse a token without a row in the embedding: the batch that has it would end the run.
 
-    Args:
-        largest_id: of all rows; ids that no row uses are fine.
+    Ids that no row of the data uses are fine.
     """
-    embedding, tokenizer = model.get_input_embeddings(), start.tokenizer
-    rows, source = embedding.num_embeddings, start.recipe.model.tokenizer or start.folder
+    size, tokenizer = model.get_input_embeddings().num_embeddings, start.tokenizer
+    source, largest_id = start.recipe.model.tokenizer or start.folder, rows.largest_id
     named = getattr(arguments, "pad_token", None)
     pad = tokenizer.pad_token_id if named is None else tokenizer.convert_tokens_to_ids(named)
     batches = [arguments.per_device_train_batch_size]
@@ -253,27 +129,17 @@ def check_ids(start: Start, model: Any, largest_id: int, arguments: Any) -> None
     padded |= bool(getattr(arguments, "pad_to_multiple_of", None))
     padded |= STAGES[start.recipe.stage].form != "tokens"  # both answers of a preference
     for what, token in (("the data have", largest_id), ("batches are padded with", pad)):
-        if token is None or token < rows or (token == pad != largest_id and not padded):
+        if token is None or token < size or (token == pad != largest_id and not padded):
             continue
         raise DataError(
             f"{source}: {what} token {token} ({tokenizer.convert_ids_to_tokens(token)!r}), but the "
-            f"checkpoint's embedding has {rows} rows; use the tokenizer of the checkpoint, or "
+            f"checkpoint's embedding has {size} rows; use the tokenizer of the checkpoint, or "
             + ("set trainer.pad_token" if token == pad else "remove the token from the rows")
         )
 
 
-# -- the run on the meta device -------------------------------------------------------------------
-
-
 def build_model(start: Start) -> nn.Module:
     """The run's model with its adapter on the meta device."""
-    import torch
-
-    from moe_finetune.lora.targets import add_lora
-    from moe_finetune.models import opened_as
-    from moe_finetune.moe.layers import model_facts
-    from moe_finetune.moe.spread import check_spread
-
     recipe, attention = start.recipe, start.recipe.model.attn_implementation
     # A model notes kernels and dtype in its config, and the run's is the merge's and verify's too.
     config = copy.deepcopy(start.config)
@@ -284,7 +150,7 @@ def build_model(start: Start) -> nn.Module:
             )
     except (ImportError, ValueError) as error:
         raise RecipeError(
-            f"model.attn_implementation: '{attention}' cannot be used here: {_short(error)}; "
+            f"model.attn_implementation: '{attention}' cannot be used here: {in_one_line(error)}; "
             "leave it out"
         ) from error
     except (RuntimeError, TypeError, KeyError) as error:
@@ -298,9 +164,6 @@ def build_model(start: Start) -> nn.Module:
 
 def plan_step(inputs: Inputs, model: nn.Module) -> MemoryPlan | None:
     """The memory of a step on the longest row; None if several GPUs share the model."""
-    import pyarrow.compute as pc
-    import torch
-
     recipe, train = inputs.start.recipe, inputs.train
     if ranks.world_size() > 1:
         return None
@@ -311,8 +174,10 @@ def plan_step(inputs: Inputs, model: nn.Module) -> MemoryPlan | None:
     return plan_model(model, recipe, "cuda" if torch.cuda.is_available() else "cpu")
 
 
-def check_memory(inputs: Inputs) -> None:
+def check_memory(inputs: Inputs, ignore_memory: bool) -> None:
     """Refuse a run that does not fit into this machine's memory."""
+    if ignore_memory:
+        return
     machine, memory = machine_bytes(), inputs.memory
     if inputs.fixed > machine:
         raise RecipeError(
@@ -330,11 +195,6 @@ def check_memory(inputs: Inputs) -> None:
 
 def build_on_meta(recipe: Recipe, model: nn.Module, inputs: Inputs) -> None:
     """Build the trainer with optimizer, schedule and first data loader, on a few rows."""
-    from datasets import disable_progress_bars, enable_progress_bars
-    from datasets.utils import are_progress_bars_disabled
-
-    from moe_finetune.training.trainer import build_trainer
-
     few = [None if rows is None else rows.select(range(min(ROWS, len(rows))))
            for rows in (inputs.train, inputs.validation)]  # fmt: skip
     visible = not are_progress_bars_disabled()
@@ -359,7 +219,7 @@ def blamed(recipe: Recipe, build: Callable[[Recipe], Built]) -> Built:
     except MoeFinetuneError:
         raise
     except Exception as error:
-        words, culprit, remedy = _short(error), "trainer:", ""
+        words, culprit, remedy = in_one_line(error), "trainer:", ""
         if recipe.trainer:
             name = max(recipe.trainer, key=lambda name: _likeness(words, name, recipe.trainer))
             others = {key: value for key, value in recipe.trainer.items() if key != name}
@@ -378,6 +238,57 @@ def _likeness(words: str, name: str, trainer: dict[str, Any]) -> tuple[bool, boo
     return name in words, any(len(text) > 2 and text in words for text in texts), parts
 
 
-def _short(error: Exception) -> str:
-    """An error's message in one line, or the name of its type."""
-    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+def check_trainer(inputs: Inputs, model: nn.Module) -> None:
+    """Refuse what the stage's own trainer refuses when it is built.
+
+    Other stages' trainers cannot be built without weights; several processes build theirs together,
+    with the launcher's plugins, once.
+    """
+    recipe = inputs.start.recipe
+    if ranks.world_size() == 1 and STAGES[recipe.stage].form == "tokens":
+        blamed(recipe, lambda tried: build_on_meta(tried, model, inputs))
+
+
+class Check(NamedTuple):
+    """One check before a run.
+
+    Attributes:
+        needs: the attributes of :class:`Parts` that ``call`` takes.
+        where: the part of the recipe that it may refuse.
+    """
+
+    needs: tuple[str, ...]
+    where: str
+    call: Callable[..., object]
+
+
+# fmt: off
+CHECKS = (
+    Check(("recipe",), "parallel", check_launch),
+    Check(("recipe",), "model, evaluation, trainer", checks.check_machine),
+    Check(("recipe", "arguments"), "trainer.optim_args", checks.check_optimizer),
+    Check(("recipe", "arguments"), "router.replay", check_engine),
+    Check(("start",), "export", checks.check_copied),
+    Check(("start",), "lora.start", checks.check_continued),
+    Check(("start",), "method.terms", checks.check_terms),
+    Check(("start",), "method.bias_update", checks.check_bias),
+    Check(("start",), "data.packing", checks.check_packed),
+    Check(("start",), "rewards", lambda start: check_rollouts(start.recipe, start.family)),
+    Check(("start",), "router.replay", lambda start: check_replay(start.recipe, start.family)),
+    Check(("start",), "router.train", checks.tell_of_router),
+    Check(("start",), "evaluation", checks.check_evaluation),
+    Check(("rehearsal",), "trainer", lambda rehearsal: None),  # it begins: rows take a while
+    Check(("start", "rows"), "model.tokenizer", lambda start, _: training_tokenizer(
+        start.tokenizer, start.recipe)),
+    Check(("start", "model"), "lora.start", continued),
+    Check(("start", "model", "rows", "arguments"), "model.tokenizer", check_ids),
+    Check(("start", "model"), "method.terms", lambda start, model: check_reach(
+        model, Objective(start.recipe.method.terms, model_facts(model)))),
+    Check(("inputs", "ignore_memory"), "trainer, lora", check_memory),
+    Check(("recipe", "rows"), "rewards", lambda recipe, rows: reward_functions(
+        recipe.rewards, rows.train.column_names)),
+    Check(("inputs", "model"), "trainer", check_trainer),
+    Check(("rehearsal",), "trainer", Rehearsal.check),
+)
+# fmt: on
+"""In the order in which they run; what they need is made in this order, too."""

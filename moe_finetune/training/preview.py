@@ -23,12 +23,8 @@ COLORED, PLAIN = ("\x1b[32m", "\x1b[0m"), ("⟦", "⟧")
 def preview(recipe: Recipe, rows: int = 3, color: bool = False) -> str:
     """The size of a step, the first rows as the model will see them, and the rows' lengths.
 
-    The rows' layout is logged first, as at the start of a run. Prepares the data as a run would,
-    and the run reuses it; needs the tokenizer but no weights.
-
-    Args:
-        rows: number of rows to show, in training order.
-        color: mark learned tokens by color instead of double brackets.
+    Prepares the data as a run would, which reuses it. ``color``: mark learned tokens by color
+    instead of double brackets.
     """
     from moe_finetune.models.loading import load_tokenizer, local_folder
 

@@ -16,10 +16,7 @@ STEPS = 10
 
 
 def check_reach(model: nn.Module, objective: Objective) -> None:
-    """Refuse a term that no trainable parameter of ``model``, on any device, could follow.
-
-    A term says which parts of its own layer it trains, and whether its gradient also flows below.
-    """
+    """Refuse a term whose gradient, in its own layers or below, reaches nothing that trains."""
     layers = moe_layers(model)
     for term in objective.terms:
         acting = [layer for layer in layers if term.applies(layer.index)]

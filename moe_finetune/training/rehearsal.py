@@ -1,9 +1,7 @@
 """One step of the stage's own trainer on a toy, in a child process, before weights load.
 
-TRL checks many values of its configs only when its trainer is built, or in the first loss. A child
-process builds the stage's on a one-layer model with the run's tokenizer, and takes a step: on a
-CPU, without the launcher, loggers, vLLM or rewards, with completions of four tokens. This process's
-random states stay untouched.
+TRL checks many values only when its trainer is built, or in the first loss. The toy has the run's
+tokenizer; it runs on a CPU, without the launcher, loggers, vLLM or rewards.
 """
 
 from __future__ import annotations

@@ -131,12 +131,9 @@ def reward_functions(
     tokenizer: Any = None,
     variables: dict[str, Any] | None = None,
 ) -> list[Reward]:
-    """The functions of a recipe's ``rewards:``.
+    """The functions of a recipe's ``rewards:`` over rows with these ``columns``.
 
-    Args:
-        columns: fields that every row has.
-        tokenizer: with which built-in rewards find the end of a completion's thoughts.
-        variables: of the chat template.
+    ``tokenizer`` finds the end of a completion's thoughts; ``variables`` are the chat template's.
     """
     functions = []
     for index, name in enumerate(section.name for section in sections):

@@ -123,11 +123,7 @@ def ask_server(arguments: Any) -> None:
 
 
 def rolled_out(generation: Any, rows: int) -> list[np.ndarray | None]:
-    """What vLLM returned for this rank's ``rows`` completions, in their order; taken once.
-
-    Args:
-        generation: TRL's ``vllm_generation`` after its ``generate``.
-    """
+    """What vLLM returned for this rank's ``rows`` completions, in their order; taken once."""
     accelerator = generation.accelerator
     if generation.mode == "colocate":
         arrays, generation.llm.routed_experts = generation.llm.routed_experts, []
@@ -185,7 +181,7 @@ def check_rolled_out(
 
 
 def place(arrays: Sequence[np.ndarray], mask_BS: Tensor, facts: ModelFacts) -> PinnedChoice:
-    """The experts of rows whose attention mask is ``mask_BS``: each array from its first token on.
+    """The experts of rows whose attention mask is ``mask_BS``, each array from its first token on.
 
     Tokens that the mask excludes and the last one of each row are missing.
     """
@@ -205,11 +201,7 @@ def place(arrays: Sequence[np.ndarray], mask_BS: Tensor, facts: ModelFacts) -> P
 
 
 def send_bias(generation: Any, biases: Callable[[], Mapping[str, Tensor]]) -> None:
-    """Send a learned routing bias to vLLM with the weights, so that it selects as training does.
-
-    Args:
-        biases: returns the biases by name of a checkpoint's tensor.
-    """
+    """Send a learned bias, by name of a checkpoint's tensor, to vLLM with the weights."""
     iterate = generation._iter_named_params
 
     def with_biases() -> Iterator[tuple[str, Tensor]]:

@@ -105,11 +105,7 @@ def write_environment(run: RunFolder) -> None:
 
 
 def discard(run: RunFolder, new_folder: bool) -> None:
-    """Remove what a failed start wrote, unless training has written something.
-
-    Args:
-        new_folder: whether this run created the folder; it is then removed too.
-    """
+    """Remove what a failed start wrote, unless training has; the whole folder if it is new."""
     products = (run.metrics, run.steps, *run.weights)
     if any(path.exists() for path in products) or checkpoints(run.checkpoints):
         return
@@ -122,13 +118,9 @@ def discard(run: RunFolder, new_folder: bool) -> None:
 
 
 class RunLog(TrainerCallback):
-    """Appends the trainer's logs, with tokens/s, to ``metrics.jsonl``.
+    """Appends the trainer's logs, with tokens/s and a GPU's peak memory, to ``metrics.jsonl``.
 
-    On a GPU, training rows also have ``peak_memory_gib``: the peak memory of tensors on rank 0's
-    device since training began.
-
-    Args:
-        every_step_of_few: log every step of a run of fewer than ``FEW_STEPS``.
+    ``every_step_of_few``: log every step of a run of fewer than ``FEW_STEPS``.
     """
 
     def __init__(self, output: Path, every_step_of_few: bool = False):

@@ -1,7 +1,5 @@
 """Routing of sampled tokens: before training, at evaluations, and after it.
 
-``routing/before.json`` and ``routing/after.json`` have a fixed sample; the report draws them.
-
 Shape legend: T tokens, N tokens whose embeddings are kept, E routed experts, K selected, H hidden,
 D expert width.
 """
@@ -54,16 +52,9 @@ Example = Mapping[str, Any]
 class Sample:
     """Observer that sums the first tokens it sees, and keeps of some what pictures need.
 
-    Embeddings are too large to keep all. A seeded draw keeps those of ``MAX_EMBEDDINGS`` tokens,
-    the same in every layer. The number of tokens is not known in advance, so each token gets a
-    random priority and the lowest ones are kept.
-
-    Args:
-        group_T: the domain of each token, for the loads by domain.
-
-    Attributes:
-        layers: decoder indices of the MoE layers; pictures show the layer ``middle``.
-        measures: sums over the same tokens.
+    Embeddings of ``MAX_EMBEDDINGS`` tokens are kept, the same in every layer: each token gets a
+    seeded priority, because their number is not known in advance. ``group_T``: the domain of each
+    token.
     """
 
     def __init__(
@@ -123,11 +114,7 @@ class Sample:
         return {name: measured[name] for name in (*MEASURED, *VECTORS) if name in measured}
 
     def routing(self) -> dict[str, Any]:
-        """Load of every layer, and the path from the middle layer to the next, as JSON values.
-
-        ``conditional_activation`` contains the two layers and the matrix ``(E, E)`` of
-        :func:`~moe_finetune.metrics.conditional_activation`; it is absent if no layer follows.
-        """
+        """Load of every layer, and the path from the middle layer to the next, as JSON values."""
         matrix_EE = None
         if len(self.shown) == 2:
             index, following = (self.rows("index", layer) for layer in self.shown)
@@ -143,13 +130,7 @@ def _host(rows: Tensor) -> np.ndarray:
 def sample_examples(
     sources: Sequence[tuple[str, Iterable[Example]]], max_length: int
 ) -> list[Example]:
-    """Select rows with ``input_ids`` and ``domain``, 8,192 tokens in all, for snapshots.
-
-    Args:
-        sources: path and prepared rows of each source of the data. Each contributes its first rows,
-            an equal part of the tokens, as a domain of its name.
-        max_length: rows are truncated to it, as in training.
-    """
+    """Rows with ``input_ids`` and ``domain``, 8,192 tokens in all: an equal part of each source."""
     examples: list[Example] = []
     for path, rows in sources:
         name = _name(path)
@@ -183,8 +164,7 @@ def take_snapshot(
 ) -> dict[str, Any]:
     """Record the routing of ``examples`` (see :func:`sample_examples`) and write it to ``path``.
 
-    The model stays in its train or eval mode. ``tokenizer``: to show text in the experts' colors.
-    ``data``: where the examples come from, for the report.
+    ``tokenizer``: to show text in the experts' colors; ``data``: where the examples come from.
     """
     rows = list(examples)
     names = list(dict.fromkeys(row["domain"] for row in rows))
@@ -251,13 +231,10 @@ def _passages(
 
 
 def evaluation_sample(recorder: Recorder, batches: Iterable[Any]) -> Sample | None:
-    """Record the routing of an evaluation's first batches, the same on any number of ranks.
+    """Record the routing of an evaluation's first batches; None if they have no tokens (GRPO's).
 
-    None if batches have no tokens: GRPO evaluates on prompts that its trainer completes.
-
-    Every rank runs the same undivided batches, because accelerate's division repeats rows if they
-    do not divide evenly. Every rank must call this: with a sharded model each takes part in the
-    others' forwards.
+    Every rank runs the same undivided batches, because accelerate's division repeats rows, and
+    because with a sharded model each takes part in the others' forwards.
     """
     model: Any = recorder.model
     sample = Sample(model_facts(model))
@@ -291,8 +268,7 @@ def token_inputs(batch: Any) -> Iterator[dict[str, Tensor]]:
 def undivided(batches: Any) -> Iterable[Any]:
     """The loader that accelerate divided among ranks; any other is returned unchanged.
 
-    accelerate's wrapper is removed, too: if left before its end, it would remain the "active"
-    loader and confuse training.
+    Left before its end, accelerate's wrapper would remain the "active" loader and confuse training.
     """
     loader = getattr(batches, "base_dataloader", batches)
     sampler, dataset = (getattr(loader, name, None) for name in ("batch_sampler", "dataset"))

@@ -9,8 +9,10 @@ import torch
 from safetensors.torch import save_file
 
 from moe_finetune.checkpoint.adapter import WEIGHTS as ADAPTER_FILE
+from moe_finetune.checkpoint.adapter import named_tensors, write_metadata
 from moe_finetune.checkpoint.export import carried_files, public_name, write_card
-from moe_finetune.checkpoint.open import Checkpoint
+from moe_finetune.checkpoint.files import fingerprint
+from moe_finetune.checkpoint.open import Checkpoint, open_checkpoint
 from moe_finetune.checkpoint.tokenizer_files import (
     GENERATION,
     differences,
@@ -49,14 +51,11 @@ def save_trained(
     overwrite: bool = False,
     base: Checkpoint | None = None,
 ) -> Path:
-    """Write ``adapter/``, or ``merged/`` when the model trained without an adapter.
+    """Write ``adapter/``, or ``merged/`` when the model trained without an adapter, on every rank.
 
-    Both contain the tokenizer used in training and a model card. A loss-free bias is stored next to
-    the adapter in ``router_bias.safetensors``; a merge moves it into the checkpoint. The folder is
-    written whole or not at all. Every rank must call this, because sharded tensors are gathered;
-    rank 0 writes. ``metadata``: the result of an earlier :func:`run_metadata`. ``overwrite``:
-    replace the folder of a training that ended earlier. ``base``: the recipe's base, if open, whose
-    small files a whole model then keeps.
+    The folder appears whole or not at all. ``metadata``: of an earlier :func:`run_metadata`;
+    ``overwrite``: replace the folder of a training that ended earlier; ``base``: the recipe's, if
+    open, whose small files a whole model then keeps.
     """
     from peft import PeftModel
 
@@ -178,11 +177,6 @@ def name_base(model: Any, recipe: Recipe) -> None:
 
 def base_fingerprint(recipe: Recipe, checkpoint: Checkpoint | None) -> dict[str, str]:
     """The fingerprint of the recipe's base, as stored in the adapter's metadata."""
-    from moe_finetune.checkpoint.adapter import named_tensors
-    from moe_finetune.checkpoint.files import fingerprint
-    from moe_finetune.checkpoint.open import open_checkpoint
-    from moe_finetune.models.loading import local_folder
-
     if recipe.model.init != "checkpoint":
         return {}
     if checkpoint is None:
@@ -217,8 +211,6 @@ def describe_adapter(
 
     ``packed``: the adapter next to it has factors of the chosen experts only.
     """
-    from moe_finetune.checkpoint.adapter import write_metadata
-
     chosen = selected_experts(model)
     metadata: dict[str, Any] = (
         {"quantization": NF4} if any(map(quantized, model.parameters())) else {}

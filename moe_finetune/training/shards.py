@@ -35,10 +35,9 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def leave_experts(trainer: Any) -> None:
-    """Let FSDP2 shard everything but experts that are already spread over ranks.
+    """Let FSDP2 shard everything but the inner modules of experts that are already spread.
 
-    The inner modules are left out, not PEFT's wrappers: FSDP2 would never average the factors of an
-    ignored wrapper.
+    FSDP2 would never average the factors of an ignored PEFT wrapper.
     """
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is not None and (spread := spread_modules(trainer.model)):
@@ -46,11 +45,7 @@ def leave_experts(trainer: Any) -> None:
 
 
 def check_all_sharded(model: nn.Module) -> None:
-    """Refuse trained parameters that FSDP2 does not know, and whose gradients it never averages.
-
-    Every rank would train different ones, without an error. They are in modules that FSDP2 ignores,
-    or were added after sharding.
-    """
+    """Refuse trained parameters that FSDP2 does not know: each rank would train different ones."""
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         return
     unknown = [
@@ -67,10 +62,7 @@ def check_all_sharded(model: nn.Module) -> None:
 
 
 def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
-    """Write this rank's part of ``tensors`` into a checkpoint; every rank must call this.
-
-    Returns the manifest entries of every rank's files.
-    """
+    """Write this rank's part of ``tensors``; returns the manifest entries of every rank's files."""
     target = folder / FOLDER
     if ranks.rank() == 0:
         target.mkdir(parents=True, exist_ok=True)

@@ -9,8 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow.compute as pc
+
+from moe_finetune.checkpoint.load import forget_generation_defaults, load_model
+from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.errors import RecipeError
 from moe_finetune.io.folder import check_space
+from moe_finetune.lora.targets import adapts
+from moe_finetune.models import check_supported, opened_as
+from moe_finetune.models.fresh import check_vocabulary, fresh_config, fresh_model
+from moe_finetune.models.loading import load_tokenizer, local_folder
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.training import ranks
@@ -33,8 +41,6 @@ FEW_STEPS = 50
 
 def base_folder(recipe: Recipe) -> Path:
     """The folder of the recipe's checkpoint, at its revision if it is on the hub."""
-    from moe_finetune.models.loading import local_folder
-
     weights = recipe.model.init == "checkpoint"
     return local_folder(recipe.model.path, weights, recipe.model.revision)
 
@@ -43,11 +49,7 @@ def base_folder(recipe: Recipe) -> Path:
 class Start:
     """The start of training, opened once and used for checks, model, plan and metadata.
 
-    Attributes:
-        folder: the base checkpoint's folder.
-        config: transformers' config of the trained model.
-        tokenizer: as its files define it; saved with the trained weights.
-        checkpoint: the base's tensors by name; None for random weights.
+    ``checkpoint``: the base's tensors by name; None for random weights.
     """
 
     recipe: Recipe
@@ -65,18 +67,11 @@ class Start:
     @property
     def adapted(self) -> bool:
         """Whether an adapter trains instead of the model's own weights."""
-        from moe_finetune.lora.targets import adapts
-
         return adapts(self.recipe.lora, self.recipe.router.train)
 
 
 def open_start(recipe: Recipe) -> Start:
     """Open the recipe's checkpoint and tokenizer; read and check every tensor."""
-    from moe_finetune.checkpoint.open import open_checkpoint
-    from moe_finetune.models import check_supported
-    from moe_finetune.models.fresh import check_vocabulary, fresh_config
-    from moe_finetune.models.loading import load_tokenizer
-
     folder = base_folder(recipe)
     tokenizer_path = recipe.model.tokenizer or folder
     if recipe.model.init == "random":
@@ -97,10 +92,6 @@ def start_model(start: Start) -> Any:
     Without LoRA all weights train in float32, because updates at usual learning rates are below the
     resolution of bfloat16; the trainer then computes in ``model.dtype``.
     """
-    from moe_finetune.checkpoint.load import load_model
-    from moe_finetune.models import opened_as
-    from moe_finetune.models.fresh import fresh_model
-
     recipe, attention = start.recipe, start.recipe.model.attn_implementation
     if start.checkpoint is None:
         return opened_as(start.family, fresh_model(start.config, recipe.seed, attention))
@@ -121,8 +112,6 @@ def keep_writable(model: Any, tokenizer: Any) -> None:
 
     Exports have the base's own file.
     """
-    from moe_finetune.checkpoint.load import forget_generation_defaults
-
     try:
         with tempfile.TemporaryDirectory() as folder:
             model.generation_config.save_pretrained(folder)
@@ -134,12 +123,8 @@ def keep_writable(model: Any, tokenizer: Any) -> None:
 class Inputs:
     """The inputs of training, read before anything is written, and what it needs.
 
-    Attributes:
-        sources: rows by source, for measuring routing.
-        arguments: TRL's config of the stage.
-        coverage: parameters that LoRA reaches and that train.
-        fixed: bytes that do not depend on the batch.
-        memory: the plan of a step, if it was asked for or might not fit.
+    ``sources``: rows by source, for measuring routing; ``fixed``: bytes that do not depend on the
+    batch; ``memory``: the plan of a step, unless several GPUs share the model.
     """
 
     start: Start
@@ -156,7 +141,6 @@ class Inputs:
         """Tokens of the training rows; None if the stage's trainer tokenizes."""
         if "input_ids" not in self.train.column_names:
             return None
-        import pyarrow.compute as pc
 
         # From the offsets of the mapped file, whose rows may be many; shuffled or not, all count.
         return pc.sum(pc.list_value_length(self.train.data.column("input_ids"))).as_py()
@@ -303,11 +287,7 @@ def check_batches(recipe: Recipe, arguments: Any, rows: int, tokens: int) -> Non
 
 
 def describe_steps(recipe: Recipe, arguments: Any, rows: int, tokens: int | None) -> str:
-    """One line with the number of steps and the size of one.
-
-    Args:
-        tokens: tokens of the rows; None if the stage's trainer tokenizes.
-    """
+    """One line with the number of steps and the size of one."""
     batch, steps = count_steps(recipe, arguments, rows, tokens or 0)
     count = f"{steps:,} step{'' if steps == 1 else 's'} of"
     if tokens is None:

@@ -178,10 +178,7 @@ def read_rank(checkpoint: Path, rank: int) -> dict[str, Any]:
 
 
 def accumulation(checkpoint: Path, args: Any) -> int:
-    """The accumulation that gives steps as many rows as those of ``checkpoint``.
-
-    With as many processes as the checkpoint's run had, this is the accumulation in ``args``.
-    """
+    """The accumulation that gives steps as many rows as those of ``checkpoint``."""
     first = read_rank(checkpoint, 0)
     world, rows = first["world_size"], first["rows"]
     if world == args.world_size:

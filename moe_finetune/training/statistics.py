@@ -18,14 +18,10 @@ from moe_finetune.training import ranks
 
 
 class TrainingStatistics:
-    """Observer that sums loads, entropies, score moments and loss values until :meth:`read`.
+    """Observer that sums on the device until :meth:`read`, so that a GPU never waits for the host.
 
-    Nothing is copied to the host before :meth:`read`, so a GPU never waits for it.
-
-    Args:
-        layers: decoder indices of the MoE layers.
-        names: terms whose values are summed. Every rank must name all of them, so that a rank
-            without a forward since the last read takes part in the same sums.
+    ``names``: terms whose values are summed. Every rank must name all of them, so that one without
+    a forward takes part in the same sums.
     """
 
     def __init__(self, layers: Sequence[int], num_experts: int, names: Sequence[str] = ()):

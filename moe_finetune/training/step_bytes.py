@@ -29,11 +29,9 @@ AFTER_MEASURING = f"backward after {MEASURING}"
 
 
 class MicroBatch(NamedTuple):
-    """The largest possible micro-batch of a recipe's stage, as TRL's trainer runs it.
+    """The largest possible micro-batch of a recipe's stage: ``rows``, counting both of a pair.
 
-    Attributes:
-        rows: rows trained on at once, counting both of a pair, of ``length`` tokens.
-        reference: whether a second model is in memory.
+    ``reference``: whether a second model is in memory.
     """
 
     rows: int
@@ -64,11 +62,9 @@ def micro_batch(recipe: Recipe) -> MicroBatch:
 
 
 def step_bytes(model: nn.Module, recipe: Recipe, device: Device, gradients: int) -> dict[str, int]:
-    """Peak bytes above what is stored, by moment of a step.
+    """Peak bytes above what is stored, by moment of a step, from the shapes of ``model``.
 
-    Args:
-        model: the adapted model, of which only shapes are read.
-        gradients: bytes of all gradients that a device keeps until the step ends.
+    ``gradients``: bytes of all gradients that a device keeps until the step ends.
     """
     from moe_finetune.losses import TERMS
 

@@ -36,11 +36,8 @@ log = logging.getLogger(__name__)
 class TermStrength:
     """One term's gradient on one window relative to that of the trainer's loss.
 
-    Attributes:
-        trains: the parts its own layer's gradient reaches.
-        weight: its full weight; 0 for a share whose weight is not found yet.
-        shares, cosines: by part, at weight 1; empty if nothing trains or the trainer's loss has no
-            gradient.
+    ``shares`` and ``cosines`` are by part, at weight 1; empty without a gradient. ``weight``: the
+    full one; 0 for a share whose weight is not found yet.
     """
 
     term: str
@@ -90,16 +87,7 @@ class StrengthMeter:
     """Measures the objective's terms in a run's first window, and where a share needs a weight.
 
     A share needs one until a window gives it one, and at each multiple of its term's ``every``. The
-    weight acts from the next step on. A window in which the term or the trainer's loss has no
-    gradient leaves the weight as it is.
-
-    Args:
-        recorder: its objective is measured.
-        objective: the recorder's.
-        first: whether to measure the first window even if no share needs it.
-
-    Attributes:
-        rows: results of the last measurement.
+    weight acts from the next step on; without a gradient it stays as it is.
     """
 
     def __init__(self, recorder: Recorder, objective: Objective, first: bool = True):
@@ -129,10 +117,9 @@ class StrengthMeter:
             log.warning("the losses' shares are not measured: %s", obstacle)
 
     def end(self) -> list[TermStrength]:
-        """After an optimizer step, compare the gradients of a window that was due; on every rank.
+        """After an optimizer step, compare the gradients of a window that was due, on every rank.
 
-        Sets the weights that are due and returns one row per term; no rows if the window was not
-        due or its gradients are not finite.
+        Sets the weights that are due; no rows if none was, or if gradients are not finite.
         """
         gradients, shares = self._gradients, self._due()
         if gradients is None:

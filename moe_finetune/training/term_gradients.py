@@ -33,12 +33,7 @@ Sums = dict[tuple[int, int], Tensor]
 class TermGradients:
     """Sums the gradients of routers and routed experts over a window's forwards, loss by loss.
 
-    Args:
-        recorder: injects the losses; its hooks must be on the model before :meth:`start`.
-        names: the terms to measure.
-
-    Attributes:
-        count: number of forwards whose backward has been measured.
+    The recorder's hooks must be on the model before :meth:`start`.
     """
 
     def __init__(self, recorder: Recorder, names: Sequence[str]):
@@ -77,8 +72,7 @@ class TermGradients:
     def products(self) -> dict[str, dict[str, tuple[float, float, float]]]:
         """Squared norms of both gradients, and their inner product, by term and part.
 
-        In float64, with the term at weight 1, averaged over ranks as the trainer averages. Both
-        norms are 0 for a trained part that no gradient reached. Every rank must call this.
+        On every rank: in float64, with the term at weight 1, averaged as the trainer averages.
         """
         parts = [part for part in PARTS if any(part == kind for kind, _ in self._measured.values())]
         keys = [(name, part) for name in self.names for part in parts]

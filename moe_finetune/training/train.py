@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, set_seed
 
+from moe_finetune.checkpoint.adapter import PREFIX
+from moe_finetune.checkpoint.files import read_tensor
+from moe_finetune.checkpoint.updates import check_adapter
 from moe_finetune.errors import AdapterError, DiskSpaceError
 from moe_finetune.io.run_folder import RunFolder
+from moe_finetune.lora.coverage import lora_coverage
+from moe_finetune.lora.targets import add_lora
+from moe_finetune.moe.offload import offload_experts
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training import ranks
 from moe_finetune.training.callback import add_callbacks
@@ -20,6 +26,7 @@ from moe_finetune.training.sample import sample_examples, take_snapshot
 from moe_finetune.training.save import name_base, run_metadata, save_trained
 from moe_finetune.training.start import Start, start_model
 from moe_finetune.training.trainer import build_trainer
+from moe_finetune.training.weights import live_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,13 +94,9 @@ def train(recipe: Recipe, run: RunFolder, inputs: Inputs, resume: bool = False) 
 
 
 class KeepSteps(TrainerCallback):
-    """Saves the trained model, as at the end of a run, every ``evaluation.every`` steps.
+    """Saves the trained model, on every rank, every ``evaluation.every`` steps but the last.
 
-    The run itself saves the last step. Training checkpoints are no substitute: sharded ones cannot
-    be opened, and old ones are deleted.
-
-    Args:
-        save: writes the model into a folder; every rank calls it.
+    Training checkpoints are no substitute: sharded ones cannot be opened, and old ones are deleted.
     """
 
     def __init__(self, recipe: Recipe, run: RunFolder, save: Any):
@@ -121,38 +124,32 @@ class KeepSteps(TrainerCallback):
 
 def trainable_model(start: Start) -> Any:
     """The model with its adapter before training: new factors, or those of ``lora.start``."""
-    from moe_finetune.lora.coverage import lora_coverage
-    from moe_finetune.lora.targets import add_lora
-    from moe_finetune.moe.offload import offload_experts
-
     recipe = start.recipe
     model = start_model(start)
     set_seed(recipe.seed)
     model = add_lora(model, recipe.lora, recipe.router.train)
-    if start.checkpoint is not None and recipe.lora is not None and recipe.lora.start is not None:
-        continue_adapter(model, Path(recipe.lora.start), start.checkpoint)
+    continued(start, model)
     if recipe.model.offload == "experts":
         offload_experts(model)
     log.debug("LoRA coverage\n%s", lora_coverage(model).table())
     return model
 
 
+def continued(start: Start, model: Any) -> None:
+    """Give ``model`` the factors of ``lora.start``, if the recipe has it."""
+    lora = start.recipe.lora
+    if start.checkpoint is not None and lora is not None and lora.start is not None:
+        continue_adapter(model, Path(lora.start), start.checkpoint)
+
+
 def continue_adapter(model: Any, path: Path, checkpoint: Checkpoint) -> None:
-    """Copy an adapter's weights into the new factors that ``add_lora`` gave ``model``.
+    """Copy the weights of any program's adapter into the factors that ``add_lora`` gave.
 
-    The model then computes the same as base and adapter. If the adapter's rank is lower than the
-    recipe's, the remaining directions start fresh; so do factors on parts that it does not adapt.
-
-    Args:
-        path: the adapter's folder, written by any program.
-        checkpoint: the base model that the adapter was trained on.
+    The model then computes the same as base and adapter. Directions that the adapter does not have
+    start fresh; so do factors on parts that it does not adapt.
     """
-    from moe_finetune.checkpoint.adapter import PREFIX
-    from moe_finetune.checkpoint.files import read_tensor
     from moe_finetune.checkpoint.peft_form import peft_form
     from moe_finetune.checkpoint.peft_model import modules_of
-    from moe_finetune.checkpoint.updates import check_adapter
-    from moe_finetune.training.weights import live_weights
 
     adapter = peft_form(check_adapter(path, checkpoint))
     updates = {update.name: update for update in adapter.low_rank}

@@ -78,10 +78,7 @@ def training_arguments(recipe: Recipe, output: Path) -> Any:
 
 
 def on_one_device(arguments: Any) -> Any:
-    """Train on one GPU without a launcher: transformers would wrap the model in DataParallel.
-
-    Its replicas run without the hooks that collect losses.
-    """
+    """Train on one GPU without a launcher: replicas of DataParallel run without our hooks."""
     if arguments.n_gpu > 1:
         log.warning(
             "%d GPUs are visible, and one process trains on only one of them; to use all, start "
@@ -141,12 +138,8 @@ def build_trainer(
 ) -> tuple[RunTrainer, SpecializationCallback]:
     """Build TRL's trainer with the method's callback attached, the run's log and its guards.
 
-    Args:
-        train: rows in the form of the stage.
-        validation: the same, or None.
-        reference: makes the reference model of a stage that needs one and has no adapter to
-            disable.
-        checkpoint: the checkpoint that training will resume from.
+    ``reference``: makes the reference model of a stage that needs one and has no adapter to
+    disable; ``checkpoint``: that training will resume from.
     """
     callback = SpecializationCallback(
         recipe.method,
