@@ -6,6 +6,7 @@ Shape legend: n experts with factors, r rank, O rows and I columns of a matrix.
 """
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,10 +38,11 @@ def check_layer(
     stacks = [m for m in modules if getattr(m.module, "num_experts", 1) > 1]
     layer = (stacks or modules)[0].loaded.rpartition(".")[0]
     for module in (m for m in modules if m.loaded.startswith(f"{layer}.")):
-        key = _key(stored, base, module)
-        for expert, found_OI in enumerate(module.deltas(form)):
-            wanted_OI = _by_hand(stored, key, module, expert, found_OI.shape)
-            if float((found_OI - wanted_OI).norm()) > _TOLERANCE * float(wanted_OI.norm()):
+        key, (*_, rows, columns) = _key(stored, base, module), base.names.shapes[module.loaded]
+        stated = _of_stack if module in stacks else _of_matrix
+        changes_OI = stated(stored, key, module, (rows, columns))
+        for by_peft_OI, by_hand_OI in zip(module.deltas(form), changes_OI, strict=True):
+            if float((by_peft_OI - by_hand_OI).norm()) > _TOLERANCE * float(by_hand_OI.norm()):
                 raise NumericsError(
                     f"{stored.folder}: '{key}' says another change of '{module.loaded}' than PEFT "
                     "makes of it; report this as a bug"
@@ -54,29 +56,30 @@ def _key(stored: Adapter, base: Checkpoint, module: LoraModule) -> str:
     return next(p + e for p in (module.path, *files) for e in ends if p + e in stored.tensors)
 
 
-def _by_hand(
-    stored: Adapter, key: str, module: LoraModule, expert: int, shape: torch.Size
-) -> Tensor:
-    scale = float(module.module.scaling["default"])
-    experts = getattr(module.module, "num_experts", 1)
-    if experts == 1:
-        return _product(stored, key) * scale
-    ids, config = list(range(experts)), stored.config
-    if stored.metadata.experts is not None:
-        ids = list(stored.metadata.experts[int(key.split(".layers.")[1].split(".")[0])])
-    if expert not in ids:
-        return torch.zeros(shape)
-    n, slot = len(ids), ids.index(expert)
+def _of_matrix(stored: Adapter, key: str, module: LoraModule, _: Any) -> Iterator[Tensor]:
+    yield _product(stored, key) * float(module.module.scaling["default"])
+
+
+def _of_stack(
+    stored: Adapter, key: str, module: LoraModule, shape: tuple[int, int]
+) -> Iterator[Tensor]:
+    config, chosen = stored.config, stored.metadata.experts
+    ids = list(range(module.module.num_experts))
+    version = re.match(r"(\d+)\.(\d+)", str(config.get("peft_version") or "0.17"))
+    old = chosen is None and version is not None and (int(version[1]), int(version[2])) < (0, 19)
+    turned = old or getattr(module.module.get_base_layer(), "is_transposed", False)
+    if chosen is not None:
+        ids = list(chosen[int(key.split(".layers.")[1].split(".")[0])])
     a, b = _pair(stored, key)
-    a_rX = a.chunk(n)[slot]
-    b_Yr = b.chunk(n, 1)[slot] if _grouped(config, module) else b[:, slot::n]
-    product_YX = b_Yr @ a_rX
-    minor = int(str(config.get("peft_version") or "0.17").split(".")[1])
-    turned = getattr(module.module.get_base_layer(), "is_transposed", False)
-    turned = turned or (minor < 19 and stored.metadata.experts is None)
-    if product_YX.shape != shape or (shape[0] == shape[1] and turned):
-        product_YX = product_YX.T
-    return product_YX * scale
+    for expert in range(module.module.num_experts):
+        if expert not in ids:
+            yield torch.zeros(shape)
+            continue
+        n, slot = len(ids), ids.index(expert)
+        b_Yr = b.chunk(n, 1)[slot] if _grouped(config, module) else b[:, slot::n]
+        change_YX = b_Yr @ a.chunk(n)[slot] * float(module.module.scaling["default"])
+        square = shape[0] == shape[1]
+        yield change_YX.T if change_YX.shape != shape or (square and turned) else change_YX
 
 
 def _grouped(config: dict[str, Any], module: LoraModule) -> bool:
