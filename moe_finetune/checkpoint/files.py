@@ -49,9 +49,15 @@ class Computed(TensorInfo):
     make: Callable[[], Tensor]
 
 
-def computed(like: TensorInfo, shape: tuple[int, ...], make: Callable[[], Tensor]) -> Computed:
-    """What ``make`` returns, of this shape, instead of the stored tensor ``like``."""
-    return Computed(like.name, like.file, like.dtype, shape, like.offset, like.size, make)
+def computed(name: str, dtype: str, shape: tuple[int, ...], make: Callable[[], Tensor]) -> Computed:
+    """A tensor that ``make`` returns, of this type and shape."""
+    return Computed(name, Path(), dtype, shape, 0, math.prod(shape) * ITEM_BYTES[dtype], make)
+
+
+def in_memory(name: str, value: Tensor) -> Computed:
+    """A tensor that no file has."""
+    dtype = next(kind for kind, dtype in DTYPES.items() if dtype == value.dtype)
+    return computed(name, dtype, tuple(value.shape), lambda: value)
 
 
 def read_tensor(info: TensorInfo, expert: int | None = None) -> Tensor:

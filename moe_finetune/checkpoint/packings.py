@@ -6,79 +6,61 @@ vLLM's form.
 
 import json
 import re
-import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_finetune.checkpoint.adapter import (
-    BIAS_FILE,
-    CONFIG,
-    METADATA,
-    PREFIX,
-    WEIGHTS,
-    write_metadata,
-)
+from moe_finetune.checkpoint.adapter import BIAS_FILE, CONFIG, METADATA, PREFIX, WEIGHTS
 from moe_finetune.checkpoint.compute import Factors
-from moe_finetune.checkpoint.files import read_tensor
+from moe_finetune.checkpoint.files import Content, in_memory, read_tensor, write_checkpoint
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.checkpoint.peft_form import OF_PACKING, OF_TARGETS, below_factors, peft_form
 from moe_finetune.checkpoint.updates import OpenAdapter, Replace, check_adapter, parts_in_files
 from moe_finetune.errors import AdapterError
-from moe_finetune.io import check_output, one_writer, output_folder, sync
+from moe_finetune.io import check_output, one_writer
+from moe_finetune.io.safetensors_header import TensorInfo, build_header
 
-Form = Callable[[OpenAdapter, Path], Path]
+Form = Callable[[OpenAdapter], tuple[dict[str, Any], Mapping[str, TensorInfo]]]
+"""Returns the config, and the tensors by key without PEFT's prefix."""
 
 
 @one_writer
 def convert_adapter(path: str | Path, base: str | Path, output: str | Path, form: Form) -> Path:
-    """Write the adapter ``path`` of ``base`` in another form to the folder ``output``."""
+    """Write the adapter ``path`` of ``base`` in another form to ``output``, tensor by tensor."""
     output = Path(output)
     check_output(output)
     adapter = check_adapter(path, open_checkpoint(base, stored=True))
-    size = (adapter.folder / WEIGHTS).stat().st_size
-    with output_folder(output, 2 * size) as folder, TemporaryDirectory() as scratch:
-        written = form(adapter, Path(scratch) / "adapter")
-        for name in (CONFIG, WEIGHTS):
-            shutil.copyfile(written / name, folder / name)
-        if (adapter.folder / BIAS_FILE).is_file():
-            shutil.copyfile(adapter.folder / BIAS_FILE, folder / BIAS_FILE)
-        metadata = adapter.metadata
-        if (adapter.folder / METADATA).is_file():
-            chosen = metadata.experts if written == adapter.folder else None
-            write_metadata(folder, chosen, metadata.experts_dropout, **metadata.extra)
-        for file in folder.iterdir():
-            sync(file)
+    config, tensors = form(adapter)
+    small = {CONFIG: json.dumps(config, indent=2).encode()}
+    if (adapter.folder / BIAS_FILE).is_file():
+        small[BIAS_FILE] = (adapter.folder / BIAS_FILE).read_bytes()
+    if (adapter.folder / METADATA).is_file():
+        metadata = {"experts_dropout": adapter.metadata.experts_dropout, **adapter.metadata.extra}
+        small[METADATA] = json.dumps(metadata, indent=2).encode()
+    layout = [(PREFIX + key, info.dtype, info.shape) for key, info in tensors.items()]
+    header = build_header(Path(WEIGHTS), layout, {"format": "pt"})
+    contents = {PREFIX + key: _content(info) for key, info in tensors.items()}
+    write_checkpoint(output, {WEIGHTS: header}, contents, small)
     return output
 
 
-def as_peft(adapter: OpenAdapter, output: Path) -> Path:
-    """The adapter's own folder if PEFT reads it correctly; else ``output`` with a rewritten one."""
+def _content(info: TensorInfo) -> Content:
+    return lambda _target: iter([read_tensor(info).contiguous()])
+
+
+def as_peft(adapter: OpenAdapter) -> tuple[dict[str, Any], Mapping[str, TensorInfo]]:
+    """What PEFT reads, with a pair of factors for each stack."""
     form = peft_form(adapter)
-    if form is adapter:
-        return adapter.folder
-    tensors = {key: read_tensor(info) for key, info in (form.tensors | form.tables).items()}
-    return _write(output, form.config, tensors)
-
-
-def _write(output: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
-    from safetensors.torch import save_file
-
-    output.mkdir(parents=True, exist_ok=True)
-    named = {PREFIX + key: tensor.contiguous() for key, tensor in tensors.items()}
-    save_file(named, output / WEIGHTS, {"format": "pt"})
-    (output / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
-    return output
+    return form.config, form.tensors | form.tables
 
 
 @torch.no_grad()
-def as_per_expert(adapter: OpenAdapter, output: Path) -> Path:
-    """Write factors for each matrix of each expert, under the names in the base's files."""
+def as_per_expert(adapter: OpenAdapter) -> tuple[dict[str, Any], Mapping[str, TensorInfo]]:
+    """A pair for each matrix of each expert, under the names in the base's files."""
     form, base = peft_form(adapter), adapter.base
     factors, parts = Factors(form), parts_in_files(form)
     tensors: dict[str, Tensor] = {}
@@ -122,7 +104,7 @@ def as_per_expert(adapter: OpenAdapter, output: Path) -> Path:
         "rank_pattern": {kind: r for kind, (r, _) in others.items()},
         "alpha_pattern": {kind: s * float(r) ** root for kind, (r, s) in others.items()},
     }
-    return _write(output, config, tensors)
+    return config, {key: in_memory(key, tensor) for key, tensor in tensors.items()}
 
 
 def _kind(path: str) -> str:

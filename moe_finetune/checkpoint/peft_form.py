@@ -87,6 +87,7 @@ def _by_class(adapter: OpenAdapter) -> OpenAdapter:
         taken_as_stack = len(shape) == 3 or path.rpartition(".")[2] in _TAKEN
         is_module = not taken_as_stack and _is_layer(model, path)
         (modules if is_module else parameters).append(path if is_module else loaded)
+        experts = tuple(range(shape[0])) if len(shape) == 3 else None  # zeros, if not chosen
         if _is_whole(terms, shape, adapter) and not (turned and adapter.of_files):
             factor_of = {
                 old: f"{key}.lora_{old.partition('.lora_')[2]}"
@@ -96,14 +97,14 @@ def _by_class(adapter: OpenAdapter) -> OpenAdapter:
             tensors |= {new: adapter.tensors[old] for old, new in factor_of.items()}
             a, b = factor_of[first.a], factor_of[first.b]
             magnitude = factor_of.get(first.magnitude or "")
-            low_rank.append(replace(first, name=loaded, a=a, b=b, magnitude=magnitude))
+            renamed = replace(first, name=loaded, a=a, b=b, magnitude=magnitude)
+            low_rank.append(replace(renamed, experts=experts))
             continue
         a, b = f"{key}.lora_A.weight", f"{key}.lora_B.weight"
         stack = _Stack(factors, terms, shape, turned)
-        like, size = adapter.tensors[first.a], stack.experts * stack.rank
-        tensors[a] = computed(like, (size, stack.sizes[turned]), stack.a)
-        tensors[b] = computed(like, (stack.sizes[not turned], size), stack.b)
-        experts = tuple(range(shape[0])) if len(shape) == 3 else None
+        size = stack.experts * stack.rank
+        tensors[a] = computed(a, "F32", (size, stack.sizes[turned]), stack.a)
+        tensors[b] = computed(b, "F32", (stack.sizes[not turned], size), stack.b)
         low_rank.append(LowRank(loaded, a, b, stack.rank, 1.0, experts, turned))
     if adapter.config.get("use_dora") and parameters:
         raise AdapterError(

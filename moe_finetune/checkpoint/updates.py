@@ -289,12 +289,13 @@ class _Reader:
             vectors_nrZ = vectors_of_b(read_tensor(info_b), slots, grouped)
             return of_all_experts(vectors_nrZ, experts, total)
 
-        first, second, ends = of_a, of_b, (info_a.shape[1], info_b.shape[0])
+        sources = [(of_a, info_a.dtype, info_a.shape[1]), (of_b, info_b.dtype, info_b.shape[0])]
         if swapped:
-            first, second, ends = of_b, of_a, ends[::-1]
+            sources.reverse()
+        (inputs, a_dtype, in_size), (outputs, b_dtype, out_size) = sources
         size = info_a.shape[0] // slots * total
-        self.repacked[a] = computed(info_a, (size, ends[0]), lambda: as_a(first()))
-        self.repacked[b] = computed(info_b, (ends[1], size), lambda: as_b(second()))
+        self.repacked[a] = computed(a, a_dtype, (size, in_size), lambda: as_a(inputs()))
+        self.repacked[b] = computed(b, b_dtype, (out_size, size), lambda: as_b(outputs()))
 
     def check_version(self) -> None:
         """Refuse a version of PEFT that the shapes of some stacks contradict."""

@@ -170,7 +170,8 @@ def changes(stored: Adapter, adapter: OpenAdapter) -> Iterator[Change]:
         if form.tensors != stored.tensors:
             by_hand.check_layer(stored, base, modules, form)
         for module in modules:
-            yield from _of_module(module, form)
+            chosen = (u.experts for u in adapter.low_rank if u.name == module.loaded)
+            yield from _of_module(module, form, next(chosen, None))
     for key, info in form.tensors.items():
         if ".lora_" not in key and not key.endswith(".base_layer.weight"):
             name, value = key.replace(".base_layer.", "."), read_tensor(info)
@@ -179,17 +180,18 @@ def changes(stored: Adapter, adapter: OpenAdapter) -> Iterator[Change]:
                 yield Change(piece, None, part, whole=True)
 
 
-def _of_module(adapted: LoraModule, form: OpenAdapter) -> Iterator[Change]:
+def _of_module(
+    adapted: LoraModule, form: OpenAdapter, chosen: tuple[int, ...] | None
+) -> Iterator[Change]:
     loaded, names = adapted.loaded, form.base.names
     shape = names.shapes[loaded]
     norms = form.tensors.get(f"{adapted.path}.lora_magnitude_vector")
-    changing = next((update.experts for update in form.low_rank if update.name == loaded), None)
     for expert, delta_OI in enumerate(adapted.deltas(form)):
         if getattr(adapted.module, "num_experts", 1) > 1:
             for name, piece in names.of_expert(loaded, expert, delta_OI).items():
                 if names.stacked(name):
                     yield Change(name, expert, piece)
-                elif changing is None or expert in changing:  # the others keep their bytes
+                elif chosen is None or expert in chosen:  # the others keep their bytes
                     yield Change(name, None, piece)
             continue
         spread: dict[str, Tensor] = {}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moe_finetune.errors import AdapterError
 
@@ -14,15 +15,16 @@ if TYPE_CHECKING:
     from moe_finetune.checkpoint.adapter import Adapter
     from moe_finetune.checkpoint.open import Checkpoint
     from moe_finetune.checkpoint.updates import OpenAdapter
+    from moe_finetune.io.safetensors_header import TensorInfo
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts for ``--max-lora-rank``."""
 
 
-def convert_for_vllm(adapter: OpenAdapter, output: Path) -> Path:
-    """``adapter``'s own folder if vLLM reads it; else ``output`` with a rewritten one."""
-    from moe_finetune.checkpoint.adapter import BIAS_FILE, read_adapter
-    from moe_finetune.checkpoint.packings import as_peft
+def convert_for_vllm(adapter: OpenAdapter) -> tuple[dict[str, Any], Mapping[str, TensorInfo]]:
+    """Config and tensors of ``adapter`` as vLLM reads them."""
+    from moe_finetune.checkpoint.adapter import BIAS_FILE
+    from moe_finetune.checkpoint.peft_form import peft_form
 
     folder = adapter.folder
     absorbed = next((key for key in adapter.tensors if ".kv_b_proj." in key), None)
@@ -35,15 +37,21 @@ def convert_for_vllm(adapter: OpenAdapter, output: Path) -> Path:
         raise _unmerged(folder, f"'{whole}' trained in full")
     if adapter.config.get("use_dora"):
         raise _unmerged(folder, "vLLM has no DoRA")
-    written = read_adapter(as_peft(adapter, output.with_name(f"{output.name}-peft")))
-    stack = adapter.base.family.experts_name
+    form, stack = peft_form(adapter), adapter.base.family.experts_name
     pair = [
-        any(key.endswith(f".{stack}{inner}.lora_A.weight") for key in written.tensors)
+        any(key.endswith(f".{stack}{inner}.lora_A.weight") for key in form.tensors)
         for inner in ("", ".base_layer")
     ]
     if pair[0] != pair[1]:
         raise _unmerged(folder, "it adapts only one of the experts' two parameters")
-    return _patterns_by_module(written, output).folder
+    patterns = {  # vLLM does not match parameters
+        key: {
+            re.sub(r"\\?\.weight$", "", name): value
+            for name, value in (form.config.get(key) or {}).items()
+        }
+        for key in ("rank_pattern", "alpha_pattern")
+    }
+    return form.config | patterns, form.tensors
 
 
 def _unmerged(adapter: Path, reason: str) -> AdapterError:
@@ -51,25 +59,6 @@ def _unmerged(adapter: Path, reason: str) -> AdapterError:
         f"{adapter}: vLLM cannot serve this adapter without merging: {reason}; merge it with "
         "'moe-finetune merge' and serve the merged checkpoint"
     )
-
-
-def _patterns_by_module(adapter: Adapter, output: Path) -> Adapter:
-    """The adapter with patterns that name modules, because vLLM does not match parameters."""
-    from moe_finetune.checkpoint.adapter import CONFIG, WEIGHTS, read_adapter
-
-    patterns = {
-        key: {
-            re.sub(r"\\?\.weight$", "", name): value
-            for name, value in (adapter.config.get(key) or {}).items()
-        }
-        for key in ("rank_pattern", "alpha_pattern")
-    }
-    if all(patterns[key] == (adapter.config.get(key) or {}) for key in patterns):
-        return adapter
-    output.mkdir(parents=True)
-    (output / CONFIG).write_text(json.dumps(adapter.config | patterns), encoding="utf-8")
-    (output / WEIGHTS).symlink_to((adapter.folder / WEIGHTS).resolve())
-    return read_adapter(output)
 
 
 def serve_line(base: Checkpoint, adapter: Adapter, name: str) -> str:

@@ -8,7 +8,6 @@ Layouts read in PEFT 0.18.0, 0.19.1 and 0.21.2 (``lora/layer.py``), unsloth-zoo 
 import json
 import math
 import re
-import shutil
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +20,7 @@ from safetensors.torch import load_file, save_file
 from moe_finetune.checkpoint import updates
 from moe_finetune.checkpoint.adapter_layout import as_a
 from moe_finetune.checkpoint.merge import merge_adapter
-from moe_finetune.checkpoint.open import open_checkpoint
-from moe_finetune.checkpoint.packings import as_peft
-from moe_finetune.checkpoint.updates import open_adapter
+from moe_finetune.checkpoint.packings import as_peft, convert_adapter
 from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.cli import main
 from moe_finetune.errors import AdapterError, NumericsError
@@ -100,7 +97,7 @@ def check(base, adapter, wanted, tmp_path):
     merged = tmp_path / f"merged_{base.name}"
     merge_adapter(base, adapter, merged)
     same(logits(helpers.load(merged)), wanted)
-    folder = as_peft(open_adapter(adapter, open_checkpoint(base)), tmp_path / "for_peft")
+    folder = convert_adapter(adapter, base, tmp_path / f"peft_{adapter.name}", as_peft)
     same(logits(helpers.with_adapter(base, folder)), wanted)
     verify_merge(base, adapter, merged)
 
@@ -149,7 +146,6 @@ def test_files_that_hold_stacks(tmp_path):
         )
         check(base, adapter, changed_by(base, deltas), tmp_path)
         (tmp_path / f"merged_{base.name}").rename(tmp_path / f"merged_{version}")
-    shutil.rmtree(tmp_path / "for_peft", ignore_errors=True)
     marked = UNSLOTH | {"lora_B_layout": "grouped_by_expert"}
     adapter, deltas = fused(base, tmp_path / "unsloth", True, True, **marked)
     check(base, adapter, changed_by(base, deltas), tmp_path)

@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 from moe_finetune.checkpoint.load import load_model
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.open import open_checkpoint
-from moe_finetune.checkpoint.packings import as_peft
-from moe_finetune.checkpoint.updates import open_adapter
+from moe_finetune.checkpoint.packings import as_peft, convert_adapter
 from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.errors import (
     AdapterError,
@@ -258,7 +257,7 @@ def test_chosen_experts(bases, adapters, family, tmp_path):
                 before, after, whole = (table[name] for table in tables)
                 assert torch.equal(after, whole if expert in chosen.get(layer, ()) else before)
                 assert not torch.equal(before, whole)
-    ordinary = as_peft(open_adapter(small, open_checkpoint(base)), tmp_path / "ordinary")
+    ordinary = convert_adapter(small, base, tmp_path / "ordinary", as_peft)
     wanted = logits(helpers.with_adapter(base, ordinary))
     assert_same(logits(helpers.load(tmp_path / family)), wanted)
 
