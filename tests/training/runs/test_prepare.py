@@ -223,6 +223,9 @@ def test_a_loader_without_a_batch_is_refused_and_the_plan_counts_whole_batches(
     whole = [*overrides, "trainer.num_train_epochs=2"]
     _, out, _ = train(capsys, recipe, *whole, "--dry-run", "--output", tmp_path / "run")
     assert "steps          6, of 2 sequences" in out
+    part = [*overrides, "trainer.num_train_epochs=1.5"]
+    _, out, _ = train(capsys, recipe, *part, "--dry-run", "--output", tmp_path / "run")
+    assert "steps          5, of 2 sequences" in out  # half of an epoch of three begins a step more
     run = tmp_path / "run"
     big = "trainer.per_device_train_batch_size=8"
     code, _, err = train(capsys, recipe, *overrides, big, "--output", run)
