@@ -143,10 +143,11 @@ def lacks_experts(adapter: Adapter, base: Checkpoint) -> bool:
 def names_files(adapter: Adapter, base: Checkpoint) -> bool:
     """Whether the keys name tensors of the files, as with transformers 4.
 
-    That is, each expert's own matrices, or a stack under its name there (GraniteMoE).
+    That is, each expert's own matrices, a stack under its name there (GraniteMoE), or a matrix that
+    the class calls otherwise.
     """
     if any(map(OLD_EXPERT.fullmatch, adapter.tensors)):
         return True
     paths = {key.partition(".lora_")[0] for key in adapter.tensors if ".lora_" in key}
-    stored = (base.tensors.get(f"{path}.weight") for path in paths)
-    return any(info is not None and len(info.shape) == 3 for info in stored)
+    in_files = {f"{path}.weight" for path in paths} & base.tensors.keys()
+    return any(len(base.tensors[n].shape) == 3 or n not in base.names.shapes for n in in_files)

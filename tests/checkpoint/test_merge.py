@@ -21,7 +21,8 @@ from moe_finetune.errors import (
 )
 from tests.checkpoint import helpers
 from tests.checkpoint.helpers import EXPERTS, logits, select
-from tests.support import names_on_disk, tiny
+from tests.support import names_on_disk, tiny, tiny_families
+from tests.support.tiny_adapter import adapted
 
 MOONLIGHT_BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
@@ -195,6 +196,23 @@ def test_shards(bases, adapters, shape, tmp_path):
     assert_same(logits(helpers.load(merged)), wanted)
 
 
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_an_index_counts_the_bytes_that_are_written(adapters, dtype, tmp_path):
+    """Published ones count otherwise; such an index stays where no tensor changes its size."""
+    base, merged = tmp_path / "base" / "qwen3_moe", tmp_path / "merged"
+    model = tiny.model("qwen3_moe", dtype=torch.bfloat16)
+    model.save_pretrained(base, max_shard_size="400KB")
+    index = base / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    total = content["metadata"]["total_size"]
+    content["metadata"]["total_size"] = total - 4
+    index.write_text(json.dumps(content))
+    merge_adapter(base, adapters("qwen3_moe"), merged, dtype=dtype)
+    written = json.loads((merged / index.name).read_text())
+    assert written["metadata"]["total_size"] == (2 * total if dtype else total - 4)
+    assert written["weight_map"] == content["weight_map"]
+
+
 def test_untouched_bytes_and_metadata(bases, tmp_path):
     base = bases("deepseek_v2")
     adapter = helpers.adapter(base, tmp_path / "a", target_parameters=["gate.weight"])
@@ -229,11 +247,20 @@ def test_bfloat16_is_rounded_once(bases, adapters, tmp_path):
     }
 
 
-def test_conversion_keeps_the_routing_bias_in_float32(bases, adapters, tmp_path):
-    merge_adapter(bases("deepseek_v3"), adapters("deepseek_v3"), tmp_path / "m", dtype="bfloat16")
+@pytest.mark.parametrize(
+    ("family", "bias"),
+    [("deepseek_v3", "mlp.gate.e_score_correction_bias"), ("deepseek_v4", "ffn.gate.bias")],
+)
+def test_conversion_keeps_the_routing_bias_in_float32(family, bias, tmp_path):
+    model = tiny_families.model(family)
+    model.save_pretrained(tmp_path / "base")
+    adapted(model, "lora").save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "m", dtype="bfloat16")
     tensors = load_file(tmp_path / "m" / "model.safetensors")
-    assert tensors[MOONLIGHT_BIAS].dtype == torch.float32
-    assert tensors["lm_head.weight"].dtype == torch.bfloat16
+    kinds = {tensor.dtype for name, tensor in tensors.items() if name.endswith(bias)}
+    assert kinds == {torch.float32}
+    heads = [t.dtype for n, t in tensors.items() if n.endswith(("head.weight", "q_b_proj.weight"))]
+    assert set(heads) == {torch.bfloat16}
 
 
 # Expert-selective LoRA

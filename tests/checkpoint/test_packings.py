@@ -123,6 +123,19 @@ def test_dora_and_whole_tensors(bases, tmp_path):
     same(changes(base, adapter, tmp_path / "one"), changes(base, split, tmp_path / "two"))
 
 
+def test_dora_of_a_fused_module_has_each_files_own_norms(tmp_path):
+    """MiniMax-M3's shared experts: gate and up are one module, and two tensors in the files."""
+    model = tiny_families.model("minimax_m3_vl")
+    model.save_pretrained(tmp_path / "base")
+    fused = r".*language_model.*shared_experts\.gate_up_proj"
+    peft = get_peft_model(model, LoraConfig(r=3, target_modules=fused, use_dora=True))
+    helpers.randomize(peft, 3, 0.05)
+    peft.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    split = convert(tmp_path / "adapter", tmp_path / "base", "per-expert", tmp_path / "split")
+    expected = changes(tmp_path / "base", tmp_path / "adapter", tmp_path / "one")
+    same(expected, changes(tmp_path / "base", split, tmp_path / "two"))
+
+
 def test_an_embedding_saved_beside_its_factors_is_kept(bases, tmp_path):
     """PEFT saves both for LoRA on an embedding; a merge and each form have both."""
     base = bases("qwen3_moe")

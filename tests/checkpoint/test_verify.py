@@ -92,6 +92,36 @@ def test_sees_a_wrong_merge(bases, adapters, tmp_path):
         verify_merge(base, adapters("deepseek_v2"), merged)
 
 
+def test_sees_too_many_elements_that_are_off_by_a_rounding_step(tmp_path):
+    """Either neighbour of a sum halfway between two is right for one element, not for all."""
+    name, factor = "model.layers.1.self_attn.q_proj", "base_model.model.{}.lora_{}.weight"
+    model = tiny_families.model("qwen3_moe").to(torch.bfloat16)
+    model.get_submodule(name).weight.data.zero_()  # so that sums are small beside the largest
+    base = tmp_path / "qwen3_moe"
+    model.save_pretrained(base)
+    adapter = helpers.adapter(base, tmp_path / "adapter", seed=4)
+    merged = merge_adapter(base, adapter, tmp_path / "merged").output
+    factors = load_file(adapter / "adapter_model.safetensors")
+    b, a = (factors[factor.format(name, part)] for part in "BA")
+    exact = 3.0 * (b @ a)  # alpha 12, rank 4
+    slack = verify.SLACK * (exact.abs() + exact.abs().max())
+    low, high = (exact - slack).bfloat16(), (exact + slack).bfloat16()
+    tensors = load_file(merged / WEIGHTS)
+    after = tensors[f"{name}.weight"]
+    other = torch.where(after == low, high, low)
+    where = (other != after).nonzero()
+    assert len(where) > verify.OFF_BY_A_STEP * after.numel() > 2
+    for count, wrong in ((2, False), (len(where), True)):
+        some = tuple(where[:count].T)
+        tensors[f"{name}.weight"] = after.clone().index_put(some, other[some])
+        save_file(tensors, merged / WEIGHTS, {"format": "pt"})
+        if not wrong:
+            verify_merge(base, adapter, merged)
+            continue
+        with pytest.raises(NumericsError, match=r"q_proj.* is not base \+ adapter"):
+            verify_merge(base, adapter, merged)
+
+
 def test_sees_an_untouched_tensor_change(bases, adapters, tmp_path):
     base = bases("deepseek_v2")
     merged = merge_adapter(base, adapters("deepseek_v2"), tmp_path / "m").output
