@@ -15,7 +15,7 @@ from moe_finetune.io.config_file import SAME_CLASS
 from moe_finetune.models import FAMILIES, Family, find_family, newer
 from moe_finetune.models.base import CORRECTION_BIASES
 from moe_finetune.models.structure import part_of, without_weights
-from tests.families.published import fixture
+from tests.published import fixture
 from tests.support import tiny, tiny_families
 from tests.vllm.families import OTHERS, TESTED
 

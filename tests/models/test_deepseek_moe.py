@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from moe_finetune.errors import UnsupportedModelError
 from moe_finetune.models import FAMILIES, deepseek_moe, family_of
 from moe_finetune.models.deepseek_moe import DeepseekForCausalLM
-from tests.families.published import fixture
 from tests.models import deepseek_reference
+from tests.published import fixture
 from tests.support import tiny
 
 PUBLISHED = fixture.read("deepseek_moe_16b").config

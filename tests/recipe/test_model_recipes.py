@@ -7,7 +7,7 @@ from moe_finetune.lora.coverage import lora_coverage
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.models.shrink import of_first_layers
 from moe_finetune.models.structure import meta_model
-from tests.families.published import fixture
+from tests.published import fixture
 from tests.support.documents import script
 
 plans = script("plans")

@@ -13,7 +13,7 @@ from moe_finetune.models import opened_as
 from moe_finetune.models.fresh import fresh_config
 from moe_finetune.models.structure import meta_model
 from moe_finetune.study import expand, load_study
-from tests.families.published import fixture
+from tests.published import fixture
 
 pytestmark = pytest.mark.usefixtures("p0_released")
 

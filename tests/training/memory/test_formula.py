@@ -9,7 +9,7 @@ from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.tree import Tree, merge_mappings
 from moe_finetune.training.memory import BOUND, stored_bytes
 from moe_finetune.training.step_bytes import step_bytes
-from tests.families.published.fixture import FOLDER
+from tests.published.fixture import FOLDER
 from tests.training.memory.fake_step import adapted_model, step_peaks
 
 FAMILIES = ("olmoe_1b_7b", "qwen3_30b_a3b", "mixtral_8x7b", "deepseek_v3", "granite_3_1_1b",

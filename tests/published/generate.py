@@ -7,7 +7,7 @@ from pathlib import Path
 
 from moe_finetune.io.checkpoint_files import INDEX, SINGLE, index_text
 from moe_finetune.io.safetensors_header import TensorInfo, build_header
-from tests.families.published.fixture import Published, Row, expand
+from tests.published.fixture import Published, Row, expand
 
 
 def write(published: Published, folder: Path) -> Path:

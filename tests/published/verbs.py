@@ -18,8 +18,8 @@ from moe_finetune.models.structure import meta_model
 from moe_finetune.recipe.schema import Recipe, recipe_from_tree
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.training.inspect import inspect_checkpoint
-from tests.families.published import fixture, generate
-from tests.families.published.fixture import Published
+from tests.published import fixture, generate
+from tests.published.fixture import Published
 
 
 def run(published: Published, folder: Path) -> dict[str, str]:

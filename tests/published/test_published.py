@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.families.published import fixture, verbs
+from tests.published import fixture, verbs
 
 
 @pytest.mark.parametrize("name", fixture.NAMES)
