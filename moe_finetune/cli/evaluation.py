@@ -118,7 +118,9 @@ def evaluate(
             chosen, data_dir, load_tokenizer(checkpoint), limit, allow_unsafe_local
         )
         print(render_checks(checks))
-        if not all(task.runnable or task.external for task in checks):
+        if chosen.external:
+            print(chosen.external)
+        if not all(task.runnable for task in checks):
             raise typer.Exit(2)
         return
     if output is None:

@@ -29,13 +29,9 @@ BACKENDS = ("vllm", "hf", "server")
 class Backend:
     """An opened model.
 
-    Attributes:
-        kind: ``"vllm"``, ``"hf"`` or ``"server"``.
-        identity: content hash of the checkpoint (and adapter); part of every cache key.
-        checkpoint: the folder, or the server's model name.
-        settings: everything that can change a reply, for results.json and cache keys.
-        chunk: number of requests that are sent and stored together.
-        routing: hooks that apply an adapter's routing bias, or None.
+    ``identity`` is the content hash of checkpoint and adapter, ``settings`` all that can change a
+    reply: both are in every cache key. ``chunk`` requests are sent and stored together; ``routing``
+    are the hooks that apply an adapter's bias.
     """
 
     kind: str

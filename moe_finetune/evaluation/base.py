@@ -30,9 +30,8 @@ def score_base(
 ) -> None:
     """Evaluate ``base`` into the folder ``output``, or copy what an earlier run has scored.
 
-    Scores are shared if everything that can change a reply is equal: the checkpoint's content, the
-    suite with its data, the backend with its options, limit and versions. They are stored in the
-    cache folder; a second run waits until the first has finished.
+    Shared if all that can change a reply is equal: the checkpoint's content, the suite with its
+    data, backend, limit and versions. A second run waits until the first has finished.
     """
     chosen = load_suite(suite) if only is None else select(load_suite(suite), only)
     digests = KnownDigests(cache_folder() / "digests.json")

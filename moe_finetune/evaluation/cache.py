@@ -102,13 +102,9 @@ def answer_all(
     chunk: int,
     progress: Callable[[list[int], bool], None] | None = None,
 ) -> list[Any]:
-    """Return a reply for every request, sending only chunks that are not stored completely.
+    """A reply for every request; only chunks that are not stored completely are asked for.
 
-    Args:
-        kind: request type ("loglikelihood", "generate_until", ...), part of the key.
-        arguments: one tuple of JSON values per request.
-        ask: indices of one chunk -> their replies.
-        progress: called after each chunk with its indices and whether it was already stored.
+    ``ask`` gets the indices of a chunk, ``progress`` also whether it was stored.
     """
     seen: dict[str, int] = {}
     keys = []

@@ -24,13 +24,9 @@ _SPECIAL = re.compile(r"<\S+>")
 class Usage:
     """A task's cost, and whether its prompts fitted the context.
 
-    Attributes:
-        requests: requests of the task; ``stored`` of them were answered from the cache.
-        tokens: prompt and reply tokens of the requests that were sent.
-        seconds: wall time of those.
-        overflowing: requests longer than the context; ``policy`` says how they were handled.
-        thoughts: replies of chats whose thoughts were removed.
-        unanswered: replies of chats that were cut inside their thoughts.
+    ``tokens`` and ``seconds`` are of the requests that were sent, not of ``stored`` ones;
+    ``thoughts`` counts replies whose thoughts were removed, ``unanswered`` those that were cut
+    inside them.
     """
 
     requests: int = 0
@@ -51,10 +47,8 @@ class Usage:
 class CachedLM(LM):
     """Wraps a backend's lm-eval model.
 
-    Args:
-        overflow: ``"error"`` stops a task whose prompts do not fit into the context;
-            ``"truncate"`` lets lm-eval truncate them on the left, and counts them.
-        entry: the suite's line: a cap on generated tokens, and how chats are rendered and judged.
+    ``overflow`` "error" stops a task whose prompts do not fit into the context; "truncate" lets lm-
+    eval cut them on the left, and counts them.
     """
 
     def __init__(

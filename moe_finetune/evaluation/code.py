@@ -1,16 +1,18 @@
-"""Score generated programs in a sandbox, after generation."""
+"""Programs from replies, and their scores in a sandbox."""
 
+import itertools
 import math
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from moe_finetune.errors import DataError, DependencyError, EvaluationError, did_you_mean
-from moe_finetune.evaluation.results import TaskResult, samples_file
-from moe_finetune.evaluation.sandbox import Program, Sandbox
+from moe_finetune.errors import DataError, EvaluationError, did_you_mean
+from moe_finetune.evaluation.sandbox import Program, Sandbox, Verdict
 from moe_finetune.evaluation.sandbox.names import free_names, required_names
 from moe_finetune.evaluation.statistics import mean_and_deviation
 from moe_finetune.evaluation.thoughts import judged
@@ -24,8 +26,7 @@ _PYTHON = re.compile(r"(?:[{.\s]*(?:i?python|py)\d*\b.*)?", re.IGNORECASE)
 def human_eval_program(doc: dict[str, Any], reply: str) -> Program:
     """Build the program of a HumanEval item: the reply continues the prompt, or is a whole block.
 
-    Args:
-        doc: row with ``prompt``, ``test`` and ``entry_point``.
+    ``doc`` has ``prompt``, ``test`` and ``entry_point``.
     """
     entry, reply = doc["entry_point"], judged(reply) or ""
     block = fenced(reply, (entry,))
@@ -39,12 +40,10 @@ def human_eval_program(doc: dict[str, Any], reply: str) -> Program:
 
 
 def mbpp_program(doc: dict[str, Any], reply: str) -> Program:
-    """Build the program of an MBPP item.
+    """Build the program of an MBPP item, whose reply ends at ``[DONE]`` or a fence.
 
-    Args:
-        doc: row with ``test_list``, and ``test_setup_code``, ``test_imports`` and ``code`` (the
-            reference solution, for the names that it defines) if present.
-        reply: the model's text, up to ``[DONE]`` or a fence.
+    ``doc`` has ``test_list``, and ``test_setup_code``, ``test_imports`` and ``code`` (the reference
+    solution, for the names that it defines) if present.
     """
     imports = "\n".join(doc.get("test_imports") or [])
     # The set-up builds objects from the program's classes, so it runs with the tests.
@@ -114,6 +113,64 @@ FORMS: dict[str, Callable[[dict[str, Any], str], Program]] = {
 }
 
 
+Run = Callable[[list[Program]], list[Verdict]]
+_run: ContextVar[Run | None] = ContextVar("run", default=None)
+
+
+@contextmanager
+def scored_by(run: Run) -> Iterator[None]:
+    """Let ``run`` give the verdicts of :func:`verdicts`."""
+    token = _run.set(run)
+    try:
+        yield
+    finally:
+        _run.reset(token)
+
+
+def failed(programs: list[Program]) -> list[Verdict]:
+    """Verdicts on programs that are not run."""
+    return [Verdict(False, "not run", 0.0) for _ in programs]
+
+
+def unscored(programs: list[Program]) -> list[Verdict]:
+    """No verdicts: there is no sandbox."""
+    return []
+
+
+def verdicts(
+    form: str,
+    replies: Sequence[Sequence[str]],
+    docs: Sequence[dict[str, Any]],
+    run: Run | None = None,
+    places: Sequence[str] = (),
+) -> list[list[dict[str, Any]]]:
+    """The verdicts on all replies to each item: lm-eval's filter of tasks whose replies run.
+
+    Args:
+        form: ``"humaneval"`` or ``"mbpp"``.
+        replies: of each item of ``docs``.
+        places: of the items, for messages.
+    """
+    programs = []
+    for index, (doc, texts) in enumerate(zip(docs, replies, strict=True)):
+        where = places[index] if places else f"item {index}"
+        try:
+            programs += [FORMS[form](doc, reply) for reply in texts]
+        except KeyError as error:
+            raise DataError(f"{where}: the item has no {error} for form '{form}'") from None
+        except (TypeError, AttributeError, DataError) as error:
+            raise DataError(f"{where}: not an item of form '{form}': {error}") from None
+    found = (run or _run.get() or Sandbox().run_all)(programs)
+    rows = iter([{"passed": verdict.passed, "reason": verdict.reason} for verdict in found])
+    return [list(itertools.islice(rows, len(texts))) for texts in replies]
+
+
+def pass_rate(verdicts: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """pass@1 of an item, the mean over its replies; nothing without verdicts."""
+    passed = [float(verdict["passed"]) for verdict in verdicts]
+    return {"pass@1": sum(passed) / len(passed)} if passed else {}
+
+
 def score_code(
     samples: str | Path,
     form: str = "humaneval",
@@ -136,37 +193,21 @@ def score_code(
         raise EvaluationError(f"unknown form '{form}'{did_you_mean(form, FORMS)}")
     path = Path(samples)
     rows = read_rows(path, ("doc", "replies"))
-    programs: list[Program] = []
-    owners: list[int] = []
-    for index, row in enumerate(rows):
-        where = f"{path}, row {index + 1}"
+    places = [f"{path}, row {number}" for number in range(1, len(rows) + 1)]
+    for row, where in zip(rows, places, strict=True):
         try:
             replies = row["replies"][0]
         except (IndexError, KeyError, TypeError):
             replies = None
         if not replies or not all(isinstance(reply, str) for reply in replies):
             raise DataError(f"{where}: replies have no text")
-        for reply in replies:
-            try:
-                programs.append(FORMS[form](row["doc"], reply))
-            except KeyError as error:
-                raise DataError(f"{where}: the item has no {error} for form '{form}'") from None
-            except (TypeError, AttributeError, DataError) as error:
-                raise DataError(f"{where}: not an item of form '{form}': {error}") from None
-            owners.append(index)
     active = sandbox or Sandbox(allow_unsafe_local=allow_unsafe_local)
-    try:
-        verdicts = active.run_all(programs)
-    finally:
-        if sandbox is None:
-            active.close()
-    for row in rows:
-        row["verdicts"] = []
-    for index, verdict in zip(owners, verdicts, strict=True):
-        rows[index]["verdicts"].append({"passed": verdict.passed, "reason": verdict.reason})
-    scores = [sum(v["passed"] for v in row["verdicts"]) / len(row["verdicts"]) for row in rows]
-    for row, score in zip(rows, scores, strict=True):
-        row["metrics"] = {**row.get("metrics", {}), "pass@1": score}
+    texts, docs = [row["replies"][0] for row in rows], [row["doc"] for row in rows]
+    scored = verdicts(form, texts, docs, active.run_all, places)
+    for row, row_verdicts in zip(rows, scored, strict=True):
+        row["verdicts"] = row_verdicts
+        row["metrics"] = {**row.get("metrics", {}), **pass_rate(row_verdicts)}
+    scores = [row["metrics"]["pass@1"] for row in rows]
     target = path.with_name(f"{path.stem}.scored.jsonl")
     write_jsonl(target, rows)
     mean, deviation = mean_and_deviation(scores)
@@ -174,29 +215,7 @@ def score_code(
         "pass@1": mean,
         "stderr": None if deviation is None else deviation / math.sqrt(len(scores)),
         "n": len(scores),
-        "passed": sum(v.passed for v in verdicts),
+        "passed": sum(v["passed"] for row in rows for v in row["verdicts"]),
         "sandbox": active.kind,
         "samples": str(target),
     }
-
-
-def add_code_score(
-    folder: Path, form: str, result: TaskResult, allow_unsafe_local: bool = False
-) -> None:
-    """Score a task's samples and add pass@1 to its result, or a note if there is no sandbox."""
-    if "pass@1,sandbox" in result["metrics"]:
-        return
-    try:
-        score = score_code(
-            samples_file(folder, result), form, allow_unsafe_local=allow_unsafe_local
-        )
-    except DependencyError as error:
-        note = f"generated, not scored: {error}"
-        result["notes"] = [n for n in result["notes"] if n != note] + [note]
-        return
-    result["metrics"] = {"pass@1,sandbox": {"value": score["pass@1"], "stderr": score["stderr"]}}
-    result["value"], result["stderr"] = score["pass@1"], score["stderr"]
-    result["samples"] = str(Path(score["samples"]).relative_to(folder))
-    result["notes"] = [n for n in result["notes"] if not n.startswith("generated, not scored")]
-    if score["sandbox"] == "unsafe-local":
-        result["notes"].append("programs ran without a sandbox")

@@ -3,9 +3,9 @@
 import math
 from typing import Any
 
-from moe_finetune.evaluation.leaf import Leaf
 from moe_finetune.evaluation.results import Metric, TaskResult
 from moe_finetune.evaluation.suites import SuiteTask
+from moe_finetune.evaluation.tasks import Leaf
 from moe_finetune.io.hashes import sha256_text, to_json
 
 
@@ -29,14 +29,16 @@ def task_result(entry: SuiteTask, leaves: list[Leaf], raw: dict[str, Any]) -> Ta
     metrics = _metrics(group_row) if group_row else {}
     headline = f"{entry.metric},{entry.filter}"
     if entry.aggregate == "mean_acc":
-        metrics = {headline: mean_accuracy([_metrics(rows[name]) for name in names])}
+        subtasks = [_metrics(rows[name]) for name in names]
+        every = all("acc,none" in metric for metric in subtasks)  # CoLA has none
+        metrics = {headline: mean_accuracy(subtasks)} if every else {}
     notes = []
     if any(leaf.examples and leaf.examples == leaf.tested for leaf in leaves):
         notes.append(
             "examples are other rows of the tested split, because the task has no separate "
             "split for them"
         )
-    if headline not in metrics and not entry.code:
+    if headline not in metrics:
         notes.append(f"the task reports no {headline}; it reports {', '.join(metrics) or 'none'}")
     top = metrics.get(headline, {"value": None, "stderr": None})
     several = len(names) > 1

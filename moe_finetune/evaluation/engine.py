@@ -12,12 +12,13 @@ from typing import Any, cast
 from moe_finetune.errors import EvaluationError, MoeFinetuneError, OutputExistsError
 from moe_finetune.evaluation.backends import Backend, open_backend
 from moe_finetune.evaluation.cache import ReplyStore
-from moe_finetune.evaluation.catalog import Catalog, prepare
 from moe_finetune.evaluation.collect import sample_rows, task_result
-from moe_finetune.evaluation.leaf import Leaf
+from moe_finetune.evaluation.offline import prepare
 from moe_finetune.evaluation.results import SCHEMA, Results, TaskResult
+from moe_finetune.evaluation.sandbox import Sandbox
 from moe_finetune.evaluation.sandbox.install import no_sandbox
 from moe_finetune.evaluation.suites import Suite, SuiteTask, load_suite, select
+from moe_finetune.evaluation.tasks import Catalog, Leaf
 from moe_finetune.io import clear_beside, clear_leftovers, one_writer, write_atomic
 from moe_finetune.io.environment import describe_environment
 from moe_finetune.io.hashes import sha256_json, to_json
@@ -75,19 +76,26 @@ def evaluate(
     output = Path(output)
     if data_dir is not None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    catalog, leaves = prepare(loaded, data_dir)
-    programs = [t.label for t in loaded.tasks if t.code]
-    if programs and not allow_unsafe_local and (trouble := no_sandbox()):
-        terminal().say(f"{', '.join(programs)}: generated and not scored; {trouble}", "warning")
+    continued = (output / RESULTS_FILE).is_file() or (output / "cache").is_dir()
+    catalog, leaves = prepare(loaded, data_dir, rehearsed=continued)
+    sandbox, trouble = None, ""
+    if programs := [t.label for t in loaded.tasks if t.code]:
+        trouble = "" if allow_unsafe_local else no_sandbox()
+        if trouble:
+            terminal().say(f"{', '.join(programs)}: generated and not scored; {trouble}", "warning")
+        else:
+            sandbox = Sandbox(allow_unsafe_local=allow_unsafe_local)
     active = opened or open_backend(checkpoint, backend, seed=seed, **engine)
     settings = active.settings | {"overflow": overflow, "seed": seed}
     _refuse_other_checkpoint(output, active)
     clear_beside(output / RESULTS_FILE)
     for folder in ("cache", "tasks"):
         clear_leftovers(output / folder)
-    run = _Run(loaded, catalog, active, settings, output, limit, seed, overflow, progress)
+    run = _Run(
+        loaded, catalog, active, settings, output, limit, seed, overflow, progress, sandbox, trouble
+    )
     try:
-        return run.go(leaves, allow_unsafe_local)
+        return run.go(leaves)
     finally:
         if opened is None:
             active.close()
@@ -96,7 +104,7 @@ def evaluate(
 def definition_of(entry: SuiteTask, leaves: list[Leaf], limit: int | None) -> dict[str, Any]:
     """What decides the requests and the score of a suite's line, apart from the model."""
     return {
-        "entry": entry.model_dump(exclude={"label", "source", "external", "chance"}),
+        "entry": entry.model_dump(exclude={"label", "source", "chance", "files"}),
         "leaves": {leaf.name: leaf.config_hash() for leaf in leaves},
         "data": {leaf.name: leaf.data_hashes() for leaf in leaves},
         "limit": min((n for n in (limit, entry.limit) if n is not None), default=None),
@@ -107,12 +115,11 @@ def definition_of(entry: SuiteTask, leaves: list[Leaf], limit: int | None) -> di
 def definitions(
     suite: Suite, data_dir: str | Path | None, limit: int | None
 ) -> dict[str, dict[str, Any]]:
-    """:func:`definition_of` every line of ``suite`` that lm-eval evaluates, by label."""
+    """:func:`definition_of` every line of ``suite``, by label."""
     if data_dir is not None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    _, leaves = prepare(suite, data_dir)
-    entries = [entry for entry in suite.tasks if not entry.external]
-    return {entry.label: definition_of(entry, leaves[entry.label], limit) for entry in entries}
+    _, leaves = prepare(suite, data_dir, rehearsed=True)
+    return {entry.label: definition_of(entry, leaves[entry.label], limit) for entry in suite.tasks}
 
 
 def _refuse_other_checkpoint(output: Path, backend: Backend) -> None:
@@ -141,29 +148,21 @@ class _Run:
     seed: int
     overflow: str
     progress: bool
+    sandbox: Sandbox | None
+    trouble: str
 
     def __post_init__(self) -> None:
         self.identity = {"checkpoint": self.backend.identity, "settings": self.settings}
         self.key = f"{self.backend.identity[:12]}-{sha256_json(self.settings)[:12]}"
         self.started = time.time()
 
-    def go(self, leaves: dict[str, list[Leaf]], allow_unsafe_local: bool) -> Results:
+    def go(self, leaves: dict[str, list[Leaf]]) -> Results:
         tasks: dict[str, TaskResult] = {}
         notes = list(self.backend.notes)
         try:
             for index, entry in enumerate(self.suite.tasks, 1):
-                if entry.external:
-                    notes.append(f"{entry.label}: {entry.external}")
-                    continue
                 self._say(f"[{index}/{len(self.suite.tasks)}] {entry.label}")
                 result = self._task(entry, leaves[entry.label])
-                if entry.code:
-                    from moe_finetune.evaluation.code import add_code_score
-
-                    add_code_score(self.output, entry.code, result, allow_unsafe_local)
-                    write_atomic(
-                        self._task_file(result["key"], entry), to_json(result, 1, sort=False)
-                    )
                 tasks[entry.label] = result
                 for note in result["notes"]:
                     self._say(f"  {note}")
@@ -185,7 +184,9 @@ class _Run:
         key = sha256_json([definition, self.identity])
         file = self._task_file(key, entry)
         if file.is_file():
-            return cast(TaskResult, read_object(file, EvaluationError, "delete it", finite=False))
+            stored = cast(TaskResult, read_object(file, EvaluationError, "delete it", finite=False))
+            if stored["value"] is not None or self.sandbox is None:
+                return stored
         started = time.perf_counter()
         raw, usage = self._ask(entry, leaves, limit)
         samples = sample_rows(raw["samples"])
@@ -199,6 +200,10 @@ class _Run:
             "usage": usage,
             "wall_seconds": time.perf_counter() - started,
         }
+        if entry.code and self.trouble:
+            result["notes"] = [f"generated, not scored: {self.trouble}"]
+        elif entry.code and self.sandbox is not None and self.sandbox.kind == "unsafe-local":
+            result["notes"].append("programs ran without a sandbox")
         if usage["overflowing"]:
             result["notes"].append(
                 f"{usage['overflowing']} of {usage['requests']} prompts were longer than the "
@@ -221,40 +226,43 @@ class _Run:
         from transformers import set_seed
 
         from moe_finetune.evaluation.cached_lm import CachedLM, Overflow
+        from moe_finetune.evaluation.code import Run, scored_by, unscored
 
         store = ReplyStore(self.output / "cache" / self.key / "replies.sqlite", self.identity)
         overflow = cast(Overflow, self.overflow)
         lm = CachedLM(self.backend, store, overflow, entry, self.progress)
         set_seed(self.seed)
+        run: Run = unscored if self.sandbox is None else self.sandbox.run_all
         try:
             # `simple_evaluate` would also run git and pip for a record that is not used.
-            raw = lm_eval.evaluate(
-                lm=lm,
-                task_dict=self.catalog.load(entry, leaves, self.seed),
-                limit=limit,
-                bootstrap_iters=1000,
-                apply_chat_template=entry.chat,
-                fewshot_as_multiturn=entry.chat,
-            )
+            with scored_by(run):
+                raw = lm_eval.evaluate(
+                    lm=lm,
+                    task_dict=self.catalog.load(entry, leaves, self.seed),
+                    limit=limit,
+                    bootstrap_iters=1000,
+                    apply_chat_template=entry.chat,
+                    fewshot_as_multiturn=entry.chat,
+                )
         finally:
             store.close()
         return cast(dict[str, Any], raw), lm.usage.as_dict()
 
     def _write(self, tasks: dict[str, TaskResult], notes: list[str], complete: bool) -> Results:
-        expected = [t.label for t in self.suite.tasks if not t.external]
         results: Results = {
             "schema": SCHEMA,
             "complete": complete,
             "suite": {
                 "name": self.suite.name,
                 "sha256": sha256_json(self.suite.model_dump(mode="json")),
+                "external": self.suite.external,
             },
             "checkpoint": {"path": self.backend.checkpoint, "sha256": self.backend.identity},
             "backend": self.backend.kind,
             "settings": self.settings | {"limit": self.limit},
             "environment": describe_environment(),
             "tasks": tasks,
-            "unfinished": [label for label in expected if label not in tasks],
+            "unfinished": [t.label for t in self.suite.tasks if t.label not in tasks],
             "notes": notes,
             "started": datetime.datetime.fromtimestamp(self.started, datetime.UTC).isoformat(
                 timespec="seconds"

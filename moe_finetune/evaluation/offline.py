@@ -1,37 +1,33 @@
 """Check which tasks of a suite can run here, what is missing, and estimate their cost."""
 
+import io
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import EvaluationError, MoeFinetuneError
-from moe_finetune.evaluation.catalog import Catalog
+from moe_finetune.evaluation.code import failed, scored_by
+from moe_finetune.evaluation.collect import task_result
 from moe_finetune.evaluation.sandbox.install import no_sandbox
-from moe_finetune.evaluation.suites import Suite, load_suite
+from moe_finetune.evaluation.suites import Suite, SuiteTask, load_suite
+from moe_finetune.evaluation.tasks import Catalog, Leaf
 
 _SAMPLED = 50
 
 
 @dataclass
 class TaskCheck:
-    """The result of :func:`check_suite` for one line of a suite.
+    """What :func:`check_suite` found for a line: ``problem`` says why it cannot run.
 
-    Attributes:
-        label: the line's key in results.json.
-        runnable: whether the task can start (with a data folder: whether all files exist).
-        problem: why it cannot run, apart from a missing file, or how to run it elsewhere.
-        external: whether another package evaluates it.
-        items: number of items; None when the data comes from the hub.
-        requests: model requests (one per choice in multiple choice).
-        prompt_tokens: estimate from the first items, characters / 4 without a tokenizer.
-        reply_tokens: upper bound, with all replies at maximum length.
+    ``items`` is None without local data. ``prompt_tokens`` are estimated from the first items,
+    ``reply_tokens`` an upper bound, with all replies at maximum length.
     """
 
     label: str
     runnable: bool
     missing: list[str] = field(default_factory=list)
     problem: str = ""
-    external: bool = False
     items: int | None = None
     requests: int | None = None
     prompt_tokens: int | None = None
@@ -47,12 +43,8 @@ def check_suite(
 ) -> list[TaskCheck]:
     """Report which tasks can run and what is missing, and estimate tokens, without a model.
 
-    Args:
-        suite: name, file or :class:`Suite`.
-        data_dir: folder of local data; without it tasks load from the hub and are not estimated.
-        tokenizer: a tokenizer (``tokenizer(text).input_ids``) for the estimate.
-        limit: first items of each task only.
-        allow_unsafe_local: generated programs will be scored without a sandbox.
+    Without ``data_dir`` rows come from the hub, and without a ``tokenizer`` four characters count
+    as a token.
     """
     loaded = load_suite(suite)
     catalog = Catalog(loaded, data_dir)
@@ -60,15 +52,13 @@ def check_suite(
     for entry in loaded.tasks:
         check = TaskCheck(entry.label, runnable=True)
         checks.append(check)
-        if entry.external:
-            check.runnable, check.problem, check.external = False, entry.external, True
-            continue
         try:
             leaves = catalog.leaves(entry)
             check.missing = sorted({str(path) for leaf in leaves for path in leaf.missing})
             check.runnable = not check.missing
             if check.runnable:
                 catalog.check(entry, leaves)
+                rehearse(catalog, entry, leaves)
             if check.runnable and all(leaf.files for leaf in leaves):
                 cap = min((n for n in (limit, entry.limit) if n is not None), default=None)
                 for task in catalog.load(entry, leaves)["tasks"].values():
@@ -79,6 +69,65 @@ def check_suite(
         except MoeFinetuneError as error:
             check.runnable, check.problem = False, str(error)
     return checks
+
+
+def prepare(
+    suite: Suite, data_dir: str | Path | None, rehearsed: bool = False
+) -> tuple[Catalog, dict[str, list[Leaf]]]:
+    """Find the tasks of ``suite`` and check them, without a model; the tasks of each line by
+    label.
+    """
+    catalog = Catalog(suite, data_dir)
+    leaves = {entry.label: catalog.leaves(entry) for entry in suite.tasks}
+    for entry in suite.tasks:
+        catalog.check(entry, leaves[entry.label])
+    for entry in () if rehearsed else suite.tasks:
+        rehearse(catalog, entry, leaves[entry.label])
+    return catalog, leaves
+
+
+def rehearse(catalog: Catalog, entry: SuiteTask, leaves: list[Leaf]) -> None:
+    """Ask lm-eval for the first item of each task, with a model that answers nonsense.
+
+    What lm-eval does not accept, and a metric that it does not report, are found here.
+    """
+    import lm_eval
+    from lm_eval.models.dummy import DummyLM
+
+    class Nobody(DummyLM):
+        tokenizer_name = "nobody"
+
+        def apply_chat_template(self, chat_history: Any, *_: Any, **__: Any) -> str:
+            return "\n".join(turn["content"] for turn in chat_history)
+
+    where = f"suite {catalog.suite.name}: task '{entry.label}'"
+    noise = io.StringIO()
+    try:
+        with redirect_stdout(noise), redirect_stderr(noise), scored_by(failed):
+            raw = lm_eval.evaluate(
+                lm=Nobody(),
+                task_dict=catalog.load(entry, leaves),
+                limit=1,
+                bootstrap_iters=0,
+                apply_chat_template=entry.chat,
+                fewshot_as_multiturn=entry.chat,
+            )
+    except MoeFinetuneError:
+        raise
+    except Exception as error:  # a task may run anything
+        raise EvaluationError(
+            f"{where}: lm-eval cannot ask it ({type(error).__name__}: {error}); correct its rows, "
+            "or the file that defines it"
+        ) from error
+    reported = task_result(entry, leaves, raw)["metrics"]
+    if f"{entry.metric},{entry.filter}" not in reported:
+        names = "; ".join(score.replace(",", " with filter ") for score in sorted(reported))
+        what = f"it reports {names}" if names else (
+            "it is a group without a score; list its tasks separately"
+        )  # fmt: skip
+        raise EvaluationError(
+            f"{where} reports no metric '{entry.metric}' with filter '{entry.filter}'; {what}"
+        )
 
 
 def _estimate(check: TaskCheck, task: Any, limit: int | None, tokenizer: Any) -> None:
@@ -109,7 +158,7 @@ def render_checks(checks: list[TaskCheck]) -> str:
     width = max(len(c.label) for c in checks)
     lines = []
     for check in checks:
-        state = "elsewhere" if check.external else "ready" if check.runnable else "cannot run"
+        state = "ready" if check.runnable else "cannot run"
         size = ""
         if check.items is not None:
             size = (

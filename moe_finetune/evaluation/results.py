@@ -103,14 +103,15 @@ def load_results(path: str | Path) -> Results:
 
 
 def results_text(results: Results) -> str:
-    """A line for each task: its score, standard error and items."""
+    """A line for each task: its score, standard error and items; what other packages evaluate."""
     lines = []
     for label, task in results["tasks"].items():
         value, stderr = task["value"], task["stderr"]
         score = "not scored" if value is None else f"{value:.4f}"
         error = f" ± {stderr:.4f}" if stderr is not None else ""
         lines.append(f"{label}: {task['metric']} {score}{error} (n={task['n']})")
-    return "\n".join(lines)
+    external = results.get("suite", {}).get("external")
+    return "\n".join([*lines, *([external] if external else [])])
 
 
 def step_results(run: Path) -> dict[int, Results]:

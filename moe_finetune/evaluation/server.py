@@ -162,10 +162,8 @@ def server_models(base_url: str) -> dict[str, str]:
 def open_server(
     checkpoint: str | Path, base_url: str | None, model: str | None, seed: int
 ) -> tuple[CheckedCompletions, dict[str, Any], str]:
-    """Open a server's ``model``, its only one unless named.
-
-    Args:
-        checkpoint: folder of the model (its tokenizer is used), or a tokenizer's hub id.
+    """Open a server's ``model``, its only one unless named; ``checkpoint`` is the tokenizer's
+    folder.
 
     Returns:
         lm-eval's model, all settings that can change a reply, and a hash of the served model.

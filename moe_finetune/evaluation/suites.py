@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moe_finetune.errors import EvaluationError, did_you_mean
 from moe_finetune.io.yaml_file import read_yaml
+from moe_finetune.recipe.tree import find_recipe
 from moe_finetune.recipe.validation import describe
 
 _NAME, _LONGEST = re.compile(r"\w[\w .+-]*"), 120
@@ -37,7 +38,6 @@ class SuiteTask(BaseModel):
             large.
         code: generated programs are scored in the sandbox, in this form.
         aggregate: ``mean_acc`` is the unweighted mean of the group's accuracies.
-        external: evaluated by its own package against a server, not by lm-eval; a note says how.
         chance: the score of guessing, if known.
     """
 
@@ -58,7 +58,6 @@ class SuiteTask(BaseModel):
     max_tokens: int | None = Field(default=None, gt=0)
     code: Literal["humaneval", "mbpp"] | None = None
     aggregate: Literal["mean_acc"] | None = None
-    external: str | None = None
     chance: float | None = None
 
     def model_post_init(self, context: Any) -> None:
@@ -76,12 +75,16 @@ class SuiteTask(BaseModel):
 
 
 class Suite(BaseModel):
-    """A named list of tasks; relative data files are looked up in ``folder``."""
+    """A named list of tasks; relative data files are looked up in ``folder``.
+
+    ``external`` says what of the suite other packages evaluate; it is shown with the scores.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     name: str
     description: str = ""
+    external: str = ""
     tasks: list[SuiteTask] = Field(min_length=1)
     folder: Path | None = Field(default=None, exclude=True)
 
@@ -112,7 +115,7 @@ def load_suite(suite: str | Path | Suite) -> Suite:
     """Return a suite by name or from a YAML file; a :class:`Suite` is returned unchanged."""
     if isinstance(suite, Suite):
         return suite
-    path = Path(suite)
+    path = find_recipe(Path(suite))  # those of recipes/ are shipped, too
     if path.suffix not in (".yaml", ".yml"):
         path = eval_root() / "suites" / f"{suite}.yaml"
         if not path.is_file():
@@ -144,4 +147,6 @@ def select(suite: Suite, labels: Iterable[str]) -> Suite:
             raise EvaluationError(
                 f"suite {suite.name} has no task '{label}'{did_you_mean(label, by_label)}"
             )
-    return suite.model_copy(update={"tasks": [t for t in suite.tasks if t.label in chosen]})
+    tasks = [task for task in suite.tasks if task.label in chosen]
+    external = suite.external if len(tasks) == len(suite.tasks) else ""
+    return suite.model_copy(update={"tasks": tasks, "external": external})

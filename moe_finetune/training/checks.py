@@ -15,7 +15,7 @@ from moe_finetune.checkpoint.export import carried_files
 from moe_finetune.checkpoint.open import stale_head
 from moe_finetune.checkpoint.updates import check_adapter
 from moe_finetune.errors import DependencyError, RecipeError, UnsupportedModelError
-from moe_finetune.evaluation.catalog import prepare as prepare_suite
+from moe_finetune.evaluation.offline import prepare as prepare_suite
 from moe_finetune.evaluation.suites import load_suite, select
 from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.layers import config_facts

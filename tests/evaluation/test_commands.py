@@ -142,10 +142,13 @@ def test_check_asks_no_model(run, checkpoint, suite, tmp_path):
     assert "5 items, 15 requests" in colours
 
 
-def test_check_does_not_fail_for_what_runs_elsewhere(run, checkpoint, tmp_path):
+def test_what_other_packages_evaluate_is_said_with_the_scores(run, checkpoint, tmp_path):
     suite = write_suite(tmp_path / "data", items=3)
     content = yaml.safe_load(suite.read_text())
-    content["tasks"][0]["external"] = "run it with its own package"
-    suite.write_text(yaml.safe_dump(content))
+    suite.write_text(yaml.safe_dump(content | {"external": "2 of 3 here: run the third elsewhere"}))
     code, out, _ = run(checkpoint, "-s", suite, "--check")
-    assert code == 0 and "elsewhere   run it with its own package" in out
+    assert code == 0 and out.endswith("2 of 3 here: run the third elsewhere\n")
+    code, out, _ = run(checkpoint, "-s", suite, "-b", "hf", "-o", tmp_path / "o")
+    assert code == 0 and "\n2 of 3 here: run the third elsewhere\n" in out
+    results = load_results(tmp_path / "o")
+    assert results["suite"]["external"].startswith("2 of 3 here")

@@ -115,8 +115,20 @@ def test_examples_are_never_the_tested_rows_in_silence(tmp_path):
     ],
 )  # fmt: skip
 def test_a_metric_that_the_task_does_not_report(tmp_path, change, said):
-    files = write(tmp_path, [ROW])
+    program = {"prompt": "def f():\n", "canonical_solution": "", "test": "", "entry_point": "f"}
+    files = write(tmp_path, [ROW | program])
     refused(tmp_path, EXACT | {"files": files} | change, EvaluationError, said)
+
+
+def test_rows_that_the_task_cannot_read(tmp_path):
+    task = {"task": "gsm8k_local", "shots": 0, "metric": "exact_match", "filter": "strict-match"}
+    files = write(tmp_path, [{"query": "3+4?", "answer": "#### 7"}])
+    said = "task 'gsm8k_local': lm-eval cannot ask it (UndefinedError: 'question' is undefined)"
+    refused(tmp_path, task | {"files": files}, EvaluationError, said)
+    program = {"prompt": "def f():\n", "canonical_solution": "", "entry_point": "f"}
+    task = {"task": "humaneval_local", "shots": 0, "metric": "pass@1", "filter": "sandbox",
+            "code": "humaneval", "files": write(tmp_path, [program])}  # fmt: skip
+    refused(tmp_path, task, DataError, "item 0: the item has no 'test' for form 'humaneval'")
 
 
 def test_from_the_command_line(tmp_path, checkpoint, capsys):
@@ -133,7 +145,7 @@ def test_from_the_command_line(tmp_path, checkpoint, capsys):
 
 def test_a_data_set_that_the_hub_does_not_give(tmp_path, monkeypatch):
     """Before training, too: a benchmark that is not there is found at the start."""
-    from moe_finetune.evaluation.catalog import prepare
+    from moe_finetune.evaluation.offline import prepare
 
     asked = []
 

@@ -8,19 +8,18 @@ import pytest
 
 from moe_finetune.errors import DataError, DependencyError, EvaluationError
 from moe_finetune.evaluation.backends import open_backend
-from moe_finetune.evaluation.catalog import Catalog
-from moe_finetune.evaluation.code import FORMS, human_eval_program, mbpp_program
+from moe_finetune.evaluation.code import human_eval_program, mbpp_program, scored_by
 from moe_finetune.evaluation.collect import task_result
 from moe_finetune.evaluation.engine import evaluate
-from moe_finetune.evaluation.leaf import Leaf
-from moe_finetune.evaluation.offline import check_suite, render_checks
+from moe_finetune.evaluation.offline import check_suite, rehearse, render_checks
 from moe_finetune.evaluation.results import load_samples
 from moe_finetune.evaluation.sandbox import Sandbox
 from moe_finetune.evaluation.suites import Suite, SuiteTask, load_suite, suite_names
+from moe_finetune.evaluation.tasks import Catalog, Leaf
 from tests.evaluation.local import write_suite
 from tests.evaluation.made_rows import Oracle, made_rows
 
-PAPERS = {"paper0": 11, "paper1": 15, "paper1_qwen3": 10, "paper2": 17}
+PAPERS = {"paper0": 10, "paper1": 15, "paper1_qwen3": 10, "paper2": 17}
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +37,7 @@ def test_every_suite_names_installed_tasks_of_its_versions():
         assert all(t.source and t.metric for t in suite.tasks)
     every = {t.label: t for name in suite_names() for t in load_suite(name).tasks}
     catalog = Catalog(Suite(name="all", tasks=list(every.values())))
-    leaves = {
-        label: catalog.leaves(task)
-        for label, task in every.items()
-        if not task.external and not task.template
-    }
+    leaves = {label: catalog.leaves(task) for label, task in every.items() if not task.template}
     assert len(leaves["mmlu"]) == 57
     assert len(leaves["bbh"]) == 27
     domains = [leaf.name for k in leaves if k.startswith("mmlu_") for leaf in leaves[k]
@@ -151,7 +146,8 @@ def test_human_eval_is_generated_then_scored(backend, data_folder, tmp_path):
     task = results["tasks"]["humaneval"]
     assert (task["metric"], task["value"], task["n"]) == ("pass@1", 0.0, 3)
     rows = load_samples(tmp_path, task)
-    assert all(len(row["verdicts"]) == 1 for row in rows)
+    assert [row["filter"] for row in rows] == ["sandbox"] * 3
+    assert all(len(row["extracted"][0]) == 1 and not row["metrics"]["pass@1"] for row in rows)
 
 
 def test_programs_are_built_from_continuations_and_blocks():
@@ -193,10 +189,15 @@ def test_suite_files_are_checked(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_metric_that_a_group_does_not_report(tmp_path):
+def test_a_metric_that_a_group_does_not_report(catalog):
     tasks = [{"task": "mmlu", "metric": "acc_norm"}, {"task": "glue", "metric": "acc"}]
     tasks.append({"task": "glue", "label": "mean", "metric": "mean_acc", "aggregate": "mean_acc"})
-    mmlu, glue, mean = check_suite(Suite(name="s", tasks=tasks))
+    suite = Suite(name="s", tasks=tasks)
+    entries = Catalog(suite, catalog.data_dir)
+    for entry in suite.tasks:
+        for leaf in entries.leaves(entry):
+            write_missing(catalog.data_dir, leaf)
+    mmlu, glue, mean = check_suite(suite, catalog.data_dir)
     assert not mmlu.runnable and "it reports acc with filter none" in mmlu.problem
     assert not glue.runnable and "it is a group without a score; list its tasks" in glue.problem
     assert not mean.runnable and "reports no metric 'mean_acc'" in mean.problem  # CoLA's is mcc
@@ -210,11 +211,11 @@ ASKED = {"chat": False, "enable_thinking": None, "max_tokens": None}
 
 
 def every_task() -> list[SuiteTask]:
-    """The lines of all suites, each once, but for what is evaluated elsewhere."""
+    """The lines of all suites, each once."""
     entries: dict[str, SuiteTask] = {}
     for name in suite_names():
         for task in load_suite(name).tasks:
-            if task.external is None and task.template is None:
+            if task.template is None:
                 # How it is asked and where it is cut does not change how a reply is scored.
                 task = task.model_copy(update=ASKED)
                 assert entries.setdefault(task.label, task) == task, task.label
@@ -243,12 +244,8 @@ def scores(task, oracle, entry) -> list[float]:
     found = []
     for instances in items.values():
         doc = instances[0].doc
-        replies = [i.filtered_resps["none" if entry.code else entry.filter] for i in instances]
-        values = task.process_results(doc, replies)
-        if entry.code:
-            found.append(FORMS[entry.code](doc, replies[0]))
-        else:
-            found.append(values[entry.metric])
+        replies = [instance.filtered_resps[entry.filter] for instance in instances]
+        found.append(task.process_results(doc, replies)[entry.metric])
     return found
 
 
@@ -280,7 +277,7 @@ def test_right_answers_score_one_and_wrong_ones_nothing(catalog, monkeypatch):
     monkeypatch.setattr(templates, "from_string", functools.cache(templates.from_string))
     oracles = Oracle(True), Oracle(False)
     seen: set[str] = set()
-    programs = []
+    sandbox = Sandbox(allow_unsafe_local=True)
     for entry in catalog.suite.tasks:
         leaves = [leaf for leaf in catalog.leaves(entry) if leaf.name not in seen]
         seen |= {leaf.name for leaf in leaves}
@@ -290,17 +287,14 @@ def test_right_answers_score_one_and_wrong_ones_nothing(catalog, monkeypatch):
                 continue
             if entry.aggregate:
                 entry = entry.model_copy(update={"metric": task.config.metric_list[0]["metric"]})
-            right, wrong = (scores(task, oracle, entry) for oracle in oracles)
+            with scored_by(sandbox.run_all):
+                right, wrong = (scores(task, oracle, entry) for oracle in oracles)
             assert len(right) == ITEMS, leaf.name
-            if entry.code:
-                programs += zip(right, wrong, strict=True)
-            elif entry.metric == "mcc":
+            if entry.metric == "mcc":
                 assert all(gold == said for gold, said in right), leaf.name
                 assert all(gold != said for gold, said in wrong), leaf.name
             else:
                 assert right == pytest.approx([1] * ITEMS), leaf.name
                 assert wrong == pytest.approx([0] * ITEMS), leaf.name
-    assert len(seen) == 205 and len(programs) == 2 * ITEMS
-    with Sandbox(allow_unsafe_local=True) as sandbox:
-        for right, wrong in programs:
-            assert sandbox.run(right).passed and not sandbox.run(wrong).passed
+        rehearse(catalog, entry.model_copy(), catalog.leaves(entry))
+    assert len(seen) == 205

@@ -1,8 +1,13 @@
-"""Generated programs are scored later, in the sandbox; here only whether there is a reply."""
+"""Generated programs run in the sandbox, all items at once; pass@1 is the share that passes."""
 
-from __future__ import annotations
+from moe_finetune.evaluation.code import pass_rate, verdicts
 
 
-def replied(doc, results):
-    """Return 1 for a reply that is not blank."""
-    return {"replied": float(bool(results[0].strip()))}
+def run(resps, docs):
+    """Return the verdicts on the replies of every item."""
+    return verdicts("humaneval", resps, docs)
+
+
+def passed(doc, results):
+    """Return the share of an item's replies that pass."""
+    return pass_rate(results[0])

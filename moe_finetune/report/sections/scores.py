@@ -215,6 +215,8 @@ def _remarks(report: Report) -> Markup | None:
         if run.evaluation.get("complete") is False:
             remarks.append((run.label, f"not complete; unfinished: {unfinished}"))
         remarks += [(run.label, str(note)) for note in run.evaluation.get("notes") or []]
+        if external := run.evaluation.get("suite", {}).get("external"):
+            remarks.append((run.label, external))
         remarks += [(f"{run.label}, {t}", note) for t, s in run.scores.items() for note in s.notes]
     if not remarks:
         return None

@@ -1,4 +1,4 @@
-"""Find the lm-evaluation-harness tasks of a suite's line, and the data that they read.
+"""The lm-evaluation-harness tasks of a suite's lines, and the data that they read.
 
 With a data folder nothing is downloaded: every task's ``dataset_path`` and ``dataset_name`` name a
 folder in it, ``<data>/<dataset_path>/<dataset_name>/<split>.jsonl`` (or .parquet, .csv, .json,
@@ -8,17 +8,100 @@ folder in it, ``<data>/<dataset_path>/<dataset_name>/<split>.jsonl`` (or .parque
 import functools
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import DataError, DependencyError, EvaluationError, did_you_mean
-from moe_finetune.evaluation.leaf import Leaf, require_files
-from moe_finetune.evaluation.local_files import local_file, shots_of, splits_of
+from moe_finetune.evaluation.rows import load_rows
 from moe_finetune.evaluation.suites import Suite, SuiteTask, eval_root
+from moe_finetune.io.hashes import sha256_file, sha256_json
 from moe_finetune.io.hub import check_hub
 
 _SPLIT_KEYS = ("test_split", "validation_split", "fewshot_split", "training_split")
+_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".csv")
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One lm-eval task of a suite's line: its YAML, with includes and functions, and local files.
+
+    ``files`` by split is empty where the rows are on the hub, and ``missing`` lists those that do
+    not exist; ``tested`` and ``examples`` are the splits of items and of few-shot examples.
+    """
+
+    name: str
+    config: dict[str, Any]
+    files: dict[str, Path] = field(default_factory=dict)
+    missing: tuple[Path, ...] = ()
+    template: str | None = None
+    tested: str | None = None
+    examples: str | None = None
+
+    def load(self) -> Any:
+        """Return the local files as a ``datasets.DatasetDict``, all rows checked."""
+        from datasets import DatasetDict
+
+        return DatasetDict(
+            {split: load_rows(path, self.template) for split, path in self.files.items()}
+        )
+
+    def data_hashes(self) -> dict[str, str]:
+        """Return split -> SHA-256 of the local file."""
+        return {
+            split: _file_hash(path, path.stat().st_mtime_ns)
+            for split, path in sorted(self.files.items())
+        }
+
+    def config_hash(self) -> str:
+        """Return a hash of the task's definition, without the paths of its files."""
+        hidden = ("custom_dataset", "dataset_kwargs", "metadata")
+        return sha256_json({k: v for k, v in self.config.items() if k not in hidden})
+
+
+@functools.cache
+def _file_hash(path: Path, modified_ns: int) -> str:
+    return sha256_file(path)
+
+
+def shots_of(entry: SuiteTask, config: dict[str, Any]) -> int:
+    """Number of few-shot examples: the suite's, else the task's."""
+    return entry.shots if entry.shots is not None else config.get("num_fewshot") or 0
+
+
+def splits_of(entry: SuiteTask, config: dict[str, Any]) -> tuple[str | None, str | None]:
+    """Return the tested split, and the split that examples are drawn from."""
+    tested = config.get("test_split") or config.get("validation_split")
+    if not shots_of(entry, config) or (config.get("fewshot_config") or {}).get("samples"):
+        return tested, None
+    keys = ("fewshot_split", "training_split", "validation_split")
+    return tested, next((config[key] for key in keys if config.get(key)), tested)
+
+
+def local_file(
+    suite: Suite, entry: SuiteTask, config: dict[str, Any], split: str, data_dir: Path | None
+) -> Path | None:
+    """Path of a split's local file, which may not exist; None if the data comes from the hub."""
+    if named := entry.files.get(split):
+        for folder in (data_dir, suite.folder):
+            if folder is not None and (folder / named).is_file():
+                return folder / named
+        if data_dir is None and not entry.template:
+            return None
+        return (data_dir or suite.folder or Path()) / named
+    if data_dir is None:
+        if entry.template:
+            raise EvaluationError(
+                f"suite {suite.name}: task '{entry.task}' needs files: {{{split}: ...}}"
+            )
+        return None
+    folder = data_dir / str(config.get("dataset_path", config["task"]))
+    if config.get("dataset_name"):
+        folder /= str(config["dataset_name"])
+    for suffix in _SUFFIXES:
+        if (folder / f"{split}{suffix}").is_file():
+            return folder / f"{split}{suffix}"
+    return folder / f"{split}.jsonl"
 
 
 class Catalog:
@@ -27,7 +110,6 @@ class Catalog:
     Args:
         suite: the suite to be run; lm-eval's own 14,000 tasks are indexed only when it needs them.
         data_dir: folder of local data, or None to let tasks load from the hub.
-
     """
 
     def __init__(self, suite: Suite, data_dir: str | Path | None = None):
@@ -38,7 +120,7 @@ class Catalog:
             raise DataError(f"data folder {self.data_dir} does not exist")
         folder = str(eval_root() / "tasks")
         self._manager, self._index = _indexed(folder, include_defaults=False)
-        if not all(self._resolves(t.task) for t in suite.tasks if not (t.external or t.template)):
+        if not all(self._resolves(t.task) for t in suite.tasks if not t.template):
             self._manager, self._index = _indexed(folder, include_defaults=True)
 
     def _resolves(self, name: str) -> bool:
@@ -66,53 +148,24 @@ class Catalog:
             )
         return [self._leaf(entry, leaf) for leaf in self._names(name)]
 
-    def reports(self, entry: SuiteTask, leaves: list[Leaf]) -> set[str]:
-        """Return the scores of a suite's line, each ``"metric,filter"``."""
-        if entry.code:
-            return {"pass@1,sandbox"}
-        if entry.aggregate:
-            every_accuracy = all("acc,none" in leaf.reports() for leaf in leaves)
-            return {f"{entry.aggregate},none"} if every_accuracy else set()
-        indexed = self._index[entry.template or entry.task]
-        if indexed.kind.name not in ("GROUP", "TAG"):
-            return leaves[0].reports()
-        leaf_scores = set().union(*(leaf.reports() for leaf in leaves))
-        scores = set()
-        for listed in (indexed.cfg or {}).get("aggregate_metric_list") or []:
-            chosen = listed.get("filter_list")
-            chosen = [chosen] if isinstance(chosen, str) else chosen
-            for score in leaf_scores:
-                metric, _, name = score.rpartition(",")
-                if metric == listed["metric"] and (chosen is None or name in chosen):
-                    scores.add(score)
-        return scores
-
     def check(self, entry: SuiteTask, leaves: list[Leaf]) -> None:
-        """Check a line's metric, examples and rows, without a model."""
-        if all("class" not in leaf.config for leaf in leaves):
-            headline, reported = f"{entry.metric},{entry.filter}", self.reports(entry, leaves)
-            if headline not in reported:
-                names = sorted(score.replace(",", " with filter ") for score in reported)
-                what = (
-                    f"it reports {'; '.join(names)}"
-                    if names
-                    else ("it is a group without a score; list its tasks separately")
+        """Check a line's files and rows, without a model."""
+        for leaf in leaves:
+            if leaf.missing:
+                more = f" (and {len(leaf.missing) - 1} more)" if len(leaf.missing) > 1 else ""
+                raise DataError(
+                    f"task {leaf.name}: data file {leaf.missing[0]} does not exist{more}; give the "
+                    "folder of its files as data_dir; 'eval --check' lists what a suite needs"
                 )
-                raise EvaluationError(
-                    f"suite {self.suite.name}: task '{entry.label}' reports no metric "
-                    f"'{entry.metric}' with filter '{entry.filter}'; {what}"
-                )
-        require_files(leaves)
         for leaf in leaves:
             if not leaf.files:
                 self._require_hub(leaf)
-            data = leaf.load()
-            shots = shots_of(entry, leaf.config)
-            if leaf.examples is not None and leaf.examples in data:
-                rows = len(data[leaf.examples])
-                if rows < shots + (leaf.examples == leaf.tested):
+            rows, shots = leaf.load(), shots_of(entry, leaf.config)
+            if leaf.examples is not None and leaf.examples in rows:
+                count = len(rows[leaf.examples])
+                if count < shots + (leaf.examples == leaf.tested):
                     raise DataError(
-                        f"{leaf.files[leaf.examples]}: {rows} rows, too few for shots: {shots} of "
+                        f"{leaf.files[leaf.examples]}: {count} rows, too few for shots: {shots} of "
                         f"task '{leaf.name}'"
                     )
 
@@ -221,20 +274,6 @@ class Catalog:
                 task.set_config("num_fewshot", entry.shots or 0)
             task.set_fewshot_seed(seed=seed)
         return loaded
-
-
-def prepare(suite: Suite, data_dir: str | Path | None) -> tuple[Catalog, dict[str, list[Leaf]]]:
-    """Find the tasks of ``suite`` and check them, without a model.
-
-    Returns:
-        the catalog, and label -> tasks of each line that lm-eval evaluates.
-    """
-    catalog = Catalog(suite, data_dir)
-    entries = [entry for entry in suite.tasks if not entry.external]
-    leaves = {entry.label: catalog.leaves(entry) for entry in entries}
-    for entry in entries:
-        catalog.check(entry, leaves[entry.label])
-    return catalog, leaves
 
 
 @functools.cache  # with its own tasks, lm-eval reads 14,000 files

@@ -1,27 +1,17 @@
-"""One lm-evaluation-harness task of a suite's line: its definition and local files.
-
-The rows of local files are checked before any model request.
-"""
+"""The rows of a suite's local files, which are checked before any model request."""
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import DataError
-from moe_finetune.io.hashes import sha256_file, sha256_json
 from moe_finetune.io.rows import Row, placed_rows
 
 
 def load_rows(path: Path, template: str | None = None) -> Any:
-    """Return the rows of a local file as a ``datasets.Dataset``.
-
-    Args:
-        path: see :func:`moe_finetune.io.rows.read_rows` for the file types.
-        template: the template of these rows, which are checked and converted to its form.
-    """
+    """The rows of a local file as a ``datasets.Dataset``, checked by their template."""
     return _load(path, path.stat().st_mtime_ns, template)
 
 
@@ -110,72 +100,5 @@ def _question(row: Row) -> str:
 TEMPLATES: dict[str, Callable[[Row], Row]] = {
     "local_exact_match": _exact_match,
     "local_loglikelihood": _loglikelihood,
+    "local_judgement": _loglikelihood,
 }
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """One lm-eval task of a suite's line: its config and local files.
-
-    Attributes:
-        config: the task's YAML with includes and functions resolved.
-        files: split -> local file (empty when the data comes from the hub).
-        missing: local files that do not exist.
-        template: the template of the task.
-        tested: the split whose rows are evaluated.
-        examples: the split that few-shot examples are drawn from; None without examples.
-    """
-
-    name: str
-    config: dict[str, Any]
-    files: dict[str, Path] = field(default_factory=dict)
-    missing: tuple[Path, ...] = ()
-    template: str | None = None
-    tested: str | None = None
-    examples: str | None = None
-
-    def load(self) -> Any:
-        """Return the local files as a ``datasets.DatasetDict``, all rows checked."""
-        from datasets import DatasetDict
-
-        return DatasetDict(
-            {split: load_rows(path, self.template) for split, path in self.files.items()}
-        )
-
-    def reports(self) -> set[str]:
-        """Return the scores of the task, each ``"metric,filter"``."""
-        from lm_eval.api.registry import DEFAULT_METRIC_REGISTRY
-
-        kind = self.config.get("output_type", "generate_until")
-        listed = self.config.get("metric_list")
-        metrics = DEFAULT_METRIC_REGISTRY[kind] if listed is None else [m["metric"] for m in listed]
-        filters = [f["name"] for f in self.config.get("filter_list") or [{"name": "none"}]]
-        return {f"{getattr(m, '__name__', m)},{name}" for m in metrics for name in filters}
-
-    def data_hashes(self) -> dict[str, str]:
-        """Return split -> SHA-256 of the local file."""
-        return {
-            split: _file_hash(path, path.stat().st_mtime_ns)
-            for split, path in sorted(self.files.items())
-        }
-
-    def config_hash(self) -> str:
-        """Return a hash of the task's definition, without the paths of its files."""
-        hidden = ("custom_dataset", "dataset_kwargs", "metadata")
-        return sha256_json({k: v for k, v in self.config.items() if k not in hidden})
-
-
-@cache
-def _file_hash(path: Path, modified_ns: int) -> str:
-    return sha256_file(path)
-
-
-def require_files(leaves: list[Leaf]) -> None:
-    """Raise DataError for the first missing local file."""
-    for leaf in leaves:
-        if leaf.missing:
-            more = f" (and {len(leaf.missing) - 1} more)" if len(leaf.missing) > 1 else ""
-            raise DataError(
-                f"task {leaf.name}: data file {leaf.missing[0]} does not exist{more}; "
-                "give the folder of its files as data_dir; 'eval --check' lists what a suite needs"
-            )
