@@ -16,10 +16,7 @@ Row = TypeVar("Row")
 def fill(rows: Iterable[Row], positions: int, length: Callable[[Row], int]) -> Iterator[list[Row]]:
     """Yield batches of consecutive rows with at most ``positions`` padded tokens, or a single row.
 
-    Args:
-        rows: sorted by length, they need the least padding.
-        positions: upper bound on rows times the longest row's tokens.
-        length: returns the number of tokens in a row.
+    Rows that are sorted by length need the least padding.
     """
     batch: list[Row] = []
     longest = 0

@@ -151,11 +151,10 @@ def unread_lines(columns: Iterable[str]) -> list[str]:
 
 
 def load_examples(data: DataSection, tokenizer: Any, seed: int) -> Examples:
-    """Return training and validation examples with ``input_ids`` and ``labels`` (-100: no loss).
+    """Training and validation examples with ``input_ids`` and ``labels`` (-100: no loss).
 
-    Sets the tokenizer's chat template when ``data.chat_template`` names one. ``data.seed``, or
-    ``seed`` when that is unset, shuffles the training rows and draws the rows for a ``limit``.
-    Validation keeps the file's order, and its draw does not depend on the seed.
+    ``data.seed``, or ``seed``, shuffles the training rows and draws those of a ``limit``;
+    validation keeps the file's order, and its draw does not depend on the seed.
     """
     set_chat_template(tokenizer, data.chat_template)
     order = data.seed if data.seed is not None else seed
@@ -174,14 +173,9 @@ def load_examples(data: DataSection, tokenizer: Any, seed: int) -> Examples:
 def prepare(
     sources: Paths, data: DataSection, tokenizer: Any, name: str, seed: int = 0
 ) -> tuple[Dataset, Counts]:
-    """Return the rows of ``sources`` in order, tokenized and truncated, and log their counts.
+    """The rows of ``sources`` in order, tokenized and truncated; their counts are logged.
 
-    Args:
-        sources: ``data.train`` or ``data.validation``.
-        tokenizer: a fast tokenizer; its content is part of the cache key.
-        name: "train" or "validation", for messages. Validation data may have fewer rows than
-            ``data.limit``.
-        seed: decides which rows a ``limit`` keeps.
+    Validation data may have fewer rows than ``data.limit``, whose draw the seed decides.
     """
     from datasets import load_from_disk
 

@@ -34,14 +34,8 @@ _ALPACA_INPUT = {
 class Former:
     """Brings the rows of one source into a form, by the recipe's ``format`` and columns.
 
-    Args:
-        form: the recipe's ``data.format``; "auto" decides by the first row's fields.
-        columns: our field -> the file's field.
-        template: our field -> a text with the file's fields in braces; a list in the file becomes
-            one line per item.
-
-    Attributes:
-        unread: columns with values that nothing has read so far.
+    ``template`` makes a field of a text with the file's fields in braces, a list one line per item;
+    ``unread`` are the columns with values that nothing has read so far.
     """
 
     def __init__(

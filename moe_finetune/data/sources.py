@@ -131,13 +131,8 @@ def _dataset(source: str, split: str) -> Any:
 class SourceReader:
     """Reads one source of ``data``, with the section's settings as defaults; iterate once.
 
-    Args:
-        seed: decides which rows a source with a ``limit`` yields.
-        former: called with a location and a row, brings the row into its form, and notes in its
-            ``unread`` the columns that it does not read; default: a Former.
-
-    Attributes:
-        malformed: number of dropped rows; ``first_malformed``: the error of the first one.
+    ``seed`` decides which rows a ``limit`` yields. ``former`` is called with a location and a row,
+    and notes in its ``unread`` the columns that it does not read. Dropped rows are counted.
     """
 
     def __init__(self, source: DataSource, data: DataSection, seed: int = 0, former: Any = None):

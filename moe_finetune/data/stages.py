@@ -50,17 +50,9 @@ MEASURED = 256
 
 
 class StageFormer:
-    """Brings the rows of one source into a stage's form.
-
-    Args:
-        columns: our field -> the file's field.
-        rewards: names of rewards, whose fields each row must have.
-
-    Attributes:
-        unread: columns with values that nothing has read so far; rewards may read any.
-        turns: counts of what its turns have.
-        largest_id: the largest token id so far.
-        begun: number of texts that have the tokenizer's beginning, which TRL adds.
+    """Brings the rows of one source into a stage's form, and notes what a log line is about:
+    ``unread`` columns, ``turns``, ``largest_id``, and texts that have the beginning that TRL
+    adds (``begun``).
     """
 
     largest_id = begun = 0
@@ -88,7 +80,7 @@ class StageFormer:
     def __call__(self, location: str, row: Row) -> Row:
         """Return the row in its form; raise DataError with ``location`` if it has none."""
         names, row = list(row), renamed(location, row, self.columns)
-        self.unread |= self._unread({name: row[name] for name in names})
+        self.unread |= self._unread(names, row)
         for field in ANSWERS:
             if isinstance(row.get(field), dict):  # a single turn
                 row[field] = [row[field]]
@@ -132,11 +124,11 @@ class StageFormer:
             _check_read(location, row, field, reward)
         return {**row, **formed} if self.form == "prompts" else formed
 
-    def _unread(self, row: Row) -> set[str]:
+    def _unread(self, names: Sequence[str], row: Row) -> set[str]:
         """Columns that nothing reads; where fields are texts, those of conversations, too."""
         texts = all(isinstance(row.get(field, ""), str) for field in self.fields)
         read = {*self.fields, *columns_of(self.columns), *(() if texts else COLUMNS)}
-        unread = with_values(row) - read
+        unread = with_values({name: row[name] for name in names}) - read
         if self.form == "prompts":
             unread = set() if self.any_column else unread & {*COLUMNS}
         return unread
@@ -240,17 +232,10 @@ def load_stage_rows(
     room: int = 0,
     rewards: Sequence[str | None] = (),
 ) -> Examples:
-    """Load training and validation rows of a stage whose trainer tokenizes them.
+    """Training and validation rows of a stage whose trainer tokenizes them.
 
-    Args:
-        tokenizer: a fast tokenizer; its chat template is set to the one that ``data`` names.
-        seed: shuffles the training rows and draws the rows for a ``limit``.
-        room: tokens that the trainer adds to a prompt.
-        rewards: names of rewards, whose fields each row must have.
-
-    Returns:
-        Rows with the stage's fields; ``sources`` have ``input_ids`` and ``labels`` of prompt and
-        (chosen) answer, to measure routing.
+    ``sources`` have the ids and labels of prompts with (chosen) answers, to measure routing;
+    ``room`` is the number of tokens that the trainer adds to a prompt.
     """
     set_chat_template(tokenizer, data.chat_template)
     order = data.seed if data.seed is not None else seed
@@ -408,10 +393,8 @@ def _measured(row: Row, tokenizer: Any, data: DataSection) -> Row:
 
 
 def prompt_and_answer(row: Row, tokenizer: Any, answer: str | None = None) -> Tokens:
-    """Ids of a row's prompt and answer, with labels on the answer, or on the prompt if it is alone.
-
-    Args:
-        answer: the field of the answer; default: the preferred one.
+    """Ids of a row's prompt and ``answer`` (default: the preferred one), with labels on the answer,
+    or on a prompt that is alone.
     """
     answer = answer or ("chosen" if "chosen" in row else None)
     prompt = row["prompt"]

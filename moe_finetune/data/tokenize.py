@@ -37,11 +37,8 @@ TRAINING = "training"
 
 
 def set_chat_template(tokenizer: Any, name: str | None) -> None:
-    """Give ``tokenizer`` the chat template ``name``, in place.
-
-    Args:
-        name: chatml, plain, a Jinja file, or ``training``: TRL's training variant of the
-            tokenizer's template.
+    """Give ``tokenizer`` a template in place: chatml, plain, a Jinja file, or TRL's ``training``
+    variant of its own.
     """
     if name is None:
         return
@@ -101,11 +98,8 @@ def tokenize_row(row: Mapping[str, Any], tokenizer: Any, completion_only: bool) 
 
 
 def rendered(row: Mapping[str, Any], tokenizer: Any, prompt: bool = False) -> tuple[str, list[Row]]:
-    """The text of ``messages``, and the turns in the form that the chat template accepts.
-
-    Args:
-        row: ``messages``, ``tools`` and ``variables``, see :mod:`moe_finetune.data.rows`.
-        prompt: end with the generation prompt.
+    """The text of ``messages``, and the turns in the form that the chat template accepts; with
+    ``prompt`` it ends with the generation prompt.
     """
     conversation = Conversation(row, tokenizer, prompt)
     return conversation.text, conversation.turns

@@ -65,15 +65,10 @@ def conversation(
     row: Mapping[str, Any],
     field: str = "messages",
 ) -> Row:
-    """Return ``messages``, and the template's ``tools`` and ``variables`` if the row has them.
+    """``messages``, and the template's ``tools`` and ``variables`` if the row has them.
 
-    Answers that a field of another trainer excludes are counted in ``hidden``.
-
-    Args:
-        where: the row's location, for messages.
-        turns: the row's turns, unchecked.
-        row: read for ``tools``, ``system`` and ``chat_template_kwargs``.
-        field: where the row has the turns, for messages.
+    Answers that a field of another trainer excludes are counted in ``hidden``; ``where`` and
+    ``field`` are the turns' place, for messages.
     """
     for column in _UNREAD:
         if row.get(column):

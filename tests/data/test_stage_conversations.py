@@ -159,6 +159,10 @@ def test_columns_of_conversations_that_texts_do_not_read_are_named(
     load(stage, {**row, **extras}, tokenizer, tmp_path)
     unread = "chat_template_kwargs, system, tools"
     assert f"not used: {'answer, ' if stage == 'dpo' else ''}{unread}" in caplog.text
+    caplog.clear()
+    turns = {"asked": [ASK], "chosen": [YES], "rejected": [NO], "system": "Be brief."}
+    load(stage, turns, tokenizer, tmp_path, columns={"prompt": "asked"})
+    assert "system" not in caplog.text
 
 
 @pytest.mark.parametrize("stage", ["dpo", "grpo"])
