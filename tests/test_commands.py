@@ -25,6 +25,7 @@ from moe_finetune.cli.app import split_common, split_items
 from moe_finetune.recipe.schema import load_recipe
 from moe_finetune.study.recipe import find_study, load_study
 from moe_finetune.upcycle.schema import load_upcycle_recipe
+from recipes.upcycle.corpus import SOURCES
 from tests.conftest import ROOT
 from tests.support import documents, registries, tiny
 from tests.upcycle import dense
@@ -64,6 +65,12 @@ def place(tmp_path_factory, tiny_checkpoint):
     write_rows(folder / "prompts.jsonl", answers)
     write_rows(folder / "DATA" / "gsm8k_test.jsonl", questions)
     write_rows(folder / "DATA" / "gsm8k_train.jsonl", questions)
+    texts = {name: str(folder / "law.jsonl") for name in SOURCES}
+    pretrain = {"tokenizer": "runs/texts/tokenizer"}  # as recipes.upcycle.corpus writes it
+    (folder / "runs/texts").mkdir(parents=True)
+    (folder / "runs/texts/texts.yaml").write_text(
+        yaml.safe_dump({"dense": {"pretrain": pretrain}, "texts": {"categories": texts}})
+    )
     for name in ("annotations.csv", "study/sheets/gsm8k/key.json", "table.safetensors"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
@@ -145,7 +152,8 @@ def other(words: list[str]) -> None:
     elif words[:3] == ["python", "-m", "eval.placement"]:
         placement.app(words[3:], standalone_mode=False)
     elif program == "python":
-        module = ROOT / words[2].replace(".", "/") / "__main__.py"
+        path = ROOT / words[2].replace(".", "/")
+        module = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
         source = (module if words[1] == "-m" else ROOT / words[1]).read_text()
         for option in (word for word in words if word.startswith("--")):
             names = f'"{option}"', f" {option[2:].replace('-', '_')}:"  # argparse, typer

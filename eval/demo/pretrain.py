@@ -20,7 +20,7 @@ from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
 from moe_finetune.recipe.method import resolve_method
-from moe_finetune.upcycle.tokenizer import train_tokenizer
+from recipes.upcycle.tokenizer import train_tokenizer
 
 PROBLEMS_FOR_TOKENIZER = 4000
 CHARACTERS_FOR_TOKENIZER = 8000

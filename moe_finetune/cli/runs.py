@@ -233,7 +233,7 @@ def upcycle(
 ) -> None:
     """Make a MoE from a dense model: experts, merge, routers.
 
-    Example: moe-finetune upcycle recipes/upcycle/miniature.yaml --output runs/svmoe
+    Example: moe-finetune upcycle recipes/upcycle/paper.yaml my.yaml --output runs/svmoe
     """
     from moe_finetune.upcycle.schema import load_upcycle_recipe
     from moe_finetune.upcycle.svmoe import run_upcycle

@@ -25,13 +25,8 @@ LEAST_TEXTS = 3
 
 @dataclass(frozen=True)
 class Category:
-    """A category's distinct texts in their sources' order; iterating reads the sources again.
-
-    Attributes:
-        read: yields every row of the sources.
-        used_R: bool, which of the R rows are texts of this category.
-        repeated: number of rows that repeat an earlier one, of this or a previous category.
-        digest: SHA-256 of the texts.
+    """The distinct texts of a category: ``used_R`` marks those of the sources' R rows that are its
+    texts, ``repeated`` counts repetitions, ``digest`` is the SHA-256 of the texts.
     """
 
     read: Callable[[], Iterable[str]]
@@ -48,15 +43,7 @@ class Category:
 
 def read_categories(section: TextSection) -> dict[str, Category]:
     """Find every category's distinct texts; only their hashes stay in memory."""
-    readers: dict[str, Callable[[], Iterable[str]]]
-    if section.corpus == "python":
-        from moe_finetune.upcycle.corpus import read_corpus
-
-        # The built-in corpus is small, and its texts are the only ones that stay in memory.
-        readers = {name: partial(iter, texts) for name, texts in read_corpus().items()}
-    else:
-        sources = section.categories or {}
-        readers = {name: partial(_rows, name, paths) for name, paths in sources.items()}
+    readers = {name: partial(_rows, name, paths) for name, paths in section.categories.items()}
     seen: set[bytes] = set()
     categories = {}
     for name, read in readers.items():

@@ -114,7 +114,7 @@ def new_llama(section: Any, tokenizer: Any, max_length: int) -> Any:
     head = 64 if section.hidden_size >= 512 else 32
     heads = section.hidden_size // head
     config = LlamaConfig(
-        vocab_size=section.vocab_size,
+        vocab_size=max(tokenizer.get_vocab().values()) + 1,
         hidden_size=section.hidden_size,
         intermediate_size=section.intermediate_size,
         num_hidden_layers=section.layers,

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from moe_finetune.metrics import conditional_mean_rank, top_choice
-from moe_finetune.routing.picture import passage, routing_path, snapshot
+from moe_finetune.metrics import conditional_mean_rank
+from moe_finetune.routing.picture import routing_path, snapshot
 from moe_finetune.routing.sums import CHOICES, VALUES, Sums
 from moe_finetune.upcycle.texts import SPLITS, Split
 
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from moe_finetune.upcycle.frequencies import FrequencyTable
     from moe_finetune.upcycle.schema import UpcycleRecipe
     from moe_finetune.upcycle.texts import Texts
-
-PASSAGE = 120
-"""Tokens of each passage on the page."""
 
 
 @dataclass
@@ -91,21 +88,15 @@ def measure(
     ``texts.max_length`` tokens.
     """
     from moe_finetune.checkpoint.load import load_model
-    from moe_finetune.models.loading import load_tokenizer
     from moe_finetune.moe.layers import model_facts
     from moe_finetune.upcycle.dense import load_dense
-    from moe_finetune.upcycle.judgement import judge
 
-    section = recipe.evaluation
     model: Any = (load_model if moe else load_dense)(folder, dtype=recipe.dense.dtype)
     model.eval().to(accelerator())
-    tokenizer = load_tokenizer(folder)
     measured: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
     measured["splits"] = {
         split: _of_split(model, texts, table, recipe, split, moe) for split in SPLITS
     }
-    if section.judgement is not None:
-        measured["judgement"] = judge(model, tokenizer, texts, section.judgement)
     if not moe:
         return measured, None
     selected_CLN = np.array(measured["splits"]["test"]["routing"]["selected"])
@@ -116,9 +107,6 @@ def measure(
         routing_path(layers, load_LN, tokens, top_k),
         {},
         domains=dict(zip(texts.categories, selected_CLN, strict=True)),
-        passages=passages(
-            model, tokenizer, texts, table.counts_VN, section.passages, section.passage_layer
-        ),
     )
 
 
@@ -190,43 +178,3 @@ def text_losses(model: Any, texts: Sequence[np.ndarray]) -> list[float]:
     )
     learned_BS = mask_BS[:, 1:]
     return ((losses_BS * learned_BS).sum(1) / learned_BS.sum(1)).tolist()
-
-
-def passages(
-    model: Any,
-    tokenizer: Any,
-    texts: Texts,
-    counts_VN: np.ndarray,
-    count: int,
-    layer: int | None = None,
-) -> list[dict[str, Any]]:
-    """The beginnings of ``count`` test texts of different categories, with experts to color by.
-
-    The expert of a token is the one with the largest weight in ``layer``, by default the middle
-    one; the paper shows one text in layer 16 (P3 Figure 1). Each item is a
-    :func:`~moe_finetune.routing.picture.passage` with an additional ``frequent``: the expert of the
-    token's largest count, -1 if the training texts lack the token.
-    """
-    from moe_finetune.moe.layers import model_facts
-    from moe_finetune.moe.observed import observed
-
-    layers = model_facts(model).moe_layers
-    chosen_layer = len(layers) // 2 if layer is None else layers.index(layer)
-    records: list[Any] = []
-    chosen = np.linspace(0, len(texts.categories) - 1, count).round().astype(int)
-    shown_passages = []
-    with observed(model, lambda record, _: records.append(record)):
-        for category in dict.fromkeys(chosen.tolist()):
-            first = texts.measurable("test", category)[:1]
-            (ids_T,) = texts.ids(first, PASSAGE)
-            records.clear()
-            ids_1T = torch.from_numpy(ids_T.astype(np.int64))[None].to(model.device)
-            model(input_ids=ids_1T, use_cache=False)
-            counts_TN = counts_VN[ids_T]
-            frequent_T = np.where(counts_TN.any(1), counts_TN.argmax(1), -1)
-            record, layer_number = records[chosen_layer], layers[chosen_layer]
-            index_TK, scores_TK = (t.cpu().numpy() for t in (record.index_TK, record.scores_TK))
-            top_T, name = top_choice(index_TK, scores_TK), texts.categories[category]
-            colored = passage(tokenizer, layer_number, name, ids_T, top_T, index_TK)
-            shown_passages.append(colored | {"frequent": frequent_T.tolist()})
-    return shown_passages

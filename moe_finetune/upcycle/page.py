@@ -3,18 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from moe_finetune.report.context import Report, Section, figure, folded, table
+from moe_finetune.report.context import Report, Section, folded, table
 from moe_finetune.report.markup import Markup, join, tag
 from moe_finetune.report.page import render_page
 from moe_finetune.report.runs import Run, read_run
 from moe_finetune.report.sections.curves import CURVES
 from moe_finetune.report.sections.routing import ROUTING
 from moe_finetune.report.sections.specialization import SPECIALIZATION
-from moe_finetune.report.sections.text import COLORED, color_key, colored, largest_groups
 from moe_finetune.study.page import study_sections, table_markup
 from moe_finetune.study.results import StudyResults
 from moe_finetune.study.table import Table
@@ -57,16 +53,7 @@ def render(
     categories: Table,
     clusters: Sequence[Sequence[str]],
 ) -> str:
-    """Return the page's HTML.
-
-    Args:
-        arms: from :func:`read_arms`; the first is the baseline of the pictures.
-        other_trainings: from :func:`read_other_trainings`.
-        results: the results behind ``splits``.
-        splits: the table over all texts.
-        categories: the table by category.
-        clusters: categories and tokens of each cluster, headings first.
-    """
+    """The page's HTML; the first of ``arms`` is the baseline of its pictures."""
     heads, *rows = clusters
     title = "Categories and tokens of each cluster (Tables 3 and 5)"
     sections = [
@@ -75,7 +62,6 @@ def render(
         Section("categories", "By category", lambda _: table_markup(categories)),
         Section("clusters", "Clusters", lambda _: table(title, [*heads], [[*r] for r in rows])),
         ROUTING,
-        Section("frequency", "Text by token frequency", _frequent),
         SPECIALIZATION,
         Section("curves", CURVES.title, lambda report: _curves(report, other_trainings)),
     ]
@@ -87,38 +73,3 @@ def _curves(report: Report, other_trainings: list[Run]) -> Markup | None:
     title = "Dense model, experts and routers"
     parts = [CURVES.render(report), folded(title, CURVES.render(others))]
     return join(parts) if any(parts) else None
-
-
-def _frequent(report: Report) -> Markup | None:
-    """Figure 1c: test texts, tokens in the color of the expert whose texts have them most often."""
-    passages: dict[str, list[dict[str, Any]]] = {
-        run.label: texts
-        for run in report.runs
-        if run.routing_after is not None and (texts := run.routing_after.data.get("colored_text"))
-    }
-    if not passages:
-        return None
-    first = next(iter(passages.values()))
-    frequent = [{**passage, "experts": passage["frequent"]} for passage in first]
-    counted = [expert for passage in frequent for expert in passage["experts"] if expert >= 0]
-    colors = largest_groups(counted, COLORED)
-    shares = []
-    for label, texts in passages.items():
-        agree = [
-            chosen == most
-            for passage in texts
-            for chosen, most in zip(passage["experts"], passage["frequent"], strict=True)
-            if most >= 0
-        ]
-        shares.append(f"{label} {100 * float(np.mean(agree)):.0f}")
-    title = (
-        "Tokens in the color of the expert whose training texts have them most often (Figure 1c); "
-        f"the first choice of layer {first[0]['layer']} is that expert for, in %: "
-        f"{', '.join(shares)}"
-    )
-    note = (
-        "The same texts in the colors of the chosen experts (Figures 1a and 1b) are further down. "
-        "The paper shows one text and layer 16; evaluation.passage_layer chooses another layer."
-    )
-    text = tag("div", colored(frequent, colors), class_="panels broad")
-    return figure(title, color_key(colors), text, note=note, wide=True)

@@ -21,12 +21,7 @@ from moe_finetune.upcycle.texts import SPLITS, Split
 CLUSTERS, MEASURED, CURVES = "clusters.json", "measured.json", "curves"
 REMEDY = "delete its folder and repeat the command with --resume"
 ROUTING = ("cmr_1", "cmr_2", "s_rl", "score_entropy")
-JUDGEMENT = {"judgement": "accuracy", "judgement_by_sums": "accuracy_of_sums"}
-METRICS = {
-    "perplexity": "lower",
-    **dict.fromkeys(ROUTING, "lower"),
-    **dict.fromkeys(JUDGEMENT, "higher"),
-}
+METRICS = dict.fromkeys(("perplexity", *ROUTING), "lower")
 NOTES = (
     "perplexity: per text, over texts. In the paper's Table 1 it rises (Dense 1.156, BTX 1.169, "
     "SvMoE 1.199; with balance 1.187 and 1.245): supervised routing does not improve it there.",
@@ -34,8 +29,8 @@ NOTES = (
     "layers; 1 is best. cmr_2: the rank of its second expert; 2 is best.",
     "s_rl: entropy of the router's probabilities over all experts; score_entropy: of the top-k "
     "scores. Both in nats; a lower one is a more confident router.",
-    "judgement: accuracy on yes-or-no questions, whose answers are compared by their mean "
-    "log-probability per token; judgement_by_sums: by the sum.",
+    "The others are the scores of evaluation.suite; judgement: accuracy on questions with two "
+    "answers of as many tokens.",
 )
 
 Values = dict[str, float]
@@ -88,7 +83,7 @@ def category_results(
     output: Path,
     categories: Sequence[str],
 ) -> StudyResults:
-    """Perplexity and judgement on each category's test texts; the paper has no such table."""
+    """Perplexity and scores on each category's test texts; the paper has no such table."""
     texts = {
         name: lambda one, index=index, name=name: _category_values(one, index, name)
         for index, name in enumerate(categories)
@@ -114,7 +109,10 @@ def _results(
         for seed, one in zip(seeds, measured[label], strict=True)
         if (values := values_of(one))
     ]  # fmt: skip
-    present = {metric for run in runs for metric in run.measured}
+    present = dict.fromkeys(metric for run in runs for metric in run.measured)
+    # A score of the suite is better where it is higher.
+    metrics = {metric: METRICS.get(metric, "higher") for metric in [*METRICS, *present]
+               if metric in present}  # fmt: skip
     return StudyResults(
         folder=output,
         name="upcycle",
@@ -126,7 +124,7 @@ def _results(
         curves={},
         together=[],
         benchmarks=[],
-        metrics={metric: better for metric, better in METRICS.items() if metric in present},
+        metrics=metrics,
         runs=list(runs),
     )
 
@@ -136,8 +134,8 @@ def _split_values(one: Mapping[str, Any], split: Split) -> Values:
     values = {"perplexity": measured["perplexity"]["mean"]}
     if "routing" in measured:
         values |= {metric: measured["routing"][metric]["mean"] for metric in ROUTING}
-    if split == "test" and "judgement" in one:
-        values |= {metric: one["judgement"][key] for metric, key in JUDGEMENT.items()}
+    if split == "test":
+        values |= {label: score["value"] for label, score in one.get("scores", {}).items()}
     return values
 
 
@@ -149,8 +147,11 @@ def _category_values(one: Mapping[str, Any], index: int, name: str) -> Values:
         if category == index
     ]
     values = {"perplexity": float(np.exp(losses).mean())} if losses else {}
-    right, questions = one.get("judgement", {}).get("categories", {}).get(name, (0, 0))
-    return values | ({"judgement": right / questions} if questions else {})
+    for label, score in one.get("scores", {}).items():
+        if name in score["categories"]:
+            right, questions = score["categories"][name]
+            values[label] = right / questions
+    return values
 
 
 def cluster_rows(

@@ -24,7 +24,7 @@ EPOCHS = "num_train_epochs"
 class PretrainSection(Section):
     """A small Llama to pretrain; head size 32 (64 from a hidden size of 512)."""
 
-    vocab_size: int = Field(default=1024, ge=300, description="vocabulary of the new tokenizer")
+    tokenizer: str = Field(min_length=1, description="folder or hub id of its tokenizer")
     hidden_size: int = Field(default=128, ge=32, multiple_of=32, description="hidden size")
     intermediate_size: int = Field(default=256, ge=8, description="width of the feed-forwards")
     layers: int = Field(default=4, ge=1, description="number of decoder layers")
@@ -58,23 +58,14 @@ class DenseSection(Section):
 
 
 class TextSection(Section):
-    """The texts: a source for each category, or the built-in corpus of this Python's files."""
+    """The texts: a source for each category."""
 
-    categories: dict[str, str | list[str]] | None = Field(
-        default=None, description="category -> its source or sources, rows of `text`"
-    )
-    corpus: Literal["python"] | None = Field(
-        default=None, description="texts from the files of this Python installation"
+    categories: dict[str, str | list[str]] = Field(
+        description="category -> its source or sources, rows of `text`"
     )
     max_length: int = Field(default=2048, ge=8, description="tokens in a training row")
     limit: int | None = Field(default=None, ge=10, description="most texts of a category")
     seed: int = Field(default=0, description="seed of the split into train, validation and test")
-
-    @model_validator(mode="after")
-    def _one(self) -> TextSection:
-        if (self.categories is None) == (self.corpus is None):
-            raise ValueError("set either `categories` (name: file) or `corpus: python`")
-        return self
 
 
 class ClusterSection(Section):
@@ -141,16 +132,6 @@ class ArmSection(TrainingSection):
         return self
 
 
-class JudgementSection(Section):
-    """P3's Table 2: few-shot yes-or-no questions, rows of ``question`` and ``answer``."""
-
-    file: str | None = Field(default=None, description="rows of `question` and `answer`")
-    shots: int = Field(default=5, ge=0, description="solved questions before each")
-    language: Literal["en", "ja"] = Field(default="en", description="of prompts and answers")
-    items: int = Field(default=200, ge=2, description="most questions")
-    piece: int = Field(default=32, ge=2, description="tokens per piece of a generated question")
-
-
 class EvaluationSection(Section):
     """The measurements of every arm."""
 
@@ -158,10 +139,8 @@ class EvaluationSection(Section):
         default=None, ge=1, description="texts measured per category and split; default: all"
     )
     tokens_per_batch: int = Field(default=4096, ge=1, description="tokens in one forward pass")
-    judgement: JudgementSection | None = JudgementSection()
-    passages: int = Field(default=4, ge=0, description="texts that the page colors by expert")
-    passage_layer: int | None = Field(
-        default=None, ge=0, description="layer whose experts color them; default: the middle one"
+    suite: str | None = Field(
+        default=None, description="suite that asks every arm, as P3's Table 2: its name or file"
     )
 
 
@@ -214,9 +193,7 @@ def load_upcycle_recipe(
 
 def _problems(recipe: UpcycleRecipe) -> Iterator[str]:
     """Yield combinations that cannot run, one line each, starting with the key to change."""
-    from moe_finetune.upcycle.corpus import SOURCES
-
-    clusters, names = recipe.clusters, list(recipe.texts.categories or SOURCES)
+    clusters, names = recipe.clusters, list(recipe.texts.categories)
     for name, cluster in clusters.pinned.items():
         if name not in names:
             yield f"clusters.pinned.{name}: no such category{did_you_mean(name, names)}"

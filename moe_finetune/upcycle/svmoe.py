@@ -22,7 +22,7 @@ from moe_finetune.checkpoint.open import check_folder
 from moe_finetune.errors import OutputBusyError, RecipeError
 from moe_finetune.io import output_folder, output_lock, write_atomic
 from moe_finetune.io.folder import enter_folder
-from moe_finetune.io.hashes import KnownDigests, checkpoint_hash, sha256_file
+from moe_finetune.io.hashes import KnownDigests, checkpoint_hash
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.once import once
 from moe_finetune.io.run_folder import RECIPE_FILE, RunFolder
@@ -33,7 +33,7 @@ from moe_finetune.upcycle.clustering import cluster_categories, sizes_of
 from moe_finetune.upcycle.dense import load_dense_config, new_llama
 from moe_finetune.upcycle.experts import open_expert
 from moe_finetune.upcycle.frequencies import FrequencyTable, count_table, tokenizer_hash
-from moe_finetune.upcycle.judgement import check_file, questions
+from moe_finetune.upcycle.judgement import check_answers, judge, suite_key
 from moe_finetune.upcycle.merge import merge_experts
 from moe_finetune.upcycle.report import write_report
 from moe_finetune.upcycle.results import CLUSTERS, CURVES, MEASURED, REMEDY
@@ -43,7 +43,6 @@ from moe_finetune.upcycle.texts import (
     Texts,
     check_vocabulary,
     opening_ids,
-    training_texts,
 )
 
 log = logging.getLogger(__name__)
@@ -55,10 +54,7 @@ Jobs = dict[str, tuple[Mapping[str, Any], Callable[[Path, Path], object]]]
 def run_upcycle(recipe: UpcycleRecipe, output: str | Path, resume: bool = False) -> Path:
     """Carry out the recipe in ``output``, and return the report's page.
 
-    Args:
-        recipe: the validated upcycle recipe.
-        output: new or empty folder, unless ``resume``.
-        resume: continue in a folder with an earlier upcycle, or join one that is running.
+    With ``resume`` continue an earlier upcycle, or join one that is running.
     """
     output = Path(output)
     # Upcycles wait for each other; beside another verb that writes the folder one is refused.
@@ -66,6 +62,9 @@ def run_upcycle(recipe: UpcycleRecipe, output: str | Path, resume: bool = False)
         if not enter_folder(output, output / RECIPE_FILE, "an upcycle", resume) and resume:
             raise RecipeError(f"--resume: {output} has no upcycle run; start it without --resume")
         dense = _check_dense(recipe)
+        source = dense or local_folder(recipe.dense.pretrained.tokenizer, False)
+        if recipe.evaluation.suite is not None:
+            check_answers(recipe.evaluation.suite, load_tokenizer(source))
         categories = read_categories(recipe.texts)
         _check(recipe, categories)
         if remark := remark_on_repetitions(categories):
@@ -77,9 +76,9 @@ def run_upcycle(recipe: UpcycleRecipe, output: str | Path, resume: bool = False)
     inputs: dict[str, Any] = {
         "texts": {name: category.digest for name, category in categories.items()},
         "seed": recipe.texts.seed,
-        "tokenizer": _tokenizer_key(dense) if dense else recipe.dense.pretrained.vocab_size,
+        "tokenizer": [tokenizer_hash(source), opening_ids(load_tokenizer(source))],
     }
-    texts = make("texts", inputs, partial(_make_texts, recipe, categories, dense))
+    texts = make("texts", inputs, partial(_make_texts, recipe, categories, source))
     upcycle = Upcycle(recipe, output, dense or output / "dense")
     shared = {"dtype": recipe.dense.dtype, "length": recipe.texts.max_length, "texts": texts}
     if pretrain is not None:
@@ -147,66 +146,41 @@ def _divide(make: Callable[..., str], jobs: Jobs) -> list[str]:
 
 def _check_dense(recipe: UpcycleRecipe) -> Path | None:
     """The folder of the recipe's dense checkpoint, checked; None if the upcycle pretrains one."""
-    layer, section = recipe.evaluation.passage_layer, recipe.dense
+    section = recipe.dense
     if section.path is None:
-        folder, layers = None, section.pretrained.layers
-    else:
-        folder = local_folder(section.path, True, section.revision)
-        open_expert(folder)
-        config = load_dense_config(folder)
-        check_folder(folder, config)
-        check_vocabulary(load_tokenizer(folder), config.vocab_size, folder)
-        layers = config.num_hidden_layers
-    if layer is not None and layer >= layers:
-        raise RecipeError(
-            f"evaluation.passage_layer: {layer}; the model has {layers} layers, 0 to {layers - 1}"
-        )
+        return None
+    folder = local_folder(section.path, True, section.revision)
+    open_expert(folder)
+    config = load_dense_config(folder)
+    check_folder(folder, config)
+    check_vocabulary(load_tokenizer(folder), config.vocab_size, folder)
     return folder
 
 
 def _check(recipe: UpcycleRecipe, categories: Mapping[str, Category]) -> None:
-    """Check pins and questions before anything is written."""
+    """Check pins before anything is written."""
     section, names = recipe.clusters, list(categories)
     pinned = {names.index(name): cluster for name, cluster in section.pinned.items()}
     options: dict[str, Any] = {"bounds": section.sizes, "exclusive": section.exclusive}
     sizes_of(len(names), section.count, pinned, **options)
-    judgement = recipe.evaluation.judgement
-    if judgement is not None and judgement.file is not None:
-        check_file(judgement)
-
-
-def _tokenizer_key(folder: Path) -> list[Any]:
-    return [tokenizer_hash(folder), opening_ids(load_tokenizer(folder))]
 
 
 def _evaluation_key(recipe: UpcycleRecipe) -> dict[str, Any]:
-    """The settings of the measurements; a file of questions counts by its content."""
-    inputs = recipe.evaluation.model_dump()
-    judgement = recipe.evaluation.judgement
-    if judgement is not None and judgement.file is not None:
-        inputs["judgement"]["file"] = sha256_file(Path(judgement.file))
-    return inputs
+    """The settings of the measurements; a suite counts by its content."""
+    inputs, suite = recipe.evaluation.model_dump(), recipe.evaluation.suite
+    return inputs if suite is None else {**inputs, "suite": suite_key(suite)}
 
 
 def _make_texts(
     recipe: UpcycleRecipe,
     categories: dict[str, Category],
-    dense: Path | None,
+    source: Path,
     target: Path,
     scratch: Path,
 ) -> None:
-    from moe_finetune.upcycle.tokenizer import train_tokenizer
-
-    seed = recipe.texts.seed
-    if dense is not None:
-        tokenizer = load_tokenizer(dense)
-    else:
-        size = recipe.dense.pretrained.vocab_size
-        tokenizer = train_tokenizer(training_texts(categories, seed), size)
+    tokenizer = load_tokenizer(source)
     with output_folder(target, 0) as product:
-        texts = Texts.tokenize(categories, tokenizer, seed, product)
-        if recipe.evaluation.judgement is not None:  # before hours of training
-            questions(tokenizer, texts, recipe.evaluation.judgement)
+        Texts.tokenize(categories, tokenizer, recipe.texts.seed, product)
         tokenizer.save_pretrained(product)
 
 
@@ -303,6 +277,8 @@ class Upcycle:
         moe = self.recipe.arms[name].start != "dense"
         folder = self.output / f"seed-{seed}" / "arms" / name
         measured, snapshot = measure(folder, self.texts, table, self.recipe, moe=moe)
+        if (suite := self.recipe.evaluation.suite) is not None:
+            measured["scores"] = judge(folder, suite, self.recipe.dense.dtype, scratch)
         with output_folder(target, 0) as product:
             write_atomic(product / MEASURED, json.dumps(measured, ensure_ascii=False) + "\n")
             if snapshot is not None:

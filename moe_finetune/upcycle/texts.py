@@ -50,12 +50,6 @@ def splits_of(count: int, seed: int) -> np.ndarray:
     return split_T
 
 
-def training_texts(categories: Mapping[str, SizedTexts], seed: int) -> Iterator[str]:
-    """The texts of the training split, category by category."""
-    for texts in categories.values():
-        yield from (t for t, s in zip(texts, splits_of(len(texts), seed), strict=True) if s == 0)
-
-
 def opening_ids(tokenizer: Any) -> list[int]:
     """The ids that the tokenizer puts before a sequence: ``[bos]``, or none."""
     plain: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]

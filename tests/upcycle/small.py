@@ -7,6 +7,7 @@ import yaml
 from safetensors.torch import load_file
 
 from moe_finetune import cli
+from moe_finetune.io.rows import write_jsonl
 from tests.upcycle import dense
 
 BALANCE = {"preset": "supervised_routing_baseline"}
@@ -29,6 +30,7 @@ def write_recipe(folder: Path, **changes) -> Path:
     """A recipe with three experts over six categories, one seed and the paper's arms."""
     if not (folder / "dense").exists():
         dense.save("llama", folder / "dense", 1)
+    write_suite(folder / "suite.yaml")
     arms = changes.pop("arms", ARMS)
     recipe = {
         "dense": {"path": str(folder / "dense"), "dtype": "float32"},
@@ -38,11 +40,25 @@ def write_recipe(folder: Path, **changes) -> Path:
         "merge": {"top_k": 2, "router_std": 0.3},
         "router": {"trainer": {**TRAINER, "learning_rate": 0.1}},
         "finetune": {"trainer": {**TRAINER, "max_steps": 2}},
-        "evaluation": {"texts": 2, "judgement": {"items": 4, "piece": 5}, "passages": 2},
+        "evaluation": {"texts": 2, "suite": str(folder / "suite.yaml")},
         **changes,
     }
     file = folder / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe) + yaml.safe_dump({"arms": arms}, sort_keys=False))
+    return file
+
+
+def write_suite(file: Path, ascending: bool = True) -> Path:
+    """A suite of questions, whose rows lie next to it."""
+    rows = [
+        {"question": f"Is {n} even?", "choices": ["no", "ja"], "answer": (n + 1) % 2,
+         "category": f"kind{n}"}
+        for n in range(6)
+    ]  # fmt: skip
+    write_jsonl(file.with_suffix(".jsonl"), rows if ascending else rows[::-1])
+    task = {"task": "judgement", "template": "local_judgement", "shots": 0, "metric": "acc",
+            "files": {"test": f"{file.stem}.jsonl"}}  # fmt: skip
+    file.write_text(yaml.safe_dump({"name": "questions", "tasks": [task]}))
     return file
 
 

@@ -1,6 +1,5 @@
 """An upcycle that was changed, damaged, killed, or shared by processes goes on where it was."""
 
-import json
 import os
 import re
 import shutil
@@ -13,7 +12,15 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
-from tests.upcycle.small import ARMS, TRAINER, dense_of, run, weights, write_recipe
+from tests.upcycle.small import (
+    ARMS,
+    TRAINER,
+    dense_of,
+    run,
+    weights,
+    write_recipe,
+    write_suite,
+)
 
 
 def made_at(output: Path) -> dict[str, int]:
@@ -62,17 +69,14 @@ def test_what_is_done_is_kept_and_what_changed_is_refused(copied, capsys):
 def test_questions_count_by_content(copied, capsys):
     recipe, output = copied
     shutil.rmtree(output / "seed-0/measured")
-    rows = [{"question": f"{n} is even?", "answer": n % 2 == 0} for n in range(10)]
-    for name in ("one.jsonl", "two.jsonl", "other.jsonl"):
-        shown = rows[::-1] if name == "other.jsonl" else rows
-        (output.parent / name).write_text("".join(json.dumps(row) + "\n" for row in shown))
     command = ["upcycle", recipe, "--output", output, "--resume"]
     codes = []
-    for name in ("one.jsonl", "two.jsonl", "other.jsonl"):
-        override = f"evaluation.judgement={{file: {output.parent / name}, shots: 1, items: 4}}"
+    for name in ("one", "two", "other"):
+        file = write_suite(output.parent / f"{name}.yaml", name != "other")
+        override = f"evaluation.suite={file}"
         codes.append(run(capsys, *command[:2], override, *command[2:]))
     assert [code for code, _ in codes] == [0, 0, 2], codes
-    assert "made with other values of judgement" in codes[2][1]
+    assert "made with other values of suite" in codes[2][1]
 
 
 @pytest.mark.slow

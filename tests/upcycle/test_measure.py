@@ -1,18 +1,21 @@
 import json
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from moe_finetune.checkpoint.load import load_model
 from moe_finetune.data.batches import fill
+from moe_finetune.errors import DataError
+from moe_finetune.io.rows import write_jsonl
 from moe_finetune.upcycle import merge_experts
+from moe_finetune.upcycle.dense import load_dense
 from moe_finetune.upcycle.frequencies import count_table
-from moe_finetune.upcycle.judgement import PROMPTS, judge, questions
-from moe_finetune.upcycle.measure import measure, passages, text_losses
-from moe_finetune.upcycle.schema import JudgementSection, UpcycleRecipe
+from moe_finetune.upcycle.judgement import check_answers, judge
+from moe_finetune.upcycle.measure import measure, text_losses
+from moe_finetune.upcycle.schema import UpcycleRecipe
 from moe_finetune.upcycle.texts import SPLITS, Texts
 from tests.support import tiny
 from tests.upcycle import dense
@@ -42,7 +45,7 @@ def recipe():
             "texts": {"categories": dict.fromkeys("abcde", "unused"), "max_length": LENGTH},
             "clusters": {"count": EXPERTS},
             "arms": {"one": {"start": "merged"}},
-            "evaluation": {"tokens_per_batch": 90, "judgement": {"items": 6, "piece": 5}},
+            "evaluation": {"tokens_per_batch": 90},
         }
     )
 
@@ -134,8 +137,7 @@ def test_measurements_are_those_of_slow_loops(moe_folder, texts, table, recipe):
             assert np.array_equal(list(snapshot["domains"].values()), selected)
     assert list(snapshot["domains"]) == list(texts.categories)
     assert (snapshot["top_k"], snapshot["num_experts"]) == (TOP_K, EXPERTS)
-    assert len(snapshot["colored_text"]) == 4 and snapshot["layers"] == [0, 1, 2]
-    assert found["judgement"]["count"] == 6
+    assert snapshot["layers"] == [0, 1, 2]
 
 
 def test_a_dense_model_has_perplexity_and_no_routing(texts, table, recipe, tmp_path):
@@ -159,211 +161,53 @@ def test_batching_and_padding_change_nothing():
     assert seen == pytest.approx(alone, abs=1e-5)
 
 
-def test_passages_show_the_first_expert_of_the_middle_layer(moe_folder, texts, table):
-    model = load_model(moe_folder)
-    counts_VN = table.counts_VN.copy()
-    unknown = int(texts.windows("test", 3, 120)[0][2])
-    counts_VN[unknown] = 0
-    shown = passages(model, tiny.tokenizer(), texts, counts_VN, 2)
-    assert [passage["domain"] for passage in shown] == ["kind0", "kind3"]
-    ids = texts.windows("test", 3, 120)[0]
-    outputs = []
-    hook = model.model.layers[1].mlp.gate.register_forward_hook(
-        lambda m, a, output: outputs.append(output[0])
-    )
-    with torch.no_grad():
-        model(torch.tensor([ids.tolist()]))
-    hook.remove()
-    assert shown[1]["experts"] == outputs[0].argmax(-1).tolist()
-    assert shown[1]["layer"] == 1
-    (other,) = passages(model, tiny.tokenizer(), texts, counts_VN, 1, layer=2)
-    assert other["layer"] == 2 and other["experts"] != shown[0]["experts"]
-    for token, frequent in zip(ids.tolist(), shown[1]["frequent"], strict=True):
-        most = max(counts_VN[token])
-        assert frequent == (-1 if most == 0 else counts_VN[token].tolist().index(most))
-    assert -1 in shown[1]["frequent"] and len(set(shown[1]["frequent"])) > 2
-    assert "".join(shown[1]["tokens"]) == tiny.tokenizer().decode(ids)
+# -- the suite ------------------------------------------------------------------------------------
 
 
-# -- judgement ------------------------------------------------------------------------------------
-
-
-class Oracle:
-    """A model of which every prompt's answer is decided by ``says``."""
-
-    def __init__(self, says):
-        self.says = says
-        self.prompts: list[str] = []
-        self.parameter = torch.nn.Parameter(torch.zeros(1))
-
-    def parameters(self):
-        return iter([self.parameter])
-
-    def __call__(self, input_ids, use_cache, logits_to_keep):
-        text = tiny.tokenizer().decode(input_ids[0])
-        prompt, _, _ = text.rpartition(" ")
-        self.prompts.append(prompt)
-        wanted = " yes" if self.says(prompt) else " no"
-        logits = torch.zeros(1, logits_to_keep, tiny.VOCABULARY)
-        for place, token in enumerate(tiny.tokenizer().encode(wanted)[:logits_to_keep]):
-            logits[0, place, token] = 9.0
-        return SimpleNamespace(logits=logits)
-
-
-def pieces(question: str) -> tuple[str, str]:
-    body = question.rpartition("First: ")[2].partition("\nThe second")[0]
-    first, _, second = body.partition("\nSecond: ")
-    return first, second
-
-
-def test_made_questions_have_the_right_answers(texts):
-    tokenizer = tiny.tokenizer()
-    section = JudgementSection(shots=5, items=40, piece=9)
-    solved, asked = questions(tokenizer, texts, section)
-    assert len(solved) == 5 and len(asked) == 40
-    whole = {
-        split: [tokenizer.decode(ids) for c in range(4) for ids in documents(texts, split, c)]
-        for split in ("train", "test")
-    }
-    for split, found in (("train", solved), ("test", asked)):
-        for number, question in enumerate(found):
-            first, second = pieces(question.text)
-            follows = any(first + second in text for text in whole[split])
-            assert question.answer == follows == (number % 2 == 0)
-
-
-def test_accuracy_is_that_of_the_likelier_answer(texts):
-    tokenizer = tiny.tokenizer()
-    section = JudgementSection(shots=3, items=20, piece=9)
-    whole = [tokenizer.decode(ids) for c in range(4) for ids in documents(texts, "test", c)]
-    knows = Oracle(lambda prompt: any("".join(pieces(prompt)) in text for text in whole))
-    assert judge(knows, tokenizer, texts, section)["accuracy"] == 1
-    always = judge(Oracle(lambda prompt: True), tokenizer, texts, section)
-    assert (always["accuracy"], always["yes"], always["count"]) == (0.5, 1.0, 20)
-    assert always["stderr"] == pytest.approx(math.sqrt(0.25 / 20))
-    prompt = knows.prompts[0]
-    assert prompt.count("First: ") == 4 and [a in prompt for a in PROMPTS["en"].answers] == [
-        True,
-        True,
-    ]
-
-
-def test_questions_of_a_file(texts, tmp_path):
-    file = tmp_path / "questions.jsonl"
+def write_suite(folder, choices=("no", "ja")):
+    """Whether numbers are even, after two solved questions; half of the answers are the second."""
+    kind = ("odd", "even")
     rows = [
-        f'{{"question": "Is {i} even?", "answer": {str(i % 2 == 0).lower()}}}' for i in range(9)
-    ]
-    file.write_text("\n".join(rows))
-    section = JudgementSection(file=str(file), shots=2)
-    even = Oracle(lambda prompt: int(prompt.rpartition("Is ")[2].partition(" ")[0]) % 2 == 0)
-    found = judge(even, tiny.tokenizer(), texts, section)
-    assert (found["accuracy"], found["count"], found["shots"]) == (1.0, 7, 2)
-    assert even.prompts[0].startswith("Question: Is 0 even?\nAnswer: yes\n\nQuestion: Is 1")
-    assert found["categories"] == {}
+        {"question": f"Is {n} even?", "choices": list(choices), "answer": (n + 1) % 2,
+         "category": f"{kind[(n + 1) % 2]} numbers"}
+        for n in range(8)
+    ]  # fmt: skip
+    task = {"task": "judgement", "template": "local_judgement", "shots": 2, "metric": "acc",
+            "files": {"test": "test.jsonl", "train": "train.jsonl"}}  # fmt: skip
+    folder.mkdir()
+    write_jsonl(folder / "train.jsonl", rows[:2])
+    write_jsonl(folder / "test.jsonl", rows[2:])
+    (folder / "suite.yaml").write_text(yaml.safe_dump({"name": "s", "tasks": [task]}))
+    return str(folder / "suite.yaml")
 
 
-def test_questions_beyond_the_limit_are_named(texts, tmp_path, caplog):
-    file = tmp_path / "questions.jsonl"
-    rows = [json.dumps({"question": str(i), "answer": i % 3 == 0}) for i in range(12)]
-    file.write_text("\n".join(rows))
-    section = JudgementSection(file=str(file), shots=2, items=7)
-    _, asked = questions(tiny.tokenizer(), texts, section)
-    assert [question.text.split()[1] for question in asked] == [str(i) for i in range(2, 9)]
-    assert (
-        "only the first 7 of 10 questions are used; raise evaluation.judgement.items" in caplog.text
-    )
+@pytest.mark.parametrize("kind", ["moe", "dense"])
+def test_the_likelier_answer_after_the_solved_questions_counts(moe_folder, tmp_path, kind):
+    folder = moe_folder if kind == "moe" else dense.save("llama", tmp_path / "dense", 2)
+    found = judge(folder, write_suite(tmp_path / "suite"), "float32", tmp_path / "scratch")
+    model, tokenizer = (load_model if kind == "moe" else load_dense)(folder), tiny.tokenizer()
+    solved = "Is 0 even? ja\n\nIs 1 even? no\n\n"
+    right = {"odd numbers": [0, 0], "even numbers": [0, 0]}
+    for n in range(2, 8):
+        sums = []
+        for answer in (" no", " ja"):
+            ids = tokenizer(f"{solved}Is {n} even?{answer}", add_special_tokens=False).input_ids
+            with torch.no_grad():
+                table = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+            sums.append(sum(float(table[i - 1, ids[i]]) for i in range(len(ids) - 3, len(ids))))
+        counts = right[f"{'even' if n % 2 == 0 else 'odd'} numbers"]
+        counts[0] += (sums[1] > sums[0]) == (n % 2 == 0)
+        counts[1] += 1
+    judgement = found["judgement"]
+    assert judgement["categories"] == right and judgement["n"] == 6
+    assert judgement["value"] == pytest.approx(sum(counts[0] for counts in right.values()) / 6)
 
 
-def word_marked():
-    """A tokenizer like Llama 2's: a word mark before every text, spaces as marks, and a BOS."""
-    from tokenizers import AddedToken, Tokenizer, decoders, normalizers
-    from tokenizers.models import BPE
-    from tokenizers.processors import TemplateProcessing
-    from transformers import PreTrainedTokenizerFast
-
-    letters = sorted({*"▁\nQuestion: {}\nAnswer:noyes0123456789even? Is"})
-    merges = [("▁", "y"), ("▁y", "e"), ("▁ye", "s"), ("▁", "n")]
-    words = [*letters, *(left + right for left, right in merges)]
-    vocabulary = {word: number + 3 for number, word in enumerate(dict.fromkeys(words))}
-    core = Tokenizer(
-        BPE({"<unk>": 0, "<s>": 1, "</s>": 2, **vocabulary}, merges, unk_token="<unk>")
-    )
-    core.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
-    core.add_special_tokens([AddedToken(each, special=True) for each in ("<unk>", "<s>", "</s>")])
-    core.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
-
-
-def test_a_prompt_is_tokenized_whole_with_the_models_bos(texts, tmp_path):
-    file = tmp_path / "questions.jsonl"
-    rows = [json.dumps({"question": f"Is {i} even?", "answer": i % 2 == 0}) for i in range(4)]
-    file.write_text("\n".join(rows))
-    tokenizer, seen = word_marked(), []
-
-    class Model(Oracle):
-        def __call__(self, input_ids, use_cache, logits_to_keep):
-            seen.append((input_ids[0].tolist(), logits_to_keep))
-            return SimpleNamespace(logits=torch.zeros(1, logits_to_keep, 99))
-
-    found = judge(Model(None), tokenizer, texts, JudgementSection(file=str(file), shots=2))
-    solved = "Question: Is 0 even?\nAnswer: yes\n\nQuestion: Is 1 even?\nAnswer: no\n\n"
-    whole = [f"{solved}Question: Is {i} even?\nAnswer:{a}" for i in (2, 3) for a in (" no", " yes")]
-    assert [ids for ids, _ in seen] == [tokenizer(text)["input_ids"] for text in whole]
-    assert all(ids[0] == 1 and ids.count(1) == 1 for ids, _ in seen)
-    # "▁n", "o" and "▁yes": an answer apart would have a mark of its own.
-    assert [count - 1 for _, count in seen] == [2, 1, 2, 1]
-    assert found["answer_tokens"] == [2, 1]
-
-
-class PerToken(Oracle):
-    """Gives every token of yes and of no a probability of its own."""
-
-    def __init__(self, no, yes):
-        super().__init__(None)
-        self.shares = {" no": no, " yes": yes}
-
-    def __call__(self, input_ids, use_cache, logits_to_keep):
-        text = tiny.tokenizer().decode(input_ids[0])
-        word = " yes" if text.endswith(" yes") else " no"
-        ids, share = tiny.tokenizer().encode(word), self.shares[word]
-        assert logits_to_keep == len(ids) + 1
-        rest = (1 - share) / (tiny.VOCABULARY - 1)
-        logits = torch.full((1, len(ids) + 1, tiny.VOCABULARY), math.log(rest))
-        for place, token in enumerate(ids):
-            logits[0, place, token] = math.log(share)
-        return SimpleNamespace(logits=logits)
-
-
-def test_a_longer_answer_is_not_at_a_disadvantage(texts):
-    """Of " yes" each token is likelier, but it has one more: the sum alone would say no."""
-    section = JudgementSection(shots=2, items=20, piece=9)
-    found = judge(PerToken(0.45, 0.5), tiny.tokenizer(), texts, section)
-    no, yes = found["answer_tokens"]
-    assert yes > no and 0.5**yes < 0.45**no
-    assert found["yes"] == 1.0
-    assert judge(PerToken(0.5, 0.45), tiny.tokenizer(), texts, section)["yes"] == 0.0
-    right = sum(right for right, _ in found["categories"].values())
-    assert sum(asked for _, asked in found["categories"].values()) == 20
-    assert right == 20 * found["accuracy"] and set(found["categories"]) <= set(texts.categories)
-
-
-def test_questions_in_japanese(texts, tmp_path):
-    file = tmp_path / "questions.jsonl"
-    rows = [
-        {"question": f"{i}は偶数ですか", "answer": i % 2 == 0, "category": "数"} for i in range(4)
-    ]
-    file.write_text("\n".join(json.dumps(row) for row in rows))
-    tokenizer = tiny.tokenizer()
-    solved, asked = questions(
-        tokenizer, texts, JudgementSection(file=str(file), shots=1, language="ja")
-    )
-    assert solved[0].text == "質問：0は偶数ですか\n答え："
-    assert [question.category for question in asked] == ["数"] * 3
-    section = JudgementSection(shots=1, items=4, piece=5, language="ja")
-    _, made = questions(tokenizer, texts, section)
-    assert made[0].text.endswith("\n後半は前半の続きですか：")
+def test_answers_of_other_lengths_are_refused(tmp_path):
+    """A sum of log-probabilities favors the shorter one, as of the paper's language."""
+    check_answers(write_suite(tmp_path / "same"), tiny.tokenizer())
+    for name, choices in (("ja", ("いいえ", "はい")), ("en", ("no", "yes"))):
+        with pytest.raises(
+            DataError, match=r"test\.jsonl: row 1: its answers have \d+ and \d+ tok"
+        ):
+            check_answers(write_suite(tmp_path / name, choices), tiny.tokenizer())

@@ -28,9 +28,9 @@ def measured(perplexity, cmr=None, entropy=0.5):
     split = {"perplexity": {"mean": perplexity, "std": 2.0, "of_all_tokens": perplexity - 1}}
     split |= {"losses": [math.log(perplexity), 0.0, math.log(5.0)], "categories": [0, 0, 1]}
     split |= {"routing": routing} if cmr is not None else {}
-    judgement = {"accuracy": 0.6, "accuracy_of_sums": 0.55, "categories": {"law": [3, 4]}}
+    judgement = {"value": 0.6, "stderr": 0.1, "n": 4, "categories": {"law": [3, 4]}}
     splits = dict.fromkeys(("train", "validation", "test"), split)
-    return {"parameters": 10, "splits": splits, "judgement": judgement}
+    return {"parameters": 10, "splits": splits, "scores": {"judgement": judgement}}
 
 
 ARMS = {
@@ -52,7 +52,7 @@ def test_every_split_compares_the_arms_with_the_last(tmp_path):
     found = cells(table)
     dense, btx = found["test texts", "Dense"], found["test texts", "BTX"]
     assert dense["perplexity"].mean == 9.25 and dense["perplexity"].std == 0.25
-    assert set(dense) == {"perplexity", "judgement", "judgement_by_sums"}
+    assert set(dense) == {"perplexity", "judgement"}
     assert "judgement" not in found["train texts", "BTX"]
     # BTX - SvMoE, seed by seed
     test = btx["cmr_1"].test

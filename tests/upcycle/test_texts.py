@@ -5,10 +5,13 @@ import numpy as np
 import pytest
 
 from moe_finetune.errors import CheckpointError, DataError
+from moe_finetune.models.loading import load_tokenizer
 from moe_finetune.upcycle.categories import read_categories, remark_on_repetitions
-from moe_finetune.upcycle.corpus import PIECE, SOURCES, read_corpus
-from moe_finetune.upcycle.schema import TextSection
-from moe_finetune.upcycle.texts import SPLITS, Texts, opening_ids, splits_of, training_texts
+from moe_finetune.upcycle.judgement import check_answers
+from moe_finetune.upcycle.schema import TextSection, load_upcycle_recipe
+from moe_finetune.upcycle.texts import SPLITS, Texts, opening_ids, splits_of
+from recipes.upcycle.corpus import PIECE, SOURCES, main, read_corpus
+from tests.conftest import ROOT
 from tests.support import tiny
 from tests.upcycle import dense
 
@@ -41,7 +44,6 @@ def test_texts_are_split_eight_one_one(count):
     assert [len(parts[split]) for split in SPLITS] == [count - 2 * tenth, tenth, tenth]
     assert sorted(text for part in parts.values() for text in part) == sorted(given)
     assert parts == split_texts(given, seed=1)
-    assert list(training_texts({"one": given, "two": given}, 1)) == 2 * parts["train"]
     if count > 3:
         assert parts != split_texts(given, seed=2)
 
@@ -181,10 +183,18 @@ def test_categories_are_read_from_files(tmp_path):
         read_categories(TextSection(categories=files))
 
 
-def test_the_built_in_corpus_has_every_category():
+@pytest.mark.slow
+def test_the_miniatures_corpus_has_every_category(tmp_path, monkeypatch):
     corpus = read_corpus()
     assert list(corpus) == list(SOURCES) and len(corpus) == 24
     assert corpus == read_corpus()
     for category, pieces in corpus.items():
         assert len(pieces) >= 10, category
         assert all(PIECE // 4 <= len(piece) < 4 * PIECE for piece in pieces), category
+    main(tmp_path)
+    recipe = load_upcycle_recipe([ROOT / "recipes/upcycle/miniature.yaml", tmp_path / "texts.yaml"])
+    assert list(recipe.texts.categories) == list(SOURCES)
+    tokenizer = load_tokenizer(recipe.dense.pretrained.tokenizer)
+    assert len(tokenizer) == 1024
+    monkeypatch.chdir(tmp_path)  # where the suite is found as shipped recipes are
+    check_answers(recipe.evaluation.suite, tokenizer)

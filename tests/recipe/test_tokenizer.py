@@ -1,8 +1,8 @@
-"""The demo's tokenizer: lossless, a token a digit, chats with marked replies."""
+"""The tokenizer of demo and miniature: lossless, a token a digit, chats with marked replies."""
 
 import pytest
 
-from moe_finetune.upcycle.tokenizer import SPECIALS, train_tokenizer
+from recipes.upcycle.tokenizer import SPECIALS, train_tokenizer
 
 
 @pytest.fixture(scope="module")

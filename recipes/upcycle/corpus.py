@@ -1,16 +1,27 @@
-"""Real text of eight kinds, part of every installation of this package, for the miniature.
+"""The miniature's texts and tokenizer: ``python -m recipes.upcycle.corpus runs/texts``.
 
-Twenty-four categories, three of each kind: prose of documentation, network code, C++ headers, codec
-tables, font metrics, computer algebra, type stubs and model code. The files come from the standard
-library and from dependencies of this package.
+Real text of eight kinds, part of every installation of this package. Twenty-four categories, three
+of each kind: prose of documentation, network code, C++ headers, codec tables, font metrics,
+computer algebra, type stubs and model code. The files come from the standard library and from
+dependencies of this package. The folder gets a file of rows for each category, the tokenizer, and
+``texts.yaml``, a recipe that names them.
 """
 
 import ast
+import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from moe_finetune.errors import DataError
+import yaml
+
+from moe_finetune.io.rows import write_jsonl
+from moe_finetune.upcycle.categories import read_categories
+from moe_finetune.upcycle.schema import TextSection
+from moe_finetune.upcycle.texts import SPLITS, splits_of
+from recipes.upcycle.tokenizer import train_tokenizer
+
+VOCABULARY = 1024
 
 STDLIB, PACKAGES = "stdlib", "purelib"
 
@@ -73,10 +84,8 @@ def read_corpus() -> dict[str, list[str]]:
                 break
         if not pieces:
             patterns = " and ".join(f"{root}/{pattern}" for root, pattern in sources)
-            raise DataError(
-                f"texts.corpus: no text for '{category}', looked for {patterns}; install "
-                "moe-finetune[pictures], or name your own texts with texts.categories"
-            )
+            sys.exit(f"no text for '{category}', looked for {patterns}; install "
+                     "moe-finetune[pictures]")  # fmt: skip
         corpus[category] = pieces
     return corpus
 
@@ -118,3 +127,31 @@ def _pieces(text: str) -> Iterator[str]:
             lines, size = [], 0
     if size >= PIECE // 4:
         yield "".join(lines)
+
+
+def main(folder: Path) -> None:
+    """Write the texts, their tokenizer, and the recipe that names them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {}
+    for category, pieces in read_corpus().items():
+        files[category] = str(folder / f"{category.replace(' ', '_')}.jsonl")
+        write_jsonl(Path(files[category]), [{"text": piece} for piece in pieces])
+    section = TextSection(categories=files)
+    texts = [
+        text
+        for category in read_categories(section).values()
+        for text, split in zip(category, splits_of(len(category), section.seed), strict=True)
+        if SPLITS[split] == "train"
+    ]
+    train_tokenizer(texts, VOCABULARY).save_pretrained(folder / "tokenizer")
+    recipe = {
+        "dense": {"pretrain": {"tokenizer": str(folder / "tokenizer")}},
+        "texts": {"categories": files},
+    }
+    (folder / "texts.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m recipes.upcycle.corpus FOLDER")
+    main(Path(sys.argv[1]))
