@@ -139,7 +139,11 @@ def test_the_papers_clusters_are_those_of_its_table_5(tmp_path):
 
 
 def test_the_miniature_is_the_papers_setting():
-    recipe = load_upcycle_recipe([ROOT / "recipes/upcycle/miniature.yaml"])
+    texts = dict.fromkeys((f"kind{n}" for n in range(24)), "texts.jsonl")
+    recipe = load_upcycle_recipe(
+        [ROOT / "recipes/upcycle/miniature.yaml"],
+        [f"texts.categories={texts}", "dense.pretrain.tokenizer=tokenizer"],
+    )
     assert (recipe.clusters.count, recipe.merge.top_k) == (8, 2)
     assert list(recipe.arms) == [
         "dense", "dense_experts_rate", "btx", "btx_steps", "btx_router_rate", "btx_balance",
