@@ -27,6 +27,7 @@ def pages() -> list[Path]:
         *found,
         *sorted(ROOT.glob("eval/bench/README.md")),
         *sorted(ROOT.glob("recipes/**/*.md")),
+        *sorted(ROOT.glob(".github/*.md")),
     ]
 
 
@@ -35,8 +36,8 @@ def place(file: Path) -> str:
     if file.is_relative_to(DOCS):
         return file.relative_to(DOCS).as_posix()
     name = file.relative_to(ROOT).as_posix()
-    # A README would become the index of its folder, and hide the site's.
-    return f"{SHOWN}/{name.replace('README.md', 'readme.md')}"
+    # A README would become the index of its folder and hide the site's; dot folders are left out.
+    return f"{SHOWN}/{name.replace('README.md', 'readme.md').removeprefix('.github/')}"
 
 
 def linked(file: Path) -> dict[str, Path]:
