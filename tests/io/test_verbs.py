@@ -27,8 +27,9 @@ COMMANDS = {
     "select": ["select", NOWHERE],
     "demo": ["demo"],
     "study": ["study", "{root}/recipes/studies/miniature_strength.yaml", "--resume"],
-    "upcycle": ["upcycle", "{root}/recipes/upcycle/miniature.yaml", "--resume"],
-}
+    "upcycle": ["upcycle", "{root}/recipes/upcycle/paper.yaml", f"dense.path={NOWHERE}",
+                f"texts.categories.one={NOWHERE}", "--resume"],
+}  # fmt: skip
 FUNCTIONS = {
     "merge": lambda output: merge_adapter(NOWHERE, NOWHERE, output),
     "convert": lambda output: convert_checkpoint(NOWHERE, output),
