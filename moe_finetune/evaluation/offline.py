@@ -87,9 +87,8 @@ def prepare(
 
 
 def rehearse(catalog: Catalog, entry: SuiteTask, leaves: list[Leaf]) -> None:
-    """Ask lm-eval for the first item of each task, with a model that answers nonsense.
-
-    What lm-eval does not accept, and a metric that it does not report, are found here.
+    """Ask lm-eval for the first item of each task, with a model that answers nonsense: what it does
+    not accept, and a metric that it does not report, are found here.
     """
     import lm_eval
     from lm_eval.models.dummy import DummyLM

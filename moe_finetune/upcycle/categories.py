@@ -74,7 +74,7 @@ def read_categories(section: TextSection) -> dict[str, Category]:
 
 
 def remark_on_repetitions(categories: Mapping[str, Category]) -> str | None:
-    """A sentence on the number of repeated rows that are dropped; None if there are none."""
+    """A sentence on repeated rows, which are dropped; None without any."""
     counts = [
         f"{name} {category.repeated} of {len(category.used_R)}"
         for name, category in categories.items()

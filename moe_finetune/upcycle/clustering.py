@@ -32,16 +32,10 @@ def sizes_of(
     bounds: tuple[int, int] | None = None,
     exclusive: bool = False,
 ) -> Sizes:
-    """Bounds of the clusters' sizes around the pins.
+    """Bounds of the clusters' sizes around the pins (category -> cluster).
 
-    If every category is pinned, the pins determine the sizes.
-
-    Args:
-        categories: C.
-        clusters: N.
-        pinned: category -> cluster.
-        bounds: fewest and most categories of a cluster; default: sizes differ by one at most.
-        exclusive: clusters with pinned categories get no others.
+    If every category is pinned, the pins determine the sizes; without ``bounds`` they differ by one
+    at most. With ``exclusive`` clusters with pinned categories get no others.
     """
     if categories < clusters:
         raise RecipeError(
@@ -82,15 +76,10 @@ def cluster_categories(
     seed: int = 0,
     restarts: int = 16,
 ) -> np.ndarray:
-    """Cluster of each category, ``(C,)`` int.
+    """Cluster of each category, ``(C,)`` int; a category counts as one document.
 
-    Args:
-        counts_CV: occurrences of every token in each category, which counts as one document.
-        clusters: N, at most C.
-        pinned: category -> fixed cluster.
-        bounds, exclusive: as in :func:`sizes_of`.
-        seed: of the embedding and of the starts.
-        restarts: starts of the k-means; the one with the least inertia is kept.
+    The pins and bounds are :func:`sizes_of`'s; of ``restarts`` starts of the k-means, the one with
+    the least inertia is kept.
     """
     pinned = dict(pinned or {})
     sizes = sizes_of(len(counts_CV), clusters, pinned, bounds=bounds, exclusive=exclusive)

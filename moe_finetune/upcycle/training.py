@@ -30,16 +30,8 @@ _QUIET = {"report_to": [], "logging_steps": 0.02, "save_strategy": "steps", "sav
 class Job:
     """One training's start, rows and options.
 
-    Attributes:
-        start: checkpoint folder to start from, dense or MoE.
-        rows: ``input_ids`` of equal length; every token is learned.
-        trainer: TRL's arguments by name.
-        seed: for the order of rows.
-        dtype: of the computation and of the stored weights.
-        method: losses inside the MoE layers; None trains a dense model.
-        routers_only: train only the routers, on the method's losses; the language model's loss is
-            not computed, and the logged loss is the method's.
-        router_learning_rate: of the routers; None is the trainer's.
+    ``rows`` have ``input_ids`` of equal length, all of them learned. Without a ``method`` a dense
+    model is trained; with ``routers_only`` only the method's losses are computed, and logged.
     """
 
     start: Path
@@ -65,13 +57,8 @@ class Job:
 
 
 def run_job(job: Job, work_folder: Path, output: Path, curve: Path | None = None) -> None:
-    """Train, or resume from the work folder's checkpoint, and write ``output``.
-
-    Args:
-        job: the training.
-        work_folder: folder for checkpoints and log while training runs.
-        output: the checkpoint's folder.
-        curve: file that the log is copied to before ``output`` appears.
+    """Train, or resume from the work folder's checkpoint, and write ``output``; the log is copied
+    to ``curve`` before that appears.
     """
     from transformers import set_seed
 
