@@ -64,6 +64,9 @@ def main() -> None:
     parser.add_argument(
         "--compiled", action="store_true", help="each variant a second time, its layers compiled"
     )
+    parser.add_argument(
+        "--processor-time", action="store_true", help="which other programs hardly lengthen"
+    )
     parser.add_argument("--no-memory", action="store_true")
     add_save(parser, "step")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)

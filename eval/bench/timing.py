@@ -13,6 +13,7 @@ def time_steps(variants, batch, arguments, settle=0, until=math.inf):
 
     Ends early, after three rounds or more, once ``until`` (of time.monotonic) has passed.
     """
+    clock = time.process_time if getattr(arguments, "processor_time", False) else time.perf_counter
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     faults: dict[str, list[int]] = {name: [] for name in variants}
     for round_ in range(arguments.rounds + arguments.warmup):
@@ -23,11 +24,11 @@ def time_steps(variants, batch, arguments, settle=0, until=math.inf):
             for _ in range(settle):
                 variant.step(batch)
             synchronize(arguments.device)
-            faulted, start = page_faults(), time.perf_counter()
+            faulted, start = page_faults(), clock()
             variant.step(batch)
             synchronize(arguments.device)
             if round_ >= arguments.warmup:
-                seconds[variant.name].append(time.perf_counter() - start)
+                seconds[variant.name].append(clock() - start)
                 faults[variant.name].append(page_faults() - faulted)
     return seconds, faults
 
