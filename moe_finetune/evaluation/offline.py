@@ -1,6 +1,7 @@
 """Check which tasks of a suite can run here, what is missing, and estimate their cost."""
 
 import io
+import random
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,7 +101,7 @@ def rehearse(catalog: Catalog, entry: SuiteTask, leaves: list[Leaf]) -> None:
             return "\n".join(turn["content"] for turn in chat_history)
 
     where = f"suite {catalog.suite.name}: task '{entry.label}'"
-    noise = io.StringIO()
+    noise, drawn = io.StringIO(), random.getstate()
     try:
         with redirect_stdout(noise), redirect_stderr(noise), scored_by(failed):
             raw = lm_eval.evaluate(
@@ -118,6 +119,8 @@ def rehearse(catalog: Catalog, entry: SuiteTask, leaves: list[Leaf]) -> None:
             f"{where}: lm-eval cannot ask it ({type(error).__name__}: {error}); correct its rows, "
             "or the file that defines it"
         ) from error
+    finally:
+        random.setstate(drawn)  # the model's nonsense is drawn
     reported = task_result(entry, leaves, raw)["metrics"]
     if f"{entry.metric},{entry.filter}" not in reported:
         names = "; ".join(score.replace(",", " with filter ") for score in sorted(reported))

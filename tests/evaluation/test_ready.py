@@ -1,6 +1,7 @@
 """What is wrong with a suite and its rows is said before a model is asked, with its place."""
 
 import json
+from random import getstate
 
 import pytest
 import yaml
@@ -9,7 +10,7 @@ from moe_finetune import cli
 from moe_finetune.errors import DataError, EvaluationError
 from moe_finetune.evaluation.backends import Backend
 from moe_finetune.evaluation.engine import evaluate
-from moe_finetune.evaluation.offline import check_suite
+from moe_finetune.evaluation.offline import check_suite, prepare
 from moe_finetune.evaluation.suites import Suite
 
 EXACT = {"task": "sums", "template": "local_exact_match", "shots": 0, "metric": "exact_match"}
@@ -69,7 +70,10 @@ def test_rows_of_the_templates(tmp_path, task, row, said):
     good = ROW if task is EXACT else WORDS
     files = write(tmp_path, [good, "", row, good])
     if said is None:
-        (found,) = check_suite(Suite(name="s", tasks=[task | {"files": files}], folder=tmp_path))
+        suite, drawn = Suite(name="s", tasks=[task | {"files": files}], folder=tmp_path), getstate()
+        prepare(suite, None)
+        assert getstate() == drawn, "a run draws what it drew without a rehearsal"
+        (found,) = check_suite(suite)
         assert found.runnable and found.items == 3
     else:
         refused(tmp_path, task | {"files": files}, DataError, said)
@@ -145,8 +149,6 @@ def test_from_the_command_line(tmp_path, checkpoint, capsys):
 
 def test_a_data_set_that_the_hub_does_not_give(tmp_path, monkeypatch):
     """Before training, too: a benchmark that is not there is found at the start."""
-    from moe_finetune.evaluation.offline import prepare
-
     asked = []
 
     def builder(path, name, **_):
