@@ -88,7 +88,7 @@ $(LOWEST)/.set-up: $(STAMP) tests/lowest.txt
 	@touch $@
 
 test-lowest: $(LOWEST)/.set-up  ## The losses, and a recipe, on the lowest versions that are declared
-	PYTHONPATH=$(LOWEST)/core:. $(BIN)/python -m pytest -p no:cacheprovider tests/metrics tests/losses/test_all_losses.py tests/losses/test_released.py tests/training/gradients/test_trainers.py tests/test_foreign_names.py -k "not deepseek_v3"
+	PYTHONPATH=$(LOWEST)/core:. $(BIN)/python -m pytest -p no:cacheprovider tests/metrics tests/losses/test_all_losses.py tests/losses/test_released.py tests/families/test_places.py tests/training/gradients/test_trainers.py tests/test_foreign_names.py -k "not deepseek_v3"
 	PYTHONPATH=$(LOWEST)/recipes:. $(BIN)/python -m pytest -p no:cacheprovider tests/test_run.py tests/checkpoint/test_verify.py
 	READER=$(LOWEST)/reader $(BIN)/python -m pytest -p no:cacheprovider tests/older
 
@@ -110,7 +110,7 @@ $(NEWEST)/.set-up: $(STAMP) tests/newest.txt
 	    ln -s "$$path" "$$site/$$name"; done
 	@touch $@
 
-NEWEST_TESTS := tests/newest tests/test_foreign_names.py tests/moe/test_kept_choice.py \
+NEWEST_TESTS := tests/newest tests/test_foreign_names.py tests/families/test_places.py tests/moe/test_kept_choice.py \
   tests/moe/test_checkpointing.py tests/training/gradients/test_trainers.py tests/training/ranks/test_sharded.py \
   tests/checkpoint/test_verify.py tests/checkpoint/test_makers.py tests/training/memory/test_formula.py
 

@@ -26,7 +26,6 @@ from tests.support import registries, unheard
 
 FAMILY = """
 from moe_finetune.models import Family, register_family
-from moe_finetune.models.structure import layers_with_experts
 
 register_family(
     Family(
@@ -35,8 +34,7 @@ register_family(
         title="Unheard",
         score="sigmoid",
         attention_targets=("self_attn.q_proj", "self_attn.o_proj"),
-        num_experts=lambda config: config.n_routed_experts,
-        moe_layers=layers_with_experts,
+        top_k=lambda config: config.num_experts_per_tok,
     )
 )
 """
@@ -96,11 +94,11 @@ def test_a_file_on_the_command_line_is_known_to_every_verb_and_child(tmp_path, c
 def test_a_wrong_fact_of_a_family_is_named(tmp_path, capsys):
     config = unheard.config()
     class_of(config).from_config(config).save_pretrained(tmp_path / "base")
-    wrong = FAMILY.replace("config.n_routed_experts", "config.experts")
+    wrong = FAMILY.replace("config.num_experts_per_tok", "config.experts")
     command = ["inspect", str(tmp_path / "base"), "--plugin", str(write(tmp_path, wrong))]
     assert main(command) == 2
     shown = " ".join(capsys.readouterr().err.split())
-    assert "family 'unheard', num_experts: " in shown and "no attribute 'experts'" in shown
+    assert "family 'unheard', top_k: " in shown and "no attribute 'experts'" in shown
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ without importing it.
 
 import ast
 import importlib.util
+import json
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -24,6 +25,8 @@ MODELS, PACKED = DOCS / "models.md", DOCS / "packed-rows.md"
 START, END = "<!-- families: make families -->\n", "<!-- end of families -->\n"
 NATIVE = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS")
 BY_TRANSFORMERS = "_TRANSFORMERS_SUPPORTED_MODELS"
+SHOWN = DOCS.parent / "tests" / "families" / "places.json"
+PLACES = json.loads(SHOWN.read_text(encoding="utf-8"))
 
 
 def registry_file() -> Path | None:
@@ -91,6 +94,11 @@ def model_type(family: Family) -> str:
     return f"`{family.model_type}`{part}"
 
 
+def has_shared(family: Family) -> bool:
+    """Whether its class has shared experts, also a class that this transformers lacks."""
+    return not PLACES[family.name].endswith("; shared -")
+
+
 def full(registry: dict[str, set[str]]) -> Iterator[str]:
     """The table of all models, a line each."""
     opens = published()
@@ -98,7 +106,7 @@ def full(registry: dict[str, set[str]]) -> Iterator[str]:
     yield f"| `model_type` | {head}"
     yield "| --- | --- | --- | --- | --- | --- |"
     for family in sorted(FAMILIES.values(), key=lambda family: (family.model_type, family.part)):
-        shared = " with shared experts" if family.shared_targets else ""
+        shared = " with shared experts" if has_shared(family) else ""
         shared = f", the language part{shared}" if family.part else shared
         trains = f"yes{shared}"
         files = ", ".join(opens.get(family.name, [])) or "class only"
@@ -114,7 +122,7 @@ def later() -> Iterator[str]:
     yield "| `model_type` | models | transformers | score | trains and merges |"
     yield "| --- | --- | --- | --- | --- |"
     for family in sorted(newer.FAMILIES, key=lambda family: family.model_type):
-        shared = " with shared experts" if family.shared_targets else ""
+        shared = " with shared experts" if has_shared(family) else ""
         part = ", the language part" if family.part else ""
         yield (
             f"| `{family.model_type}` | {family.title} | {family.since} | {family.score} | "

@@ -88,7 +88,8 @@ def depths(arguments: argparse.Namespace, geometry: str) -> tuple[int, int]:
     if arguments.device != "cuda":
         return first, first + 2
     family = family_of(config)
-    layer = 6 * family.num_experts(config) * family.expert_width(config) * config.hidden_size
+    places = family.places(config)
+    layer = 6 * places.num_experts * places.expert_width * config.hidden_size
     fixed = 4 * 4 * config.vocab_size * config.hidden_size  # embeddings of two models, and logits
     free = 0.85 * torch.cuda.mem_get_info()[0] - fixed
     layers = max(first + 2, min(DEPTH[geometry], int(free // (layer * COPIES_OF_WEIGHTS))))

@@ -75,7 +75,7 @@ def main() -> None:
         memory_child(arguments)
         return
     config = config_of(arguments)
-    moe_layers = len(family_of(config).moe_layers(config))
+    moe_layers = len(family_of(config).places(config).moe_layers)
     if moe_layers == 0:
         parser.error(f"--layers {arguments.layers}: {arguments.geometry} begins with a dense layer")
     if moe_layers == 1:

@@ -75,7 +75,7 @@ def determinantal_choice(
     """
     layers = moe_layers(model)
     config, family = layers[0].experts.config, layers[0].family
-    selected, count = family.top_k(config), family.num_experts(config)
+    selected, count = family.top_k(config), layers[0].places.num_experts
     if candidates is not None and not selected <= candidates <= count:
         raise CaptureError(f"{candidates} candidates; expected {selected} to {count}")
     choices = [Choice(layer, eps, candidates or count) for layer in layers]

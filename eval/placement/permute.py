@@ -63,7 +63,7 @@ def per_expert(layer: MoeLayer, experts: int) -> list[Tensor]:
 def check(layer: MoeLayer, order: Sequence[int]) -> None:
     """Raise CheckpointError unless ``order`` can be applied to ``layer``."""
     config = layer.experts.config
-    experts = layer.family.num_experts(config)
+    experts = layer.places.num_experts
     if sorted(order) != list(range(experts)):
         raise CheckpointError(
             f"layer {layer.index} must list each of 0-{experts - 1} once, got {len(order)} "

@@ -82,7 +82,7 @@ def test_permuted_experts_compute_the_same(family, tmp_path):
     stock.save_pretrained(tmp_path / "base")
     # Every tiny config.json has n_group 2, whose groups stay together.
     order = [8, 5, 9, 6, 7, 3, 0, 4, 1, 2]
-    layer = FAMILIES[family].moe_layers(stock.config)[1]  # the first may look experts up
+    layer = FAMILIES[family].places(stock.config).moe_layers[1]  # the first may look experts up
     permute_experts(tmp_path / "base", {layer: order}, tmp_path / "moved")
     moved = class_of(stock.config).from_pretrained(tmp_path / "moved").eval()
     with torch.no_grad():

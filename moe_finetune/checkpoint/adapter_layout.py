@@ -127,8 +127,8 @@ def lacks_experts(adapter: Adapter, base: Checkpoint) -> bool:
     In the stacks of transformers 5 ``gate_proj`` and the like matched nothing, and what was saved
     is complete without them; today's PEFT translates the names.
     """
-    stack = f".{base.family.experts_path}."
-    parameters = [f"{stack}{name}" for name in base.family.expert_parameters]
+    stack = f".{base.places.experts_path}."
+    parameters = [f"{stack}{name}" for name in base.places.expert_parameters]
     targets, modules = (adapter.config.get(f"target_{k}") or () for k in ("parameters", "modules"))
     names = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")  # of transformers 4
     return (

@@ -14,21 +14,22 @@ from torch import Tensor
 from moe_finetune.checkpoint.open import Checkpoint
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.models.base import CORRECTION_BIASES, Family
+from moe_finetune.models.places import Places
 
 _NOAUX = {"topk_method": "noaux_tc", "scoring_func": "softmax", "n_group": 1, "topk_group": 1}
 OTHER = "; the adapter was trained on another base"
 
 
-def bias_name(family: Family, layer: int, loaded: Iterable[str]) -> str:
+def bias_name(places: Places, layer: int, loaded: Iterable[str]) -> str:
     """Name of a layer's bias among ``loaded``, a model's tensors, or the one that it would have."""
-    inside = f"{family.backbone}.layers.{layer}."
+    inside = f"{places.backbone}.layers.{layer}."
     names = (n for n in loaded if n.startswith(inside) and n.endswith(CORRECTION_BIASES))
-    return next(names, f"{inside}{family.router_path}.{CORRECTION_BIASES[0]}")
+    return next(names, f"{inside}{places.router_path}.{CORRECTION_BIASES[0]}")
 
 
 def _name_in_files(base: Checkpoint, layer: int) -> str:
     """Name of a layer's bias in the base's files, where it may be missing."""
-    name = bias_name(base.family, layer, base.names.files)
+    name = bias_name(base.places, layer, base.names.files)
     if name in base.names.files:
         return base.names.files[name][0]
     return f"{router_name(base, layer).rpartition('.')[0]}.{CORRECTION_BIASES[0]}"
@@ -36,9 +37,8 @@ def _name_in_files(base: Checkpoint, layer: int) -> str:
 
 def router_name(base: Checkpoint, layer: int) -> str:
     """Name of a layer's router weight in the files."""
-    family = base.family
-    path = (family.backbone, "layers", str(layer), family.block_path, family.router_name)
-    return base.names.files[".".join([*filter(None, path), family.router_weight])][0]
+    places = base.places
+    return base.names.files[f"{places.backbone}.layers.{layer}.{places.router_target}"][0]
 
 
 def bias_config(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from moe_finetune.io.checkpoint_files import (
 from moe_finetune.io.config_file import QUANTIZATION, UNQUANTIZED
 from moe_finetune.io.safetensors_header import FLOATS, INTEGERS, Header, TensorInfo, read_header
 from moe_finetune.models import Family, check_supported, family_of, find_family
+from moe_finetune.models.places import Places
 from moe_finetune.models.structure import ignored_names, part_of
 
 if TYPE_CHECKING:
@@ -79,10 +80,14 @@ class Checkpoint:
     untrained: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
+    def places(self) -> Places:
+        """Where the class has its experts, router and attention."""
+        return self.family.places(self.model_config)
+
+    @cached_property
     def experts(self) -> dict[int, int]:
         """Number of routed experts of each MoE layer."""
-        layers = self.family.moe_layers(self.model_config)
-        return dict.fromkeys(layers, self.family.num_experts(self.model_config))
+        return dict.fromkeys(self.places.moe_layers, self.places.num_experts)
 
     def parts_left_out(self) -> dict[str, tuple[int, int]]:
         """Number of tensors and bytes of each part that no loader reads."""
@@ -241,7 +246,7 @@ def _check_tensors(
         the tensors that loaders ignore, each with the part it belongs to.
     """
     if family is not None:
-        experts, chosen = family.num_experts(config), family.top_k(config)
+        experts, chosen = family.places(config).num_experts, family.top_k(config)
         if not 1 <= chosen <= experts:
             raise CheckpointError(
                 f"{folder / 'config.json'}: num_experts_per_tok is {chosen}; expected 1 to "
@@ -251,7 +256,7 @@ def _check_tensors(
     unneeded = {name: names.loaded[name] for name in sorted(tensors.keys() - needed.keys())}
     if getattr(config, "topk_method", None) == "noaux_tc":  # vLLM's class has this bias
         unneeded = {k: v for k, v in unneeded.items() if not k.endswith("e_score_correction_bias")}
-    stack = names.stack("model" if family is None else family.backbone)
+    stack = names.stack("model" if family is None else family.places(config).backbone)
     ignored = _ignored(unneeded, config, stack)
     extra = sorted(unneeded.keys() - ignored.keys())
     layers = config.get_text_config().num_hidden_layers

@@ -79,7 +79,7 @@ def _by_class(adapter: OpenAdapter) -> OpenAdapter:
     for loaded, terms in terms_of.items():
         path, _, parameter = loaded.rpartition(".")
         shape, first = base.names.shapes[loaded], terms[0].update
-        inner = [n for n in base.family.expert_parameters if f"{path}.{n}" in terms_of]
+        inner = [n for n in base.places.expert_parameters if f"{path}.{n}" in terms_of]
         key, turned = path, False
         if len(shape) == 3:
             key += ".base_layer" * (len(inner) - 1 - inner.index(parameter))

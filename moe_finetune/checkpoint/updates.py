@@ -126,7 +126,7 @@ def open_adapter(path: str | Path, base: Checkpoint, values: bool = True) -> Ope
     if of_files:
         trained = {n: i.shape for n, i in base.tensors.items() if n not in base.untrained}
     else:
-        stacks = f".{base.family.experts_path}."
+        stacks = f".{base.places.experts_path}."
         shapes = base.names.shapes
         trained = {n: s for n, s in shapes.items() if not (attention_only and stacks in n)}
     if of_files or attention_only:
@@ -205,7 +205,7 @@ class _Reader:
         head, files = "lm_head.weight", base.names.files
         self._tied: set[str] = set()
         if base.config.get("tie_word_embeddings") or head not in files:
-            both = head, f"{base.family.backbone}.embed_tokens.weight"
+            both = head, f"{base.places.backbone}.embed_tokens.weight"
             self._tied = {*both, *(name for loaded in both for name in files.get(loaded, ()))}
 
     def check_keys(self, expected: set[str]) -> None:
@@ -340,7 +340,7 @@ class _Reader:
         Adapters of this toolkit until November 2026 have factors of chosen experts only.
         """
         selection, layer = self.adapter.metadata.experts, _LAYER.search(key)
-        if selection is None or layer is None or f".{self.base.family.experts_path}." not in key:
+        if selection is None or layer is None or f".{self.base.places.experts_path}." not in key:
             return None
         return selection.get(int(layer[1]), ())
 
@@ -359,7 +359,7 @@ class _Reader:
             )
         if (path if lora else name) in self._modules:
             return
-        root, backbone = key.partition(".layers.")[0], base.family.backbone
+        root, backbone = key.partition(".layers.")[0], base.places.backbone
         if root != backbone and {root, backbone} == {"model", "model.language_model"}:
             raise self._error(
                 key,

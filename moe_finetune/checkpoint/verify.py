@@ -303,7 +303,7 @@ def _layers_to_run(base: Checkpoint) -> int | None:
     sizes = {name: torch.Size(info.shape).numel() for name, info in base.tensors.items()}
     if 4 * sum(sizes.values()) < free:
         return total
-    layers = first_layers(base.model_config, base.family.moe_layers(base.model_config)[0])
+    layers = first_layers(base.model_config, base.places.moe_layers[0])
     outside = re.compile(rf"(?:^|\.)layers\.({'|'.join(map(str, range(layers, total)))})\.")
     first = sum(size for name, size in sizes.items() if not outside.search(name))
     # PEFT adds a whole stack's change to a copy of the stack.

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from moe_finetune.io.tables import aligned
-from moe_finetune.models import Family, family_of_model
+from moe_finetune.models import family_of_model
+from moe_finetune.models.places import Places
 
 if TYPE_CHECKING:
     from torch import nn
@@ -87,12 +88,11 @@ def lora_coverage(model: nn.Module, trains: bool = True) -> Coverage:
     """
     peft_model: Any = model
     base = peft_model.get_base_model() if hasattr(model, "get_base_model") else peft_model
-    family = family_of_model(base)
-    moe_layers = set(family.moe_layers(base.config))
+    places = family_of_model(base).places(base.config)
     adapted = {id(parameter): share for parameter, share in _adapted(model)}
     coverage = Coverage()
     for name, parameter in model.named_parameters():
-        group = coverage.groups[group_of(name, family, moe_layers)]
+        group = coverage.groups[group_of(name, places)]
         trained = trains and parameter.requires_grad
         if trained:
             group.trained_tensors += 1
@@ -108,22 +108,22 @@ def lora_coverage(model: nn.Module, trains: bool = True) -> Coverage:
     return coverage
 
 
-def group_of(name: str, family: Family, moe_layers: set[int]) -> str:
+def group_of(name: str, places: Places) -> str:
     """The group of a parameter by its name in ``named_parameters``, with PEFT's prefixes."""
-    _, inside, suffix = f".{name}.".partition(f".{family.backbone}.layers.")
+    _, inside, suffix = f".{name}.".partition(f".{places.backbone}.layers.")
     number, _, suffix = suffix.partition(".")
     if not inside:
         return "other"
     layer = int(number)
-    if suffix.startswith(tuple(f"{target}." for target in family.attention_targets)):
+    if suffix.startswith(tuple(f"{target}." for target in places.attention)):
         return "attention"
-    if layer not in moe_layers:
+    if layer not in places.moe_layers:
         return "other"
-    if suffix.startswith(f"{family.experts_path}."):
+    if suffix.startswith(f"{places.experts_path}."):
         return "routed experts"
-    if suffix.startswith(f"{family.router_path}."):
+    if suffix.startswith(f"{places.router_path}."):
         return "router"
-    shared = {f"{target.rpartition('.')[0]}." for target in family.shared_targets}
+    shared = {f"{target.rpartition('.')[0]}." for target in places.shared}
     return "shared experts" if suffix.startswith(tuple(shared)) else "other"
 
 

@@ -21,8 +21,7 @@ from torch import nn
 
 from moe_finetune.errors import DataError, RecipeError
 from moe_finetune.lora.select import ExpertSelection
-from moe_finetune.models.base import GATED_MLP
-from moe_finetune.moe.layers import causal_lm, family_in, moe_layers
+from moe_finetune.moe.layers import causal_lm, family_in, moe_layers, places_in
 from moe_finetune.moe.lora_factors import parameter_wrappers, quiet_patterns
 from moe_finetune.moe.lora_selected import SelectedExpertsLora, materialize
 from moe_finetune.quantization.weight import quantized
@@ -33,27 +32,26 @@ if TYPE_CHECKING:
     from moe_finetune.recipe.sections import LoraSection
 
 log = logging.getLogger(__name__)
+# PEFT takes these names for parts of the experts' stacks.
+_HALVES = ("gate_proj", "up_proj", "down_proj")
 
 
 def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
     """The PEFT configuration of a recipe's ``lora`` and ``router`` sections for this model."""
     from peft import LoraConfig
 
-    family = family_in(model)
-    names = [name for name, _ in model.named_modules()]
-    scoped = partial(_scoped, model, f"{family.backbone}.layers.")
+    family, places = family_in(model), places_in(model)
+    scoped = partial(_scoped, model, f"{places.backbone}.layers.")
     modules: dict[str, list[str]] = {}
     parameters: dict[str, list[str]] = {}
     for part in lora.targets:
         if part == "experts":
-            parameters[part] = list(family.expert_targets)
+            parameters[part] = list(places.expert_targets)
         elif part == "shared_experts":
-            linear = [t for t in family.shared_targets if _any_ends(names, t)]
-            parameters[part] = [f"{target}.weight" for target in linear]
+            parameters[part] = [f"{target}.weight" for target in places.shared]
         else:
-            linear = [t for t in family.attention_targets if _any_ends(names, t)]
-            # PEFT takes these names for a part of the experts' stacks.
-            halves = {t for t in linear if t.rpartition(".")[2] in GATED_MLP}
+            linear = places.attention
+            halves = {t for t in linear if t.rpartition(".")[2] in _HALVES}
             modules[part] = scoped([t for t in linear if t not in halves])
             parameters[part] = [f"{target}.weight" for target in linear if target in halves]
         parameters[part] = scoped(parameters[part])
@@ -63,7 +61,7 @@ def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
                 "lora.targets: %s has no %s, so that target adapts nothing", family.title, part
             )
     if router == "lora":
-        parameters["router"] = scoped([family.router_target])
+        parameters["router"] = scoped([places.router_target])
     if not any([*modules.values(), *parameters.values()]):
         raise RecipeError(
             f"lora.targets: {lora.targets} matches nothing in {family.title}; "
@@ -87,7 +85,7 @@ def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
         target_modules=list(chain(*modules.values())),
         target_parameters=list(chain(*parameters.values())) or None,
         # With the block's name: PEFT matches ends, and other modules are called *_gate too.
-        modules_to_save=scoped([family.router_path]) if router == "full" else None,
+        modules_to_save=scoped([places.router_path]) if router == "full" else None,
         task_type="CAUSAL_LM",
     )
 
@@ -109,7 +107,7 @@ def add_lora(model: nn.Module, lora: LoraSection | None, router: str) -> nn.Modu
             "section with a rank, or load it without quantization"
         )
     without_gradient = _without_gradient(model)
-    router_weight = f".{family_in(model).router_target}"
+    router_weight = f".{places_in(model).router_target}"
     if lora is None:
         for name, parameter in model.named_parameters():
             frozen = router == "frozen" and name.endswith(router_weight)
@@ -165,10 +163,10 @@ def read_selection(model: nn.Module, lora: LoraSection) -> dict[int, list[int]] 
     """Chosen experts by decoder layer from ``lora.experts``, or None for all."""
     if lora.experts == "all":
         return None
-    config, family = causal_lm(model).config, family_in(model)
+    places = places_in(model)
     try:
         selection = ExpertSelection.read(lora.experts)
-        selection.check(family.model_type, family.moe_layers(config), family.num_experts(config))
+        selection.check(family_in(model).model_type, places.moe_layers, places.num_experts)
         if not selection.experts:
             raise DataError(f"{lora.experts}: no experts; leave 'experts' out of lora.targets")
     except DataError as error:
@@ -196,7 +194,7 @@ def keep_chosen(adapted: nn.Module, config: LoraConfig, chosen: dict[int, list[i
                 )
                 for factors in (experts.lora_A, experts.lora_B):
                     factors.to(wrapper.lora_A[adapter].weight.dtype)
-        setattr(layer.block, layer.family.experts_name, experts)
+        setattr(layer.block, layer.places.experts_name, experts)
 
 
 def set_dropout(model: nn.Module, dropout: float) -> None:

@@ -76,14 +76,14 @@ def check_supported(config: Any, family: Family) -> None:
     """Check the transformers config of a ``config.json`` whose family is known."""
     if part_of(config) not in (None, family.part):
         raise UnsupportedModelError(_refusal(config.to_dict()))
-    for fact in ("num_experts", "top_k", "moe_layers"):
-        try:
-            getattr(family, fact)(config)
-        except (AttributeError, KeyError, TypeError) as error:  # of a plugin's function
-            raise UnsupportedModelError(
-                f"family '{family.name}', {fact}: {error}; correct the function of its Family"
-            ) from error
+    try:
+        family.top_k(config)
+    except (AttributeError, KeyError, TypeError) as error:  # of a plugin's function
+        raise UnsupportedModelError(
+            f"family '{family.name}', top_k: {error}; correct the function of its Family"
+        ) from error
     family.check(config)
+    family.places(config)
 
 
 def opened_as(family: Family, model: Any) -> Any:

@@ -1,7 +1,5 @@
-"""Facts about a model family, declared once and never guessed from shapes.
-
-Shape legend: L decoder layers, E routed experts, K selected per token, H hidden, D expert width.
-"""
+"""Facts about a model family that its class does not show; :mod:`moe_finetune.models.places` has
+those that it shows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,7 +9,7 @@ from typing import Any, Literal
 from packaging.version import Version
 
 from moe_finetune.errors import UnsupportedModelError
-from moe_finetune.models.structure import layers_with_experts
+from moe_finetune.models.places import Places, places_of
 from moe_finetune.registry import Registry
 
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
@@ -60,40 +58,33 @@ def key(*names: str) -> Callable[[Any], int]:
     return read
 
 
-_num_experts = key("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _top_k = key(*TOP_K)
-_expert_width = key("moe_intermediate_size", "intermediate_size")
 
 UNREAD_POSITIONS = Rows(masks_by_position=False)
 
 
 @dataclass(frozen=True)
 class Family:
-    """Facts of one model family; callables take the transformers config.
+    """Declared facts of one model family; callables take the transformers config.
 
-    Module paths are relative to a decoder layer of the loaded transformers model; a layer may lack
-    some. For a composite (vision and language), the facts describe its language part, and callables
-    take the config of the whole or of that part.
+    For a composite (vision and language), the facts describe its language part, and callables take
+    the config of the whole or of that part.
 
     Attributes:
         part: ``model_type`` of a composite's language part.
         name: its name in recipes, tests and the README, usually the ``model_type``.
         score: the function from router logits to scores, one of :data:`Score`.
-        attention_targets, shared_targets: names of the linear layers that LoRA adapts.
-        backbone: path of the decoder in the loaded model.
-        block_path: the module with router and experts; empty if the decoder layer itself has them.
-        router_weight: path of the weight in the router's module.
+        attention_targets: the linear layers of attention that LoRA adapts, where it cannot adapt
+            all that the class shows (:mod:`moe_finetune.models.places`).
         router_returns: what that module returns, in order; in a version in which it does not, the
             default is tried. Names other than "logits", "weights" and "index" are passed through.
             If it does not return weights and index, they are the experts' arguments.
         router_logits: the module in the router whose output is the logits, if the router returns
             none.
-        gated: whether experts have a gate projection, ``gate_up_proj``, or only ``up_proj``.
         renormalize, scaling: what happens to the selected scores before they weight the experts.
         own_weights: why the weights do not follow from these, so experts cannot be selected again.
         groups: number of expert groups, and number of groups a token may select from.
         fixed_layers: MoE layers whose experts are looked up by token and never change.
-        separate_spaces: whether router and experts read vectors from different spaces.
         check: raises UnsupportedModelError for options of a config that are not supported.
         bias_export: where a checkpoint stores a bias on the selection.
         bias_on_logits: whether that bias is added to the logits, in place of the scores.
@@ -106,26 +97,15 @@ class Family:
     model_type: str
     title: str
     score: Score
-    attention_targets: tuple[str, ...]
-    shared_targets: tuple[str, ...] = ()
-    backbone: str = "model"
-    block_path: str = "mlp"
-    router_name: str = "gate"
-    router_weight: str = "weight"
+    attention_targets: tuple[str, ...] = ()
     router_returns: tuple[str, ...] = ("logits", "weights", "index")
     router_logits: str | None = None
-    experts_name: str = "experts"
-    gated: bool = True
-    num_experts: Callable[[Any], int] = _num_experts
     renormalize: Callable[[Any], bool] = lambda config: bool(config.norm_topk_prob)
     scaling: Callable[[Any], float] = lambda config: 1.0
     own_weights: str | None = None
     groups: Callable[[Any], tuple[int, int]] = lambda config: (1, 1)
     top_k: Callable[[Any], int] = _top_k
-    moe_layers: Callable[[Any], list[int]] = layers_with_experts
     fixed_layers: Callable[[Any], list[int]] = lambda config: []
-    expert_width: Callable[[Any], int] = _expert_width
-    separate_spaces: Callable[[Any], bool] = lambda config: False
     check: Callable[[Any], None] = lambda config: None
     bias_export: Literal["tensor", "noaux_tc", "none"] = "none"
     bias_on_logits: bool = False
@@ -149,45 +129,15 @@ class Family:
         """Whether the installed transformers has its class."""
         return not self.since or Version(version("transformers")) >= Version(self.since)
 
-    @property
-    def experts_path(self) -> str:
-        return f"{self.block_path}.{self.experts_name}".lstrip(".")
-
-    @property
-    def router_path(self) -> str:
-        return f"{self.block_path}.{self.router_name}".lstrip(".")
-
-    @property
-    def expert_parameters(self) -> tuple[str, str]:
-        """Names of the stacked parameters of the loaded experts."""
-        return ("gate_up_proj" if self.gated else "up_proj", "down_proj")
-
-    @property
-    def expert_targets(self) -> tuple[str, ...]:
-        """PEFT ``target_parameters`` of the routed experts."""
-        return tuple(f"{self.experts_path}.{p}" for p in self.expert_parameters)
-
-    @property
-    def router_target(self) -> str:
-        """PEFT ``target_parameters`` entry of the router's weight."""
-        return f"{self.router_path}.{self.router_weight}"
+    def places(self, config: Any) -> Places:
+        """Where the class of ``config``, the whole model's or its language part's, has what."""
+        return places_of(config, self.attention_targets)
 
 
 CORRECTION_BIASES = ("e_score_correction_bias", "expert_bias")
 """Names of the selection bias in transformers' classes."""
 
 FAMILIES: Registry[Family] = Registry("family", UnsupportedModelError)
-
-
-def after_dense_layers(config: Any) -> list[int]:
-    """MoE layers of a DeepSeek-style config: all but the first ``first_k_dense_replace``."""
-    first = config.first_k_dense_replace
-    if not isinstance(first, int):
-        raise UnsupportedModelError(
-            f"{config.model_type}: first_k_dense_replace {first!r} in config.json must be the "
-            "number of leading dense layers"
-        )
-    return list(range(first, config.num_hidden_layers))
 
 
 def expert_groups(config: Any) -> tuple[int, int]:
@@ -201,14 +151,6 @@ def under(module: str, *names: str) -> tuple[str, ...]:
 
 
 QKVO = under("self_attn", "q_proj", "k_proj", "v_proj", "o_proj")
-MLA = under(
-    "self_attn", "q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"
-)
-"""DeepSeek's latent attention; ``q_proj`` if queries are not compressed."""
-
-GATED_MLP = ("gate_proj", "up_proj", "down_proj")
-SHARED_EXPERTS = under("mlp.shared_experts", *GATED_MLP)
-SHARED_EXPERT = under("mlp.shared_expert", *GATED_MLP)
 
 
 def require(config: Any, **supported_values: Any) -> None:

@@ -9,18 +9,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from moe_finetune.models import table
-from moe_finetune.models.base import (
-    MLA,
-    SHARED_EXPERTS,
-    UNREAD_POSITIONS,
-    Family,
-    Rows,
-    after_dense_layers,
-    expert_groups,
-    require,
-    under,
-)
-from moe_finetune.models.rows import scaled, sigmoid, softmax, yes
+from moe_finetune.models.base import UNREAD_POSITIONS, Family, Rows
+from moe_finetune.models.rows import limited_groups, one_group, scaled, sigmoid, softmax, yes
 
 _OF_THE_CONFIG = [field.name for field in fields(Family) if callable(field.default)]
 
@@ -29,15 +19,10 @@ def composite(
     model_type: str,
     title: str,
     part: Family,
-    backbone: str = "model.language_model",
     name: str = "",
 ) -> Family:
-    """The family of a composite around ``part``, the facts of its language part.
-
-    Args:
-        backbone: path of the decoder in the loaded model.
-        name: the family's name, if not the ``model_type``.
-    """
+    """The family of a composite around ``part``, the facts of its language part; its ``name``, if
+    that is not the ``model_type``."""
     facts: dict[str, Any] = {fact: _of_language(getattr(part, fact)) for fact in _OF_THE_CONFIG}
     return replace(
         part,
@@ -45,7 +30,6 @@ def composite(
         model_type=model_type,
         title=title,
         part=part.model_type,
-        backbone=backbone,
         **facts,
     )
 
@@ -57,46 +41,24 @@ def _of_language(fact: Callable[[Any], Any]) -> Callable[[Any], Any]:
 _ALONE: dict[str, Family] = {f.model_type: f for f in (*table.CORE, *table.FAMILIES)}
 
 
-def _sparse(config: Any) -> list[int]:
-    return [layer for layer, kind in enumerate(config.mlp_layer_types) if kind == "sparse"]
-
-
-def _limited_groups(config: Any) -> tuple[int, int]:
-    return (1, 1) if config.topk_method == "greedy" else expert_groups(config)
-
-
-def _check_mistral4(config: Any) -> None:
-    require(config, n_group=(1,))  # groups are taken by their two best experts
-
-
 _DEEPSEEK_OCR2 = softmax(
     "deepseek_ocr2_text",
     "DeepSeek-OCR 2",
-    shared_targets=SHARED_EXPERTS,
     renormalize=lambda config: False,
     scaling=scaled(),
-    groups=_limited_groups,
-    moe_layers=_sparse,
+    groups=limited_groups,
 )
-_GLM4V = sigmoid("glm4v_moe_text", "GLM-4.5V", moe_layers=after_dense_layers, rows=UNREAD_POSITIONS)
+_GLM4V = sigmoid("glm4v_moe_text", "GLM-4.5V", rows=UNREAD_POSITIONS)
 _GLM5_NEXT = sigmoid(
     "glm5_next_text",
     "GLM-5 Next",
-    attention_targets=(
-        *MLA,
-        *under("self_attn", "k_proj", "v_proj", "b_proj", "g_a_proj", "g_b_proj"),
-    ),
-    moe_layers=_sparse,
     rows=Rows(per_sequence=("Glm5NextTextLinearAttention", "Glm5NextTextAttention")),
 )
 _MISTRAL4 = softmax(
     "mistral4",
     "Mistral Small 4",
-    attention_targets=MLA,
-    shared_targets=SHARED_EXPERTS,
     scaling=scaled(),
-    moe_layers=after_dense_layers,
-    check=_check_mistral4,
+    check=one_group,
     rows=Rows(padding="moves"),
 )
 _QWEN3_VL = softmax(
@@ -124,7 +86,6 @@ FAMILIES = (
         "nemotron_h_omni",
         "Nemotron 3 Omni",
         _ALONE["nemotron_h"],
-        backbone="language_model.model",
     ),
     composite("qwen3_5_moe", "Qwen3.5-35B-A3B", _ALONE["qwen3_5_moe_text"]),
     composite("qwen3_vl_moe", "Qwen3-VL-30B-A3B", _QWEN3_VL),

@@ -33,7 +33,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
-from moe_finetune.models.table import check_deepseek, deepseek_layers
+from moe_finetune.models.table import check_deepseek
 
 # Declared for another config, but reads only fields that this one has too.
 _MLP: Any = DeepseekV2MLP
@@ -129,7 +129,8 @@ class DeepseekDecoderLayer(LlamaDecoderLayer):
         super(LlamaDecoderLayer, self).__init__()
         self.hidden_size = config.hidden_size
         self.self_attn = LlamaAttention(config, layer_idx)
-        sparse = layer_idx in deepseek_layers(config)
+        after_dense = layer_idx >= config.first_k_dense_replace
+        sparse = after_dense and layer_idx % config.moe_layer_freq == 0
         self.mlp = DeepseekMoE(config) if sparse else _MLP(config)  # type: ignore[assignment]
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)

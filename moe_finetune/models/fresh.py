@@ -56,7 +56,7 @@ def fresh_config(path: str | Path, changes: Mapping[str, Any]) -> tuple[PreTrain
     except (StrictDataclassError, ValueError, TypeError, KeyError, ZeroDivisionError) as error:
         raise RecipeError(f"model.config: {base.model_type} rejects it: {error}") from error
     check_supported(config, family)
-    experts, selected = family.num_experts(config), family.top_k(config)
+    experts, selected = family.places(config).num_experts, family.top_k(config)
     if not 1 <= selected <= experts:
         raise RecipeError(f"model.config: cannot select {selected} of {experts} experts")
     return config, family

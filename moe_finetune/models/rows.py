@@ -4,21 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moe_finetune.errors import UnsupportedModelError
-from moe_finetune.models.base import QKVO, SHARED_EXPERTS, Family, expert_groups, under
-
-GRANITE_SHARED = under("shared_mlp", "input_linear", "output_linear")
-
-LINEAR_ATTENTION = under(
-    "linear_attn",
-    "in_proj_qkvz",
-    "in_proj_ba",
-    "in_proj_qkv",
-    "in_proj_z",
-    "in_proj_b",
-    "in_proj_a",
-    "out_proj",
-)
-"""Qwen's gated delta nets."""
+from moe_finetune.models.base import Family, expert_groups, require
 
 
 def softmax(model_type: str, title: str, **facts: Any) -> Family:
@@ -30,7 +16,6 @@ def sigmoid(model_type: str, title: str, **facts: Any) -> Family:
     """DeepSeek-V3's router: sigmoid, a bias on the selection, groups, scaled weights."""
     standard = {
         "score": "sigmoid",
-        "shared_targets": SHARED_EXPERTS,
         "scaling": scaled(),
         "groups": expert_groups,
         "bias_export": "tensor",
@@ -42,8 +27,6 @@ def granite(model_type: str, title: str, **facts: Any) -> Family:
     """IBM's Granite: the router returns its index first."""
     standard = {
         "score": "softmax",
-        "block_path": "block_sparse_moe",
-        "router_name": "router",
         "router_returns": ("index", "weights", "logits"),
         "renormalize": yes,
     }
@@ -51,11 +34,7 @@ def granite(model_type: str, title: str, **facts: Any) -> Family:
 
 
 def _row(model_type: str, title: str, facts: dict[str, Any]) -> Family:
-    standard: dict[str, Any] = {
-        "name": model_type,
-        "attention_targets": QKVO,
-    }
-    return Family(model_type=model_type, title=title, **(standard | facts))
+    return Family(**({"name": model_type, "model_type": model_type, "title": title} | facts))
 
 
 def same_in_all_layers(name: str) -> Callable[[Any], int]:
@@ -84,14 +63,19 @@ def unscaled(config: Any) -> float:
     return 1.0
 
 
-def every_layer(config: Any) -> list[int]:
-    """All decoder layers have experts."""
-    return list(range(config.num_hidden_layers))
-
-
 def ungrouped(config: Any) -> tuple[int, int]:
     """All experts are one group."""
     return 1, 1
+
+
+def limited_groups(config: Any) -> tuple[int, int]:
+    """DeepSeek's groups, which ``topk_method: greedy`` ignores."""
+    return (1, 1) if config.topk_method == "greedy" else expert_groups(config)
+
+
+def one_group(config: Any) -> None:
+    """Refuse groups of a softmax router that takes them by their two best experts."""
+    require(config, n_group=(1,))
 
 
 def yes(config: Any) -> bool:

@@ -155,7 +155,7 @@ def _fewer_layers(text: Any, layers: int) -> dict[str, Any]:
 
 def _fewer_experts(text: Any, family: Family) -> dict[str, Any]:
     """Four experts per group, or ten without groups; at most three selected."""
-    experts_before, selected = family.num_experts(text), family.top_k(text)
+    experts_before, selected = family.places(text).num_experts, family.top_k(text)
     plain = text.to_dict()
     groups, top_groups = family.groups(text)
     if groups == 1:  # if that is wrong, the class would not run with what no group fits

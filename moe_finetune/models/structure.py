@@ -7,17 +7,19 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe_finetune.errors import CheckpointError, UnsupportedModelError, reason_of
+from moe_finetune.errors import CheckpointError, reason_of
 
 _EXPERTS = re.compile(r"(?P<stack>(?:^|.*\.)layers)\.(?P<layer>\d+)\.(?P<path>.+)")
+ROUTERS = ("gate", "router")
+"""Names of routers in their blocks."""
 MOST_SHARED = 8
 """Rows of a router's weight after those of the routed experts."""
-_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-_OF_THE_DECORATOR = ("experts_class", "experts_interface", *_FLAGS)
+_FLAGS = ("has_gate", "has_bias", "is_transposed")
+_OF_THE_DECORATOR = ("experts_class", "experts_interface", "is_concatenated", *_FLAGS)
 
 
 @dataclass(frozen=True)
@@ -25,18 +27,23 @@ class Site:
     """One layer's experts.
 
     Attributes:
+        stack: path of the decoder layers.
         block_path, experts_name: paths of the block in the layer and of the experts in the block.
         gated: whether they have a gate projection.
-        num_experts, hidden, width: sizes of the stacked down projection (E, H, D).
+        hidden: width of the decoder, which the router reads.
+        num_experts, inner, width: sizes of the stacked down projection (E, H, D); ``inner`` is not
+            ``hidden`` where experts have a space of their own.
     """
 
     index: int
+    stack: str
     layer: Any
     block_path: str
     experts_name: str
     gated: bool
-    num_experts: int
     hidden: int
+    num_experts: int
+    inner: int
     width: int
 
     @property
@@ -48,7 +55,8 @@ class Site:
     def routers(self) -> list[tuple[str, str]]:
         """(name in the block, path of its weight) for each module with an (E, H) weight.
 
-        Some weights have extra rows for shared experts at the end.
+        Some weights have extra rows for shared experts at the end. If several have the shape, such
+        as a shared expert's with as many rows, only those of :data:`ROUTERS` count.
         """
         candidates = [
             (parts[0], parts[2], parameter.shape[0])
@@ -60,7 +68,8 @@ class Site:
             and parts[2]
         ]
         fewest = min((rows for *_, rows in candidates), default=0)
-        return [(name, path) for name, path, rows in candidates if rows == fewest]
+        smallest = [(name, path) for name, path, rows in candidates if rows == fewest]
+        return [router for router in smallest if router[0] in ROUTERS] or smallest
 
     @property
     def biases(self) -> list[str]:
@@ -71,31 +80,6 @@ class Site:
             for name, tensor in tensors
             if tensor.shape[-1:].numel() == tensor.numel() == self.num_experts
             and not name.endswith(".bias")
-        ]
-
-    @property
-    def other_linears(self) -> list[str]:
-        """Paths, from the decoder layer, of the block's linear layers outside of router and experts
-        that are wider than one: shared experts. None where the block is the layer itself."""
-        if not self.block_path:
-            return []
-        skipped = (self.experts_name, *(name for name, _ in self.routers))
-        return [
-            f"{self.block_path}.{name}".lstrip(".")
-            for name, weight in linears(self.block)
-            if name.partition(".")[0] not in skipped and 1 not in weight.shape
-        ]
-
-    def next_to(self, attention: Collection[str]) -> list[str]:
-        """Paths of the decoder layer's linear layers outside of the block and of the modules
-        ``attention``: shared experts of some classes."""
-        routers = () if self.block_path else tuple(name for name, _ in self.routers)
-        return [
-            name
-            for name, _ in linears(self.layer)
-            if not name.startswith(f"{self.block_path}.")
-            and name.partition(".")[0] not in (*attention, *routers)
-            and not any(part in name.partition(".")[0] for part in ("attn", "norm", "hyper"))
         ]
 
 
@@ -110,17 +94,18 @@ def linears(module: Any) -> list[tuple[str, Any]]:
 def sites(model: Any) -> list[Site]:
     """Every layer of ``model`` with experts that follow transformers' experts interface."""
     modules = dict(model.named_modules())
-    layer_sites = []
+    hidden, layer_sites = model.config.get_text_config().hidden_size, []
     for name, experts in modules.items():
         match = _EXPERTS.fullmatch(name)
         if match is None or not follows_interface(experts):
             continue
         size, first, second = experts.down_proj.shape
-        hidden, width = (second, first) if experts.is_transposed else (first, second)
+        inner, width = (second, first) if experts.is_transposed else (first, second)
         block, _, experts_name = match["path"].rpartition(".")
-        layer = modules[f"{match['stack']}.{match['layer']}"]
+        stack, index = match["stack"], int(match["layer"])
         site = Site(
-            int(match["layer"]), layer, block, experts_name, experts.has_gate, size, hidden, width
+            *(index, stack, modules[f"{stack}.{index}"], block, experts_name, experts.has_gate),
+            *(hidden, size, inner, width),
         )
         layer_sites.append(site)
     return sorted(layer_sites, key=lambda site: site.index)
@@ -149,19 +134,6 @@ def unknown_flags(experts: Any) -> list[str]:
     ]
 
 
-def layers_with_experts(config: Any) -> list[int]:
-    """Decoder layers of ``config`` with routed experts, in order; takes no memory."""
-    layers = _layers(config.model_type, _text(config.to_dict()))
-    if not layers:
-        raise UnsupportedModelError(f"this {config.model_type} config has no layer with experts")
-    return list(layers)
-
-
-@functools.lru_cache(maxsize=64)
-def _layers(model_type: str, text: str) -> tuple[int, ...]:
-    return tuple(site.index for site in sites(_on_meta(model_type, text)))
-
-
 def patterns_on_disk(config: Mapping[str, Any], name: str) -> list[str]:
     """Names in the files of a tensor of the loaded model; a layer's stack may be many tensors.
 
@@ -170,7 +142,7 @@ def patterns_on_disk(config: Mapping[str, Any], name: str) -> list[str]:
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    model = _on_meta(config["model_type"], _text(config))
+    model = on_meta(config["model_type"], text_of(config))
     names = revert_weight_conversion(model, {name: model.state_dict()[name]})
     patterns = []
     for stored in names:
@@ -191,7 +163,7 @@ def shapes_on_disk(config: Any) -> dict[str, tuple[int, ...]]:
 
 def without_weights(config: Any) -> Any:
     """The model of ``config`` on the meta device, the same object for equal configs."""
-    return _on_meta(config.model_type, _text(config.to_dict()))
+    return on_meta(config.model_type, text_of(config.to_dict()))
 
 
 def ignored_names(config: Any) -> tuple[str, ...]:
@@ -199,7 +171,7 @@ def ignored_names(config: Any) -> tuple[str, ...]:
     return tuple(sorted(without_weights(config)._keys_to_ignore_on_load_unexpected or ()))
 
 
-def _text(config: Mapping[str, Any]) -> str:
+def text_of(config: Mapping[str, Any]) -> str:
     """The config without keys that do not affect names and shapes, as a cache key."""
     relevant = {key: value for key, value in config.items() if key not in _IDLE}
     return json.dumps(relevant, sort_keys=True, default=str)
@@ -209,7 +181,8 @@ _IDLE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers
 
 
 @functools.lru_cache(maxsize=8)
-def _on_meta(model_type: str, text: str) -> Any:
+def on_meta(model_type: str, text: str) -> Any:
+    """The model of a config that :func:`text_of` wrote, on the meta device."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING

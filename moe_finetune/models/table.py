@@ -7,24 +7,8 @@ router of its kind, :mod:`moe_finetune.models.rows`.
 from typing import Any
 
 from moe_finetune.errors import UnsupportedModelError
-from moe_finetune.models.base import (
-    GATED_MLP,
-    MLA,
-    QKVO,
-    SHARED_EXPERT,
-    SHARED_EXPERTS,
-    UNREAD_POSITIONS,
-    Rows,
-    after_dense_layers,
-    expert_groups,
-    key,
-    require,
-    under,
-)
+from moe_finetune.models.base import QKVO, UNREAD_POSITIONS, Rows, expert_groups, require, under
 from moe_finetune.models.rows import (
-    GRANITE_SHARED,
-    LINEAR_ATTENTION,
-    every_layer,
     granite,
     same_in_all_layers,
     scaled,
@@ -36,11 +20,6 @@ from moe_finetune.models.rows import (
 )
 
 
-def deepseek_layers(config: Any) -> list[int]:
-    """DeepSeek-MoE's layers with experts: every ``moe_layer_freq``-th after the dense ones."""
-    return [layer for layer in after_dense_layers(config) if layer % config.moe_layer_freq == 0]
-
-
 def check_deepseek(config: Any) -> None:
     """Raise UnsupportedModelError for options of DeepSeek-MoE that no release uses."""
     require(config, scoring_func=("softmax",))
@@ -48,11 +27,6 @@ def check_deepseek(config: Any) -> None:
         raise UnsupportedModelError(
             f"deepseek: num_experts_per_tok {config.num_experts_per_tok} is more than "
             f"n_routed_experts {config.n_routed_experts}"
-        )
-    if not deepseek_layers(config):
-        raise UnsupportedModelError(
-            f"deepseek: no MoE layer among {config.num_hidden_layers} with first_k_dense_replace "
-            f"{config.first_k_dense_replace} and moe_layer_freq {config.moe_layer_freq}"
         )
 
 
@@ -68,19 +42,6 @@ def _check_deepseek_v2(config: Any) -> None:
 
 def _check_deepseek_v3(config: Any) -> None:
     require(config, topk_method=("noaux_tc",), scoring_func=("sigmoid",), moe_layer_freq=(1,))
-
-
-def _qwen3_layers(config: Any) -> list[int]:
-    return [
-        layer
-        for layer in range(config.num_hidden_layers)
-        if layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
-    ]
-
-
-def _check_qwen3(config: Any) -> None:
-    if not _qwen3_layers(config):
-        raise UnsupportedModelError("this qwen3_moe config has no MoE layer (mlp_only_layers)")
 
 
 def _check_cohere(config: Any) -> None:
@@ -109,32 +70,25 @@ CORE = (
         "DeepSeek-MoE-16B",
         name="deepseek_moe",
         architecture="DeepseekForCausalLM",
-        shared_targets=SHARED_EXPERTS,
-        moe_layers=deepseek_layers,
         check=check_deepseek,
     ),
     softmax(
         "deepseek_v2",
         "DeepSeek-V2-Lite",
-        attention_targets=MLA,
-        shared_targets=SHARED_EXPERTS,
         renormalize=lambda config: False,
         scaling=scaled(),
         groups=expert_groups,
-        moe_layers=after_dense_layers,
         check=_check_deepseek_v2,
         bias_export="noaux_tc",
     ),
     sigmoid(
         "deepseek_v3",
         "DeepSeek-V3, R1, Kimi-K2, Moonlight",
-        attention_targets=MLA,
-        moe_layers=after_dense_layers,
         check=_check_deepseek_v3,
     ),
-    softmax("qwen3_moe", "Qwen3-30B-A3B", moe_layers=_qwen3_layers, check=_check_qwen3),
-    softmax("olmoe", "OLMoE-1B-7B", moe_layers=every_layer),
-    softmax("mixtral", "Mixtral-8x7B", renormalize=yes, moe_layers=every_layer),
+    softmax("qwen3_moe", "Qwen3-30B-A3B"),
+    softmax("olmoe", "OLMoE-1B-7B"),
+    softmax("mixtral", "Mixtral-8x7B", renormalize=yes),
 )
 """Families on which every feature is tested, vLLM included."""
 
@@ -142,19 +96,16 @@ SOFTMAX = (
     softmax(
         "aria_text",
         "Aria (text)",
-        shared_targets=SHARED_EXPERTS,
-        router_name="router",
         router_returns=("index", "weights", "logits"),
         renormalize=yes,
     ),
     softmax("cohere2_moe", "Cohere 2 MoE", renormalize=yes, check=_check_cohere),
-    softmax("ernie4_5_moe", "ERNIE 4.5", shared_targets=SHARED_EXPERTS, renormalize=yes),
+    softmax("ernie4_5_moe", "ERNIE 4.5", renormalize=yes),
     softmax("flex_olmo", "FlexOlmo"),
     softmax(
         "gpt_oss",
         "gpt-oss",
         check=_check_gpt_oss,
-        router_name="router",
         renormalize=yes,
         rows=UNREAD_POSITIONS,
     ),
@@ -163,24 +114,18 @@ SOFTMAX = (
         "granitemoehybrid",
         "Granite 4 (Mamba hybrid)",
         attention_targets=(*QKVO, "mamba.in_proj"),
-        shared_targets=GRANITE_SHARED,
         rows=Rows(masks_by_position=False, per_sequence=("GraniteMoeHybridMambaLayer",)),
     ),
     granite(
         "granitemoe_swa",
         "Granite MoE SWA",
-        shared_targets=GRANITE_SHARED,
         router_returns=("logits", "weights", "index"),
     ),
-    granite("granitemoeshared", "Granite MoE shared", shared_targets=GRANITE_SHARED),
+    granite("granitemoeshared", "Granite MoE shared"),
     softmax(
         "hunyuan_v1_moe",
         "Hunyuan-A13B",
-        shared_targets=under("mlp.shared_mlp", *GATED_MLP),
-        router_weight="wg.weight",
-        num_experts=same_in_all_layers("num_experts"),
         top_k=same_in_all_layers("moe_topk"),
-        expert_width=key("intermediate_size"),
         renormalize=yes,
         rows=Rows(padding="moves"),
     ),
@@ -188,32 +133,25 @@ SOFTMAX = (
     softmax(
         "minimax",
         "MiniMax-01",
-        attention_targets=(*QKVO, *under("self_attn", "qkv_proj", "output_gate", "out_proj")),
         renormalize=yes,
         # Its cache takes its length from the first layer, which is linear and has none.
         rows=Rows(per_sequence=("MiniMaxLightningAttention",), generates_padded=False),
     ),
-    softmax("qwen2_moe", "Qwen1.5-MoE, Qwen2-57B-A14B", shared_targets=SHARED_EXPERT),
+    softmax("qwen2_moe", "Qwen1.5-MoE, Qwen2-57B-A14B"),
     softmax(
         "qwen3_5_moe_text",
         "Qwen3.5-MoE (text)",
-        attention_targets=(*QKVO, *LINEAR_ATTENTION),
-        shared_targets=SHARED_EXPERT,
         renormalize=yes,
         rows=Rows(per_sequence=("Qwen3_5MoeGatedDeltaNet",)),
     ),
     softmax(
         "qwen3_next",
         "Qwen3-Next-80B-A3B",
-        attention_targets=(*QKVO, *LINEAR_ATTENTION),
-        shared_targets=SHARED_EXPERT,
         rows=Rows(per_sequence=("Qwen3NextGatedDeltaNet",)),
     ),
     softmax(
         "qwen4_exp_text",
         "Qwen4-Exp",
-        attention_targets=(*QKVO, *LINEAR_ATTENTION),
-        shared_targets=SHARED_EXPERT,
         rows=Rows(per_sequence=("Qwen4ExpTextGatedDeltaNet", "Qwen4ExpTextPLELayer")),
     ),
 )
@@ -222,22 +160,19 @@ SIGMOID = (
     sigmoid(
         "afmoe",
         "AFMoE (Trinity)",
-        attention_targets=(*QKVO, "self_attn.gate_proj"),
-        router_name="router",
-        router_weight="gate.weight",
         renormalize=yes,
         scaling=scaled("route_scale"),
         groups=ungrouped,
         rows=UNREAD_POSITIONS,
     ),
-    sigmoid("axk1", "A.X K1", attention_targets=MLA),
-    sigmoid("axk2", "A.X K2", attention_targets=(*MLA, "self_attn.q_gate_proj")),
-    sigmoid("deepseek_v32", "DeepSeek-V3.2", attention_targets=MLA),
+    sigmoid("axk1", "A.X K1"),
+    sigmoid("axk2", "A.X K2"),
+    sigmoid("deepseek_v32", "DeepSeek-V3.2"),
     sigmoid("dots1", "dots.llm1"),
     sigmoid("exaone_moe", "EXAONE MoE"),
     sigmoid("glm4_moe", "GLM-4.5"),
-    sigmoid("glm4_moe_lite", "GLM-4.7-Flash", attention_targets=MLA),
-    sigmoid("glm_moe_dsa", "GLM-5", attention_targets=MLA),
+    sigmoid("glm4_moe_lite", "GLM-4.7-Flash"),
+    sigmoid("glm_moe_dsa", "GLM-5"),
     sigmoid(
         "hy_v3",
         "Hunyuan 3",
@@ -245,20 +180,15 @@ SIGMOID = (
         scaling=scaled("router_scaling_factor"),
         groups=ungrouped,
     ),
-    sigmoid("hy_v4", "Hunyuan 4", attention_targets=(*MLA, "self_attn.gate_proj")),
+    sigmoid("hy_v4", "Hunyuan 4"),
     sigmoid(
         "kimi_linear",
         "Kimi-Linear-48B-A3B",
-        attention_targets=(
-            *MLA,
-            *under("self_attn", "k_proj", "v_proj", "b_proj", "g_a_proj", "g_b_proj"),
-        ),
         rows=Rows(per_sequence=("KimiLinearDeltaAttention",)),
     ),
     sigmoid(
         "laguna",
         "Laguna",
-        attention_targets=(*QKVO, "self_attn.g_proj"),
         renormalize=yes,
         scaling=unscaled,
         groups=ungrouped,
@@ -266,20 +196,13 @@ SIGMOID = (
     sigmoid(
         "lfm2_moe",
         "LFM2 MoE",
-        attention_targets=(
-            *under("self_attn", "q_proj", "k_proj", "v_proj", "out_proj"),
-            *under("conv", "in_proj", "out_proj"),
-        ),
-        shared_targets=(),
-        block_path="feed_forward",
         groups=ungrouped,
         rows=Rows(per_sequence=("Lfm2MoeShortConv",)),
     ),
-    sigmoid("mimo_v2_flash", "MiMo-V2-Flash", shared_targets=()),
+    sigmoid("mimo_v2_flash", "MiMo-V2-Flash"),
     sigmoid(
         "minimax_m2",
         "MiniMax-M2",
-        shared_targets=(),
         renormalize=yes,
         scaling=unscaled,
         groups=ungrouped,
@@ -287,7 +210,6 @@ SIGMOID = (
     sigmoid(
         "minimax_m3_vl_text",
         "MiniMax-M3 (text)",
-        shared_targets=under("mlp.shared_experts", "gate_up_proj", "down_proj"),
         renormalize=yes,
         scaling=unscaled,
         groups=ungrouped,
@@ -296,10 +218,6 @@ SIGMOID = (
         "nemotron_h",
         "Nemotron 3 (Mamba hybrid)",
         attention_targets=under("mixer", "q_proj", "k_proj", "v_proj", "o_proj", "in_proj"),
-        shared_targets=under("mixer.shared_experts", "up_proj", "down_proj"),
-        block_path="mixer",
-        gated=False,
-        separate_spaces=lambda config: config.moe_latent_size is not None,
         rows=Rows(per_sequence=("NemotronHMamba2Mixer",)),
     ),
     sigmoid("solar_open", "Solar Open"),
@@ -323,10 +241,6 @@ OTHERS = (
     softmax(
         "gemma4_text",
         "Gemma 4 (text)",
-        shared_targets=under("mlp", *GATED_MLP),
-        block_path="",
-        router_name="router",
-        router_weight="proj.weight",
         router_returns=("probabilities", "weights", "index"),
         router_logits="proj",
         renormalize=yes,
@@ -335,8 +249,6 @@ OTHERS = (
     sigmoid(
         "inkling_text",
         "Inkling (text)",
-        attention_targets=(*QKVO, "self_attn.r_proj"),
-        shared_targets=(),  # stacks, as the routed experts are
         router_returns=("logits", "weights", "index", "shared weights"),
         renormalize=yes,
         scaling=scaled("route_scale"),
@@ -349,8 +261,6 @@ OTHERS = (
         "jamba",
         "Jamba (Mamba hybrid)",
         attention_targets=(*QKVO, *under("mamba", "in_proj", "x_proj", "out_proj")),
-        block_path="feed_forward",
-        router_name="router",
         router_returns=("logits",),
         renormalize=lambda config: False,
         rows=Rows(per_sequence=("JambaMambaMixer",)),
@@ -358,7 +268,6 @@ OTHERS = (
     softmax(
         "phimoe",
         "Phi-3.5-MoE",
-        router_name="router",
         renormalize=lambda config: False,
         own_weights="SparseMixer selects one expert after another and samples them in training",
     ),

@@ -21,7 +21,7 @@ def make_record(layer: MoeLayer, context: ForwardContext) -> RoutingRecord:
     assert context.tokens is not None
     logits_TE, weights_TK, index_TK, own_index_TK = layer.router_output
     result = layer.result
-    rows_RH = router_weight(layer.router, layer.family.router_weight)
+    rows_RH = router_weight(layer.router, layer.places.router_weight)
     return RoutingRecord(
         layer=layer.index,
         inputs_TH=layer.router_input,

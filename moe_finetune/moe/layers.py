@@ -11,6 +11,7 @@ from moe_finetune.errors import CaptureError
 from moe_finetune.losses.base import ModelFacts
 from moe_finetune.losses.record import Projection, ProjectionFactors
 from moe_finetune.models import Family, family_of_model
+from moe_finetune.models.places import Places
 from moe_finetune.models.structure import unknown_flags
 from moe_finetune.moe.checkpointing import inside
 from moe_finetune.moe.context import ForwardContext
@@ -37,6 +38,7 @@ class MoeLayer:
     every_experts: list[Any]
     outer_experts: Any
     family: Family
+    places: Places
     context: ForwardContext | None = None
     router_output: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
     router_input: Tensor | None = None
@@ -74,24 +76,31 @@ def family_in(model: nn.Module) -> Family:
     return family_of_model(causal_lm(model))
 
 
+def places_in(model: nn.Module) -> Places:
+    """Where the class of the model inside PEFT and other wrappers has what."""
+    return family_in(model).places(causal_lm(model).config)
+
+
 def moe_layers(model: nn.Module) -> list[MoeLayer]:
     """All MoE layers of the model, in order."""
-    backbone, family = backbone_of(model), family_in(model)
+    backbone, family, places = backbone_of(model), family_in(model), places_in(model)
     layers = []
-    for index in family.moe_layers(backbone.config):
+    for index in places.moe_layers:
         decoder_layer = inside(backbone.layers[index])
-        block = getattr(decoder_layer, family.block_path) if family.block_path else decoder_layer
-        outer = getattr(block, family.experts_name, None)
-        router = getattr(block, family.router_name, None)
+        block = getattr(decoder_layer, places.block_path) if places.block_path else decoder_layer
+        outer = getattr(block, places.experts_name, None)
+        router = getattr(block, places.router_name, None)
         if outer is None or router is None:
             raise CaptureError(
                 f"layer {index} of this {family.title} has no router and experts at "
-                f"'{family.router_path}' and '{family.experts_path}'"
+                f"'{places.router_path}' and '{places.experts_path}'"
             )
         inner, _ = parameter_wrappers(outer)
         copies = variants(inner)
-        layer = MoeLayer(index, decoder_layer, block, router, copies[0], copies, outer, family)
-        layers.append(layer)
+        inner = copies[0]
+        layers.append(
+            MoeLayer(index, decoder_layer, block, router, inner, copies, outer, family, places)
+        )
     return layers
 
 
@@ -102,14 +111,15 @@ def model_facts(model: nn.Module) -> ModelFacts:
 
 def config_facts(config: Any, family: Family) -> ModelFacts:
     """:func:`model_facts` from a transformers config, before weights are loaded."""
+    places = family.places(config)
     return ModelFacts(
-        moe_layers=tuple(family.moe_layers(config)),
-        num_experts=family.num_experts(config),
+        moe_layers=places.moe_layers,
+        num_experts=places.num_experts,
         top_k=family.top_k(config),
         vocab_size=config.get_text_config().vocab_size,
-        has_gate=family.gated,
+        has_gate=places.gated,
         fixed_layers=tuple(family.fixed_layers(config)),
-        shared_input_space=not family.separate_spaces(config),
+        shared_input_space=not places.separate_spaces,
     )
 
 

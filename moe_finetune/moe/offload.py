@@ -136,7 +136,7 @@ def offload_experts(model: nn.Module, transfers: Transfers | None = None) -> Exp
     layers = moe_layers(model)
     for layer in layers:
         stacks: Stacks = {}
-        for name in layer.family.expert_parameters:
+        for name in layer.places.expert_parameters:
             stack = getattr(layer.experts, name)
             if stack.requires_grad:
                 raise RecipeError(

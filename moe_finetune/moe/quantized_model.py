@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from moe_finetune.models import Family, family_of
+from moe_finetune.models import family_of
+from moe_finetune.models.places import Places
 from moe_finetune.quantization.weight import QuantizedWeight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def quantized_names(model: nn.Module, family: Family) -> frozenset[str]:
+def quantized_names(model: nn.Module, places: Places) -> frozenset[str]:
     """Names of the parameters to quantize; see the module docstring."""
-    router = f".{family.router_path}."
-    stacks = tuple(f".{family.experts_path}.{name}" for name in family.expert_parameters)
+    router = f".{places.router_path}."
+    stacks = tuple(f".{target}" for target in places.expert_targets)
     names = {
         name
         for name, parameter in model.named_parameters()
@@ -30,14 +31,14 @@ def quantized_names(model: nn.Module, family: Family) -> frozenset[str]:
     for name, module in model.named_modules():
         linear = isinstance(module, nn.Linear) and module.out_features > 1
         is_kept = router in f".{name}." or "norm" in name  # norms that a small network computes
-        if linear and name.startswith(f"{family.backbone}.layers.") and not is_kept:
+        if linear and name.startswith(f"{places.backbone}.layers.") and not is_kept:
             names.add(f"{name}.weight")
     return frozenset(names)
 
 
 def quantize_model(model: PreTrainedModel) -> None:
     """Quantize and freeze the large weights of a model in memory, in place."""
-    for name in quantized_names(model, family_of(model.config)):
+    for name in quantized_names(model, family_of(model.config).places(model.config)):
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
         weight = QuantizedWeight.of(module.get_parameter(leaf))

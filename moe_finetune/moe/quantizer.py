@@ -60,7 +60,7 @@ class Nf4Quantizer(HfQuantizer):
         return False
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
-        self._names = quantized_names(model, self.quantization_config.family)
+        self._names = quantized_names(model, self.quantization_config.family.places(model.config))
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
         return param_name in self._names

@@ -57,7 +57,7 @@ class LayerVisits:
         self.dropout, self.kernel = dropout, kernel
         # Whether the router itself returns the selected experts; its last visit shows it.
         self.router_selects = "index" in layer.family.router_returns
-        self._num_experts = layer.family.num_experts(layer.experts.config)
+        self._num_experts = layer.places.num_experts
         self._first = layers[0].index == layer.index
         higher = [other.index for other in layers if other.index > layer.index]
         self._above: int | None = min(higher, default=None)
@@ -71,7 +71,7 @@ class LayerVisits:
         if context is not None and context.train and self.perturbation is not None:
             hidden = self.perturbation.router_input(layer, hidden)
         # A router that trains in full is float32 in a bfloat16 model.
-        weight = stored_router_weight(layer.router, layer.family.router_weight)
+        weight = stored_router_weight(layer.router, layer.places.router_weight)
         return (hidden.to(weight.dtype), *args[1:])
 
     def logits_modules(self) -> list[nn.Module]:

@@ -117,10 +117,9 @@ def add_bias(
     balancer: BiasBalancer, layers: Sequence[MoeLayer], state: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return a whole model's ``state`` with the bias in its family's tensor."""
-    family = layers[0].family
-    bias_config(family, layers[0].experts.config.to_dict())
+    bias_config(layers[0].family, layers[0].experts.config.to_dict())
     values = balancer.effective(layers)
-    biases = {bias_name(family, at.index, state): values[f"bias.{at.index}"] for at in layers}
+    biases = {bias_name(at.places, at.index, state): values[f"bias.{at.index}"] for at in layers}
     return {**state, **biases}
 
 

@@ -11,7 +11,7 @@ import contextlib
 import io
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,10 +28,10 @@ from moe_finetune.losses.record import scores_of
 from moe_finetune.models.base import Family
 from moe_finetune.models.find import using
 from moe_finetune.models.shrink import shrunk_config
-from moe_finetune.models.structure import MOST_SHARED, Site, class_of, sites
+from moe_finetune.models.structure import class_of, sites
 from moe_finetune.moe.biased_choice import correction_bias
 from moe_finetune.moe.hooks import Recorder
-from moe_finetune.moe.layers import backbone_of, moe_layers
+from moe_finetune.moe.layers import moe_layers
 from moe_finetune.moe.observed import generators_kept, observed, undisturbed
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.packed import BOUND as PACKED
@@ -138,43 +138,11 @@ def compare(config: Any, family: Family, comparisons: Mapping[str, Comparison]) 
 
 def _facts(model: Any, family: Family) -> Iterator[Check]:
     """What modules show without a forward."""
-    text, all_sites = model.config.get_text_config(), sites(model)
-    first = all_sites[0]
-    for name, declared, real in (
-        ("moe_layers", list(family.moe_layers(text)), [site.index for site in all_sites]),
-        ("block_path", family.block_path, first.block_path),
-        ("experts_name", family.experts_name, first.experts_name),
-        ("num_experts", family.num_experts(text), first.num_experts),
-        ("expert_width", family.expert_width(text), first.width),
-    ):
-        problem = f"declared as {declared!r}, but the class has {real!r}"
-        yield Check(name, problem="" if declared == real else problem)
-    router = first.block.get_submodule(family.router_name).get_parameter(family.router_weight)
-    rows = f"it has the shape {tuple(router.shape)}, not one row per expert"
-    right = router.dim() == 2 and 0 <= len(router) - first.num_experts <= MOST_SHARED
-    yield Check("router_name, router_weight", problem="" if right else rows)
-    yield _linears(family, all_sites, text.hidden_size)
-    has_bias = family.bias_export != "tensor" or bool(all_sites[-1].biases)
+    family.places(model.config)
+    yield Check("attention_targets")
+    has_bias = family.bias_export != "tensor" or bool(sites(model)[-1].biases)
     problem = "" if has_bias else "declared as 'tensor', but the block has no value per expert"
     yield Check("bias_export", problem=problem)
-
-
-def _linears(family: Family, all_sites: Sequence[Site], hidden: int) -> Check:
-    """Every linear layer except routers and experts is attention's or shared.
-
-    Projections into a space of the experts' own are neither.
-    """
-    attention = {target.partition(".")[0] for target in family.attention_targets}
-    real = {
-        name
-        for site in all_sites
-        for name in (*site.other_linears, *site.next_to(attention))
-        if site.hidden == hidden or site.hidden not in site.layer.get_submodule(name).weight.shape
-    }
-    problem = ""
-    if missing := sorted(real - set(family.shared_targets)):
-        problem = f"shared_targets lacks {', '.join(missing)}"
-    return Check("attention and shared_targets", problem=problem)
 
 
 def watch(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
@@ -250,16 +218,16 @@ def _selected(family: Family, text: Any, block: nn.Module, record: Any) -> Tenso
 
 
 def _gradients(model: nn.Module, family: Family) -> Iterator[Check]:
-    layers = set(family.moe_layers(backbone_of(model).config))
+    places = family.places(model.config)
     model = adapted(model)
     stock = _run(model)
     with Recorder(model):
         actual = _run(model)
     needed = {"attention", "router", "routed experts"}
-    needed |= {"shared experts"} if family.shared_targets else set()
+    needed |= {"shared experts"} if places.shared else set()
     groups: dict[str, list[str]] = {}
     for name in stock:
-        groups.setdefault(group_of(name, family, layers), []).append(name)
+        groups.setdefault(group_of(name, places), []).append(name)
     for group in sorted(needed - groups.keys()):
         yield Check(f"gradients, {group}", problem="LoRA reaches none of its modules")
     for group, names in sorted(groups.items()):

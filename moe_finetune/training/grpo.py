@@ -209,8 +209,7 @@ class PinsExperts(_Trainer):
             name.replace("original_module.", "").replace("base_layer.", "")  # PEFT's wrappers
             for name in causal_lm(specialization.model).state_dict()
         ]
-        family = layers[0].family
-        return {bias_name(family, at.index, names): values[f"bias.{at.index}"] for at in layers}
+        return {bias_name(at.places, at.index, names): values[f"bias.{at.index}"] for at in layers}
 
     def _is_policy(self, model: Any) -> bool:
         assert self._policy is not None

@@ -90,11 +90,11 @@ _QUANTIZED = ({"model.quantization": "nf4"}, "frozen weights in 4 bits")
 def describe(checkpoint: str) -> tuple[str, Any, Any]:
     """Return a sentence that describes the checkpoint, its family and its config."""
     config, family = open_config(checkpoint)
-    layers = family.moe_layers(config)
+    places = family.places(config)
     summary = (
-        f"{config.model_type}, the architecture of {family.title}: {len(layers)} MoE layers, "
-        f"{family.num_experts(config)} routed experts, {family.top_k(config)} per token, "
-        f"router {family.score}"
+        f"{config.model_type}, the architecture of {family.title}: "
+        f"{len(places.moe_layers)} MoE layers, {places.num_experts} routed experts, "
+        f"{family.top_k(config)} per token, router {family.score}"
     )
     return summary, family, config
 
@@ -108,7 +108,7 @@ def starter(answers: Answers, changes: Sequence[Line] = (), gpu: float | None = 
     check_method(answers.preset)
     summary, family, config = describe(answers.checkpoint)
     text = config.get_text_config()
-    small = text.hidden_size * family.num_experts(text) * text.num_hidden_layers < SMALL
+    small = text.hidden_size * family.places(text).num_experts * text.num_hidden_layers < SMALL
     preset, stage = PRESETS[answers.preset], STAGES[answers.stage]
     # Of preferences, both answers are in a batch; of prompts, a group of completions.
     rows = {"dpo": 2, "grpo": GROUP}.get(answers.stage, 4)

@@ -174,7 +174,8 @@ def inspect_checkpoint(
         coverage = lora_coverage(adapted)
         memory = plan_model(adapted, recipe, "cuda", gpus)
     text = config.get_text_config()
-    experts, top_k = family.num_experts(config), family.top_k(config)
+    places, top_k = family.places(config), family.top_k(config)
+    experts = places.num_experts
     routed = coverage_of_all.groups["routed experts"].parameters
     return Inspection(
         path=str(source if checkpoint is None else checkpoint.folder),
@@ -185,12 +186,12 @@ def inspect_checkpoint(
         renormalized=family.renormalize(config),
         scaling=family.scaling(config),
         layers=text.num_hidden_layers,
-        moe_layers=family.moe_layers(config),
+        moe_layers=list(places.moe_layers),
         experts=experts,
         top_k=top_k,
-        shared_experts=(getattr(text, "n_shared_experts", 0) or 0) if family.shared_targets else 0,
+        shared_experts=(getattr(text, "n_shared_experts", 0) or 0) if places.shared else 0,
         hidden=text.hidden_size,
-        expert_width=family.expert_width(config),
+        expert_width=places.expert_width,
         vocabulary=text.vocab_size,
         parameters=coverage_of_all.total.parameters,
         active_parameters=coverage_of_all.total.parameters - routed + routed * top_k // experts,

@@ -19,7 +19,7 @@ import torch
 from moe_finetune.errors import RecipeError
 from moe_finetune.models.structure import meta_model
 from moe_finetune.moe.grouped import DEQUANTIZED_BYTES
-from moe_finetune.moe.layers import backbone_of, causal_lm, family_in
+from moe_finetune.moe.layers import backbone_of, causal_lm, places_in
 from moe_finetune.moe.quantized_model import quantized_names
 from moe_finetune.quantization.codec import NF4, packed_shapes
 from moe_finetune.training import ranks
@@ -109,12 +109,12 @@ def stored_bytes(model: nn.Module, recipe: Recipe, gpus: int = 1) -> Stored:
             "model.offload: experts cannot be combined with FSDP2, which shares the weights among "
             "several GPUs; leave it out, or plan for one GPU"
         )
-    family = family_in(model)
+    places = places_in(model)
     layers: Any = enumerate(backbone_of(model).layers)
     layer_of = {id(p): index for index, layer in layers for p in layer.parameters()}
     packed: frozenset[str] = frozenset()
     if recipe.model.quantization != "none":
-        packed = quantized_names(meta_model(causal_lm(model).config), family)
+        packed = quantized_names(meta_model(causal_lm(model).config), places)
     spread = gpus if recipe.parallel.experts == "all" else recipe.parallel.experts
     item = 4 if recipe.lora is None or recipe.model.dtype == "float32" else 2
     weights_by: Counter[str] = Counter()
@@ -126,7 +126,7 @@ def stored_bytes(model: nn.Module, recipe: Recipe, gpus: int = 1) -> Stored:
         layer, rows = layer_of.get(id(parameter)), shape[0] if shape else 1
         parameters += count
         added = ".lora_" in name or ".modules_to_save." in name
-        stack = not added and len(shape) == 3 and f".{family.experts_path}." in name
+        stack = not added and len(shape) == 3 and f".{places.experts_path}." in name
         plain = name.replace(".base_layer", "").replace(".original_module", "")
         size, kind = item * count, "float32" if item == 4 else "bfloat16"
         if added:
@@ -151,7 +151,7 @@ def stored_bytes(model: nn.Module, recipe: Recipe, gpus: int = 1) -> Stored:
             local_count = -(-rows // gpus) * (count // rows)
             trained += local_count
             reduced[layer] += 4 * count
-            if f".{family.experts_path}." in name or f".{family.router_path}." in name:
+            if f".{places.experts_path}." in name or f".{places.router_path}." in name:
                 measured += 4 * local_count
     staged, opened = sum(sorted(stacks.values())[-2:]) if offload else 0, dequantized
     if gpus > 1:

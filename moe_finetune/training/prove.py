@@ -27,9 +27,10 @@ from moe_finetune.losses.base import Schedule
 from moe_finetune.losses.objective import Objective
 from moe_finetune.losses.tensors import without_autocast
 from moe_finetune.models.base import Family
+from moe_finetune.models.places import Places
 from moe_finetune.moe.checkpointing import checkpoint_layers
 from moe_finetune.moe.context import CONTEXT_KEY
-from moe_finetune.moe.layers import model_facts
+from moe_finetune.moe.layers import model_facts, places_in
 from moe_finetune.moe.tokens import read_tokens
 from moe_finetune.recipe.method import Method, Perturbations, resolve_method
 from moe_finetune.recipe.schema import Recipe
@@ -121,7 +122,7 @@ class _Proof:
             running.recorder.backbone.register_forward_pre_hook(same_draws, with_kwargs=True)
 
         actual = self._gradients(model, self._method(noise=False), 0.0, add_draws)
-        for group, difference in _differences(expected, actual, family).items():
+        for group, difference in _differences(expected, actual, places_in(model)).items():
             yield Check(f"{BY_HAND}, {group}", difference, GRADIENTS)
 
     def _objective(self, model: nn.Module) -> Objective:
@@ -158,7 +159,7 @@ class _Proof:
             if checkpoints:
                 checkpoint_layers(model)
             runs.append(self._gradients(model, self._method(noise=True), dropout, _with_bias))
-        worst = max(_differences(runs[0], runs[1], family).values())
+        worst = max(_differences(runs[0], runs[1], places_in(model)).values())
         yield Check(CHECKPOINTED, worst, RECORDED)
 
     # -- 4 ------------------------------------------------------------------------------------
@@ -184,7 +185,7 @@ class _Proof:
             {n: p.detach() - start[n] for n, p in one.named_parameters() if n in start}
             for one in (looped, model)
         )
-        for group, difference in _differences(expected, actual, family).items():
+        for group, difference in _differences(expected, actual, places_in(model)).items():
             yield Check(f"{STEPS_OF_TRAINER}, {group}", difference, GRADIENTS)
 
     def _train(self, model: Any, method: Method) -> list[Tensor]:
@@ -336,7 +337,7 @@ def _norm(gradients: Gradients) -> float:
     return float(sum(value.double().square().sum() for value in gradients.values())) ** 0.5
 
 
-def _differences(expected: Gradients, actual: Gradients, family: Family) -> dict[str, float]:
+def _differences(expected: Gradients, actual: Gradients, places: Places) -> dict[str, float]:
     """The relative difference of each part's gradients, taken as one vector."""
     groups: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for name in expected.keys() | actual.keys():
@@ -344,7 +345,7 @@ def _differences(expected: Gradients, actual: Gradients, family: Family) -> dict
         like = one if one is not None else other
         assert like is not None
         pair = tuple(torch.zeros_like(like) if value is None else value for value in (one, other))
-        groups.setdefault(_part(name, family), []).append(pair)  # type: ignore[arg-type]
+        groups.setdefault(_part(name, places), []).append(pair)  # type: ignore[arg-type]
     differences = {}
     for group, pairs in sorted(groups.items()):
         size = sum(float(one.double().square().sum()) for one, _ in pairs)
@@ -353,10 +354,10 @@ def _differences(expected: Gradients, actual: Gradients, family: Family) -> dict
     return differences
 
 
-def _part(name: str, family: Family) -> str:
-    if f".{family.router_name}." in name:
+def _part(name: str, places: Places) -> str:
+    if f".{places.router_name}." in name:
         return "router"
-    return "routed experts" if f".{family.experts_name}." in name else "others"
+    return "routed experts" if f".{places.experts_name}." in name else "others"
 
 
 def _tokenizer() -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from moe_finetune.moe.layers import backbone_of, causal_lm, family_in
+from moe_finetune.moe.layers import backbone_of, causal_lm, family_in, places_in
 from moe_finetune.recipe.stages import STAGES, checkpointing
 
 if TYPE_CHECKING:
@@ -68,11 +68,11 @@ def step_bytes(model: nn.Module, recipe: Recipe, device: Device, gradients: int)
     """
     from moe_finetune.losses import TERMS
 
-    config, family = causal_lm(model).config, family_in(model)
+    config, places = causal_lm(model).config, places_in(model)
     text, trainer, method = config.get_text_config(), recipe.trainer, recipe.method
     batch = micro_batch(recipe)
     tokens, item = batch.tokens, 4 if recipe.model.dtype == "float32" else 2
-    hidden, chosen, width = text.hidden_size, family.top_k(config), family.expert_width(config)
+    hidden, chosen, width = text.hidden_size, family_in(model).top_k(config), places.expert_width
     losses = any(
         "gram" in need or need == "outputs" for term in method.terms for need in TERMS[term].needs
     )
@@ -82,9 +82,9 @@ def step_bytes(model: nn.Module, recipe: Recipe, device: Device, gradients: int)
     scores = text.num_attention_heads * batch.length if eager else 0  # of all pairs of tokens
     working = max(working, 2 * scores)
     layers = [
-        _activations(layer, text, family.experts_path)
+        _activations(layer, text, places.experts_path)
         + 1.25 * scores
-        + (chosen * (2 * width + hidden) if index in family.moe_layers(config) else 0)
+        + (chosen * (2 * width + hidden) if index in places.moe_layers else 0)
         for index, layer in enumerate(backbone_of(model).layers)
     ]
     whole = not checkpointing(trainer, default=device == "cuda")

@@ -18,7 +18,7 @@ from moe_finetune.losses.base import LARGEST_WEIGHT, Term
 from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.checkpointing import saves_some
 from moe_finetune.moe.hooks import Recorder
-from moe_finetune.moe.layers import family_in
+from moe_finetune.moe.layers import places_in
 from moe_finetune.training import ranks
 from moe_finetune.training.reach import trained_parts
 from moe_finetune.training.term_gradients import PARTS, TermGradients
@@ -242,8 +242,8 @@ def _obstacle(recorder: Recorder, shares: bool) -> str | None:
         )
     if not shares or any(map(trained_parts, recorder.layers)):
         return None
-    family = family_in(recorder.model)
-    targets = [*family.expert_targets, family.router_target]
+    places = places_in(recorder.model)
+    targets = [*places.expert_targets, places.router_target]
     return (
         "gradients are compared on routers and routed experts, and neither trains; add LoRA to "
         f"them: LoraConfig(target_parameters={targets}), in a recipe lora.targets: [experts]"

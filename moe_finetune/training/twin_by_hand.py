@@ -58,7 +58,7 @@ def seeing(model: nn.Module) -> Iterator[list[Seen]]:
 def _after_router(seen: Seen, module: nn.Module, args: tuple, output: Any) -> None:
     layer, results = seen.layer, output if isinstance(output, tuple) else (output,)
     seen.router_input = args[0].reshape(-1, args[0].shape[-1])
-    experts = layer.family.num_experts(layer.experts.config)
+    experts = layer.places.num_experts
     named = named_results(layer.family.router_returns, results, experts) or {}
     if "logits" in named:
         seen.logits = named["logits"]
@@ -100,7 +100,7 @@ def _record(seen: Seen, tokens: Tokens) -> RoutingRecord:
         y_TKH = y_TKH + module.down_proj_bias[index_TK]
     assert seen.logits is not None and seen.router_input is not None
     logits_TE = seen.logits.reshape(len(index_TK), -1).float()
-    experts = layer.family.num_experts(layer.experts.config)
+    experts = layer.places.num_experts
     return RoutingRecord(
         layer=layer.index,
         inputs_TH=seen.router_input,
@@ -109,7 +109,7 @@ def _record(seen: Seen, tokens: Tokens) -> RoutingRecord:
         weights_TK=weights_TK.reshape(index_TK.shape),
         mask_T=tokens.mask_T,
         score=layer.family.score,
-        router_weight_EH=router_weight(layer.router, layer.family.router_weight)[:experts],
+        router_weight_EH=router_weight(layer.router, layer.places.router_weight)[:experts],
         token_ids_T=tokens.ids_T,
         sequence_lengths=tokens.sequence_lengths,
         activations_TKD=z_TKD,

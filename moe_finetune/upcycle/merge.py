@@ -221,10 +221,13 @@ def shard(
 
 def names_in_files(facts: DenseFacts, experts: int) -> dict[str, str]:
     """What transformers calls a layer's router and matrices: by part, with layer and expert."""
-    family, config = FAMILIES[facts.target], json.loads(moe_config(facts, experts, 1))
-    layer = f"{family.backbone}.layers.0."
-    gate_up, down = (f"{layer}{target}" for target in family.expert_targets)
-    (router,) = patterns_on_disk(config, layer + family.router_target)
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = json.loads(moe_config(facts, experts, 1))
+    places = FAMILIES[facts.target].places(CONFIG_MAPPING[facts.target].from_dict(config))
+    layer = f"{places.backbone}.layers.0."
+    gate_up, down = (f"{layer}{target}" for target in places.expert_targets)
+    (router,) = patterns_on_disk(config, layer + places.router_target)
     matrices = [*patterns_on_disk(config, gate_up), *patterns_on_disk(config, down)]
     return {"router": router, **dict(zip(FEED_FORWARD, matrices, strict=True))}
 

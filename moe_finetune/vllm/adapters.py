@@ -37,7 +37,7 @@ def convert_for_vllm(adapter: OpenAdapter) -> tuple[dict[str, Any], Mapping[str,
         raise _unmerged(folder, f"'{whole}' trained in full")
     if adapter.config.get("use_dora"):
         raise _unmerged(folder, "vLLM has no DoRA")
-    form, stack = peft_form(adapter), adapter.base.family.experts_name
+    form, stack = peft_form(adapter), adapter.base.places.experts_name
     pair = [
         any(key.endswith(f".{stack}{inner}.lora_A.weight") for key in form.tensors)
         for inner in ("", ".base_layer")
@@ -64,7 +64,7 @@ def _unmerged(adapter: Path, reason: str) -> AdapterError:
 def serve_line(base: Checkpoint, adapter: Adapter, name: str) -> str:
     """The command with which vLLM serves ``adapter``, as ``convert --to vllm`` wrote it."""
     ranks = [adapter.config["r"], *(adapter.config.get("rank_pattern") or {}).values()]
-    stacks = any(f".{base.family.experts_name}." in key for key in adapter.tensors)
+    stacks = any(f".{base.places.experts_name}." in key for key in adapter.tensors)
     module: dict[str, object] = {"name": name, "path": str(adapter.folder.resolve())}
     words = ["vllm", "serve", str(base.folder), "--enable-lora", "--max-lora-rank"]
     words.append(str(next(rank for rank in LORA_RANKS if rank >= max(ranks))))

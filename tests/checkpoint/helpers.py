@@ -11,6 +11,7 @@ from moe_finetune.checkpoint.adapter import write_metadata
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.models import FAMILIES
 from tests.support import tiny
+from tests.support.places import places
 
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
@@ -37,7 +38,7 @@ def shared_parameters(family: str) -> list[str]:
     PEFT 0.21 turns ``target_modules`` that end in ``up_proj`` into the fused experts, so the shared
     experts are named as parameters.
     """
-    return [f"{target}.weight" for target in FAMILIES[family].shared_targets]
+    return [f"{target}.weight" for target in places(family).shared]
 
 
 def adapter(base: Path, folder: Path, seed: int = 3, scale: float = 0.05, **options) -> Path:
@@ -48,7 +49,7 @@ def adapter(base: Path, folder: Path, seed: int = 3, scale: float = 0.05, **opti
     settings = {
         "r": 4,
         "lora_alpha": 12,
-        "target_modules": list(FAMILIES[family].attention_targets),
+        "target_modules": list(places(family).attention),
         "target_parameters": [*EXPERTS, "gate.weight", *shared_parameters(family)],
     } | options
     model = load(base)

@@ -101,7 +101,7 @@ def test_the_merge_writes_the_names_that_it_found(family, tensors_of, tmp_path):
     base, out = tmp_path / "base", tmp_path / "merged"
     model, before = write(family, tensors_of, base)
     opened = open_checkpoint(base)
-    layers = FAMILIES[family].moe_layers(model.config)
+    layers = FAMILIES[family].places(model.config).moe_layers
     assert opened.experts == dict.fromkeys(layers, families.EXPERTS) and not opened.untrained
     assert opened.names.loaded.keys() == before.keys()
     stock = loaded(base).state_dict()

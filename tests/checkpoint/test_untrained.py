@@ -23,7 +23,7 @@ def test_a_published_head_is_counted(family, tmp_path):
     model, head = with_head(family, base, names)
     opened = open_checkpoint(base)
     assert dict(opened.untrained) == dict.fromkeys(names, MTP)
-    assert list(opened.experts) == FAMILIES[family].moe_layers(model.config)
+    assert tuple(opened.experts) == FAMILIES[family].places(model.config).moe_layers
     size = sum(tensor.nbytes for tensor in head.values())
     assert opened.parts_left_out() == {MTP: (len(names), size)}
 
@@ -93,6 +93,6 @@ def test_a_head_in_fp8_blocks(family, tmp_path):
     assert len(scales) > 1
     assert opened.parts_left_out() == {MTP: (len(names) + len(scales), size)}
     state = load_model(base, dtype="float32").state_dict()
-    router = opened.family.router_target
+    router = opened.places.router_target
     (name,) = [n for n in state if n.endswith(f"layers.2.{router}")]
     assert torch.equal(state[name], floats[names_on_disk.name(family, "router", 2)])

@@ -48,7 +48,7 @@ def test_accepts_a_merge(bases, adapters, family, layers, tmp_path):
     assert report.error < 1e-5 < 1e-2 < report.moved and not report.note
     assert (report.layers == report.total_layers) == (layers == "whole") or family == "mixtral"
     opened = open_checkpoint(base)
-    count = opened.family.num_experts(opened.model_config)
+    count = opened.places.num_experts
     assert report.tensors >= 2 * count * len(opened.experts)
     assert "logits" in report.text() and f"{report.tensors} changed tensors" in report.text()
 

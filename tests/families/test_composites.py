@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.errors import AdapterError, CheckpointError, UnsupportedModelError
-from moe_finetune.models import FAMILIES, composites, family_of
+from moe_finetune.models import composites
 from moe_finetune.models.loading import load_config
 from moe_finetune.models.structure import class_of
 from moe_finetune.moe.hooks import Recorder
@@ -20,6 +20,7 @@ from tests.checkpoint.helpers import randomize
 from tests.quantization.models import check_quantized
 from tests.support import names_on_disk
 from tests.support import tiny_families as tiny
+from tests.support.places import places
 from tests.support.tiny_adapter import adapted
 
 WEIGHTS = "model.safetensors"
@@ -36,7 +37,7 @@ def loaded(folder):
 @pytest.mark.parametrize("router", ["lora", "full"])
 @pytest.mark.parametrize("family", ["aria", "gemma4"])
 def test_lora_stays_out_of_vision_modules_of_the_same_name(family, router):
-    stack = f".{FAMILIES[family].backbone}.layers."
+    stack = f".{places(family).backbone}.layers."
     plain = [name for name, _ in tiny.model(family).named_modules()]
     elsewhere = [name for name in plain if stack not in f".{name}"]
     assert any(name.endswith("self_attn.q_proj") for name in elsewhere)
@@ -73,9 +74,7 @@ def test_a_published_layout(family, published, tmp_path):
     tiny.model(family).save_pretrained(base)
     before = published(load_file(base / WEIGHTS))
     save_file(before, base / WEIGHTS, metadata={"format": "pt"})
-    assert open_checkpoint(base).experts == dict.fromkeys(
-        FAMILIES[family].moe_layers(tiny.config(family)), tiny.EXPERTS
-    )
+    assert open_checkpoint(base).experts == dict.fromkeys(places(family).moe_layers, tiny.EXPERTS)
     stock = loaded(base).state_dict()
     check_quantized(base, stock)
 
@@ -149,7 +148,7 @@ def test_other_parts_are_refused(tmp_path):
     without = tiny.config("gemma4", enable_moe_block=False)
     without.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="no layer with experts"):
-        family_of(load_config(tmp_path)).moe_layers(load_config(tmp_path))
+        load_config(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from moe_finetune.lora.coverage import lora_coverage
 from moe_finetune.losses.inject import PerTermLosses
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.models import FAMILIES, family_of
+from moe_finetune.models.places import Places
 from moe_finetune.models.structure import class_of
 from moe_finetune.moe.bias import BiasBalancer
 from moe_finetune.moe.biased_choice import Rule, select_with_bias
@@ -37,8 +38,7 @@ from tests.families.cases import (
     batch,
     run,
 )
-from tests.support import names_on_disk
-from tests.support import tiny as core
+from tests.support import names_on_disk, places
 from tests.support import tiny_families as tiny
 from tests.support.objectives import objective_of
 
@@ -58,11 +58,10 @@ def loaded(folder):
 
 def values(family):
     """Each fact of a family that more than one of its tests depends on, with its value."""
-    facts = FAMILIES[family]
-    source = core if family in core.FAMILY_NAMES else tiny
-    config = source.config(family).get_text_config()
-    for owner in (facts, facts.rows):
-        for name in {field.name for field in fields(owner)} - NAMED:
+    facts, config = FAMILIES[family], places.config(family).get_text_config()
+    shown = places.places(family)
+    for owner in (facts, facts.rows, shown):
+        for name in {field.name for field in fields(owner)} - NAMED - PLACES:
             value = getattr(owner, name)
             value = value(config) if callable(value) else value
             if name in WHETHER:
@@ -71,25 +70,12 @@ def values(family):
     yield from ((part, "in the files") for part in names_on_disk.patterns(family))
 
 
-NAMED = {
-    *(
-        "name",
-        "title",
-        "model_type",
-        "num_experts",
-        "top_k",
-        "expert_width",
-        "check",
-        "rows",
-        "since",
-    ),
-    *("backbone", "block_path", "router_name", "experts_name", "router"),
-    *("attention_targets", "moe_layers"),
-}
+NAMED = {"name", "title", "model_type", "top_k", "check", "rows", "since", "attention_targets"}
 """Names and numbers, which the contract alone reads: they differ by family."""
-WHETHER = {
-    *("shared_targets", "fixed_layers", "part", "architecture", "per_sequence"),
+PLACES = {field.name for field in fields(Places)} - {
+    *("router_weight", "gated", "separate_spaces", "shared")
 }
+WHETHER = {"shared", "fixed_layers", "part", "architecture", "per_sequence"}
 """Names of which counts whether there are any."""
 
 
@@ -102,10 +88,9 @@ def test_every_value_of_a_fact_occurs_among_the_kinds():
 @pytest.mark.parametrize("family", NAMES)
 def test_the_facts_are_those_of_the_class(family):
     """Also that LoRA's gradients under the recorder are stock's, and rows do not see each other."""
-    source = core if family in core.FAMILY_NAMES else tiny
-    proved = check_family(source.config(family), FAMILIES[family])
+    proved = check_family(places.config(family), FAMILIES[family])
     assert proved.ok, proved.text()
-    assert len(proved.checks) > 14 and "packed rows" in proved.checks[-1].name
+    assert len(proved.checks) > 9 and "packed rows" in proved.checks[-1].name
 
 
 @pytest.mark.parametrize("family", NAMES)
@@ -124,14 +109,14 @@ def test_recorded_equals_stock(family):
     assert {record.index_TK.shape[1] for record in records} == {facts.top_k}
     if FAMILIES[family].own_weights is None:
         check_bias(plain, records)
-    check_reach(FAMILIES[family], lora_coverage(adapted(family)).groups)
+    check_reach(places.places(family), lora_coverage(adapted(family)).groups)
 
 
-def check_reach(facts, groups):
-    """LoRA reaches what the family says."""
+def check_reach(where, groups):
+    """LoRA reaches what the class shows."""
     for name in ("attention", "router", "routed experts", "shared experts"):
         group = groups[name]
-        if name == "shared experts" and not facts.shared_targets:
+        if name == "shared experts" and not where.shared:
             assert group.tensors == 0
             continue
         # All matrices; biases are the rest.
@@ -160,8 +145,7 @@ def test_merged_equals_base_and_adapter(family, tmp_path):
     base = tmp_path / "base"
     tiny.model(family).save_pretrained(base)
     opened = open_checkpoint(base)
-    layers = FAMILIES[family].moe_layers(tiny.config(family))
-    assert opened.experts == dict.fromkeys(layers, tiny.EXPERTS)
+    assert opened.experts == dict.fromkeys(opened.places.moe_layers, tiny.EXPERTS)
     model = adapted(family)
     model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")

@@ -67,7 +67,7 @@ def test_layers_that_run_again_give_the_same_gradients(family):
 def test_a_hybrid_without_experts_is_refused():
     dense = tiny.config("granitemoehybrid", num_local_experts=0)
     with pytest.raises(UnsupportedModelError, match=r"granitemoehybrid .* no layer with experts"):
-        FAMILIES["granitemoehybrid"].moe_layers(dense)
+        FAMILIES["granitemoehybrid"].places(dense)
 
 
 def test_the_experts_of_a_hybrid_are_found_between_other_layers():

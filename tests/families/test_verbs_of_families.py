@@ -21,18 +21,19 @@ from tests.support import tiny_families as tiny
 @pytest.mark.parametrize("family", EACH_KIND)
 def test_analysed_and_selected(family, tmp_path):
     model, facts = tiny.model(family), FAMILIES[family]
-    layers = facts.moe_layers(model.config)
+    where = facts.places(model.config)
+    layers = where.moe_layers
     ids_BT = torch.randint(4, 260, (3, 17), generator=torch.Generator().manual_seed(5))
     texts = {"prose": list(ids_BT[:2].numpy()), "code": [ids_BT[2].numpy()]}
     measures = trace_model(model, texts, tmp_path / "trace", checkpoint=family)
     trace = RoutingTrace.open(tmp_path / "trace")
     index_TLK, weights_TLK = trace.load("ids").astype(np.int64), trace.load("weights")
-    assert trace.info.layers == tuple(layers) and trace.info.model_type == facts.model_type
+    assert trace.info.layers == layers and trace.info.model_type == facts.model_type
     stock = torch.stack([index_TK for index_TK, _ in watch(model)], 1)
     assert np.array_equal(np.sort(index_TLK), stock.sort(-1).values.numpy())
     values = measures.per_layer()
     assert all(value is not None for value in values["entropy"] + values["router_cosine"])
-    assert ("gate_norm_mean" in values) == facts.gated
+    assert ("gate_norm_mean" in values) == where.gated
 
     chosen = select_experts(index_TLK, weights_TLK, tiny.EXPERTS, top_p=0.3)
     experts = dict(zip(layers, chosen, strict=True))
@@ -46,4 +47,4 @@ def test_analysed_and_selected(family, tmp_path):
     assert len(wrappers) == 2 * len(layers)
     assert {w.num_experts for w in wrappers} == {len(ids) for ids in chosen}
     trained = {n for n, p in adapted.named_parameters() if p.requires_grad}
-    assert all(f"{facts.backbone}.layers." in name for name in trained)
+    assert all(f"{where.backbone}.layers." in name for name in trained)

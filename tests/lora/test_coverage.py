@@ -73,12 +73,13 @@ def test_a_partial_adapter_is_seen_as_partial():
 
 
 def test_a_dense_layers_mlp_is_not_a_router():
-    family = FAMILIES["deepseek_v2"]
-    assert group_of("model.layers.0.mlp.gate_proj.weight", family, {1, 2}) == "other"
-    assert group_of("model.layers.1.mlp.gate.weight", family, {1, 2}) == "router"
+    where = FAMILIES["deepseek_v2"].places(tiny.config("deepseek_v2"))
+    assert where.moe_layers == (1, 2)
+    assert group_of("model.layers.0.mlp.gate_proj.weight", where) == "other"
+    assert group_of("model.layers.1.mlp.gate.weight", where) == "router"
     wrapped = "base_model.model.model.layers.2.mlp.experts.base_layer.lora_A.default.weight"
-    assert group_of(wrapped, family, {1, 2}) == "routed experts"
-    assert group_of("model.layers.2.self_attn.kv_a_layernorm.weight", family, {1, 2}) == "other"
+    assert group_of(wrapped, where) == "routed experts"
+    assert group_of("model.layers.2.self_attn.kv_a_layernorm.weight", where) == "other"
 
 
 def test_the_meta_device_counts_the_same_without_memory():

@@ -57,7 +57,7 @@ def test_logits_and_gradients_equal_the_slow_reference(tmp_path, changes, expert
     torch.testing.assert_close(got, expected.detach(), atol=2e-5, rtol=1e-5)
     grads = {name: p.grad for name, p in model.named_parameters()}
     checked = set()
-    for layer in FAMILIES["deepseek_moe"].moe_layers(model.config):
+    for layer in FAMILIES["deepseek_moe"].places(model.config).moe_layers:
         mlp = f"model.layers.{layer}.mlp"
         width = model.config.moe_intermediate_size
         fused, down = grads[f"{mlp}.experts.gate_up_proj"], grads[f"{mlp}.experts.down_proj"]
@@ -80,7 +80,7 @@ def test_layers_are_dense_or_sparse_as_the_config_says():
     kinds = [type(layer.mlp).__name__ for layer in model.model.layers]
     dense = "DeepseekV2MLP"
     assert kinds == [dense, dense, "DeepseekMoE", dense, "DeepseekMoE"]
-    assert FAMILIES["deepseek_moe"].moe_layers(model.config) == [2, 4]
+    assert FAMILIES["deepseek_moe"].places(model.config).moe_layers == (2, 4)
 
 
 @pytest.mark.parametrize("shard_size", ["50GB", "200KB"])
@@ -107,7 +107,7 @@ def test_round_trip_keeps_the_published_names_and_bytes(tmp_path, shard_size):
 def _published_names(config) -> set[str]:
     """Tensor names of the published checkpoint."""
     names = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
-    sparse = FAMILIES["deepseek_moe"].moe_layers(config)
+    sparse = FAMILIES["deepseek_moe"].places(config).moe_layers
     kinds = ("gate_proj", "up_proj", "down_proj")
     for layer in range(config.num_hidden_layers):
         base = f"model.layers.{layer}"
@@ -149,8 +149,6 @@ def test_published_config_loads_and_its_code_is_neither_run_nor_written_back(tmp
     [
         ({"scoring_func": "sigmoid"}, "scoring_func 'sigmoid'"),
         ({"num_experts_per_tok": 13}, "num_experts_per_tok 13"),
-        ({"first_k_dense_replace": 3}, "no MoE layer"),
-        ({"first_k_dense_replace": None}, "first_k_dense_replace None in config"),
     ],
 )
 def test_options_that_no_release_uses_are_refused(changes, word):

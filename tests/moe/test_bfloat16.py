@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import save_file
 
 from moe_finetune.lora.targets import add_lora
-from moe_finetune.models import FAMILIES
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.specialization import Specialization
 from tests.families.cases import KINDS
 from tests.support import tiny, tiny_adapter, tiny_families
+from tests.support.places import places
 
 LOSS, VALUE, GRADIENT = 1.5e-2, 0.08, 0.35
 UNDER_AUTOCAST = {"inkling_mm_model"}
@@ -108,7 +108,7 @@ def test_every_kind_of_family(family, tmp_path):
     home = tiny if family in tiny.FAMILY_NAMES else tiny_families
     exact = adapted(home.model(family), torch.float32)
     terms = dict(EVERY_TERM)
-    if not FAMILIES[family].gated:
+    if not places(family).gated:
         del terms["erc"]  # reads the gate projection
     if home is tiny:
         table_of_tokens = tmp_path / "table.safetensors"

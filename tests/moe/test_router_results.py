@@ -77,7 +77,7 @@ def test_a_record_has_the_router_s_own_tensors(name):
         router = layer.router.get_submodule(path) if path else layer.router
 
         def note(module, args, output, layer=layer):
-            weight = stored_router_weight(layer.router, layer.family.router_weight)
+            weight = stored_router_weight(layer.router, layer.places.router_weight)
             bias = getattr(layer.router, "bias", None)
             bias = bias if isinstance(bias, nn.Parameter) and name == "gpt_oss" else None
             hidden = args[0].reshape(-1, args[0].shape[-1]).to(weight.dtype)

@@ -36,14 +36,14 @@ def test_every_family_is_its_checkpoint_quantised(family, tmp_path):
     buffers = dict(model.named_buffers())
     for name, buffer in stock.named_buffers():
         assert torch.equal(buffer, buffers[name]), name
-    facts = FACTS[family]
+    facts = FACTS[family].places(stock.config)
     router = f".{facts.router_path}."
     assert not any(router in name or "norm" in name or "embed" in name for name in held)
     assert "lm_head.weight" not in held
     # All experts, and the layers that attention and shared experts have.
-    layers = len(facts.moe_layers(stock.config))
+    layers = len(facts.moe_layers)
     assert sum(name.endswith(facts.expert_parameters) for name in held) >= 2 * layers
-    assert any(t in name for name in held for t in facts.attention_targets)
+    assert any(t in name for name in held for t in facts.attention)
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=family in NEEDS_AUTOCAST)
     with torch.no_grad(), autocast:
         inputs = batch()["input_ids"]

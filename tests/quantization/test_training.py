@@ -13,7 +13,6 @@ from moe_finetune.cli import main
 from moe_finetune.errors import QuantizationError
 from moe_finetune.losses import erc
 from moe_finetune.losses.presets import PRESETS
-from moe_finetune.models import FAMILIES as FACTS
 from moe_finetune.moe import grouped
 from moe_finetune.quantization import weight
 from moe_finetune.quantization.weight import QuantizedWeight, quantized
@@ -22,6 +21,7 @@ from moe_finetune.recipe.schema import load_recipe
 from tests.families.cases import KINDS
 from tests.quantization.models import batch, dequantized, save
 from tests.support import tiny
+from tests.support.places import places
 from tests.support.tiny_adapter import LORA, adapted
 
 NEEDS_A_FILE = {"supervised_routing"}
@@ -68,7 +68,7 @@ def test_gradients_are_those_of_the_dequantised_model(family, tmp_path):
     """Routers, LoRA on attention, shared and routed experts, under every loss at once."""
     save(family, tmp_path)
     method = every_term()
-    if not FACTS[family].gated:
+    if not places(family).gated:
         del method["terms"]["erc"]  # reads the gate projection
     wanted = gradients(adapted(dequantized(tmp_path)), method)
     found = gradients(adapted(load_model(tmp_path, "float32", quantization="nf4")), method)

@@ -162,7 +162,7 @@ def test_pretrained_sizes_are_the_papers(study, config, arm, billions, active, t
     coverage = lora_coverage(opened_as(family, meta_model(model_config)))
     total, text = coverage.total.parameters, model_config.get_text_config()
     assert total / 1e9 == pytest.approx(billions, rel=0.06)
-    idle = 1 - family.top_k(model_config) / family.num_experts(model_config)
+    idle = 1 - family.top_k(model_config) / family.places(model_config).num_experts
     used = total - idle * coverage.groups["routed experts"].parameters
     if not getattr(model_config, "tie_word_embeddings", False):
         used -= text.vocab_size * text.hidden_size  # the embedding multiplies nothing

@@ -2,9 +2,8 @@
 
 import functools
 
-from moe_finetune.models import FAMILIES
 from moe_finetune.models.structure import patterns_on_disk
-from tests.support import tiny, tiny_families
+from tests.support.places import config, places
 
 EXPERTS = ("gate", "up", "down")
 
@@ -12,13 +11,12 @@ EXPERTS = ("gate", "up", "down")
 @functools.cache
 def patterns(family: str) -> dict[str, str]:
     """Part -> its name with ``{layer}`` and ``{expert}``; a fused stack is ``gate_up``."""
-    facts = FAMILIES[family]
-    config = (tiny if family in tiny.FAMILY_NAMES else tiny_families).config(family)
-    layer = f"{facts.backbone}.layers.{facts.moe_layers(config.get_text_config())[-1]}"
+    facts, plain = places(family), config(family).to_dict()
+    layer = f"{facts.backbone}.layers.{facts.moe_layers[-1]}"
     loaded, down = facts.expert_parameters
 
     def stored(path: str) -> list[str]:
-        return patterns_on_disk(config.to_dict(), f"{layer}.{path}")
+        return patterns_on_disk(plain, f"{layer}.{path}")
 
     first = stored(f"{facts.experts_path}.{loaded}")
     kinds = ("gate", "up") if len(first) == 2 else ("gate_up",) if facts.gated else ("up",)

@@ -17,7 +17,7 @@ def near_tied(model: nn.Module) -> None:
     """Make each second row of the routers nearly equal to the one before it."""
     generator = torch.Generator().manual_seed(6)
     for layer in moe_layers(model):
-        weight = layer.router.get_parameter(layer.family.router_weight)
+        weight = layer.router.get_parameter(layer.places.router_weight)
         noise = torch.randn(weight[1::2].shape, generator=generator)
         weight[1::2] = weight[::2] + 1e-7 * noise
         for name, bias in layer.block.named_buffers():

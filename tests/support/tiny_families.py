@@ -352,7 +352,7 @@ def model(family: str, seed: int = 0, **changes: Any) -> Any:
     torch.manual_seed(seed)
     made = config(family, **changes)
     built = class_of(made).from_config(made, dtype=torch.float32)
-    router = FAMILIES[family].router_target
+    router = FAMILIES[family].places(made).router_target
     with torch.no_grad():
         for name, parameter in built.named_parameters():
             if name.endswith(router):

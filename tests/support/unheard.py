@@ -3,8 +3,7 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
 
-from moe_finetune.models.base import QKVO as ATTENTION
-from moe_finetune.models.base import SHARED_EXPERTS, Family, expert_groups
+from moe_finetune.models.base import Family, expert_groups
 from tests.support import tiny, tiny_families
 
 
@@ -44,8 +43,6 @@ def family() -> Family:
         "unheard_moe",
         "Unheard",
         score="sigmoid",
-        attention_targets=ATTENTION,
-        shared_targets=SHARED_EXPERTS,
         scaling=lambda config: config.routed_scaling_factor,
         groups=expert_groups,
         bias_export="tensor",

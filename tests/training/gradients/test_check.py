@@ -30,17 +30,8 @@ def problem_of(name, wrong):
         ("renormalize", lambda c: False, "score, renormalize, scaling"),
         ("scaling", lambda c: 1.0, "score, renormalize, scaling"),
         ("groups", lambda c: (1, 1), "scores, groups and bias select other experts"),
-        ("block_path", "block_sparse_moe", "the class has 'mlp'"),
-        ("router_name", "router", "router"),
-        ("router_weight", "wg.weight", "wg"),
         ("router_returns", ("probabilities", "weights", "index"), "ran without their router"),
-        ("experts_name", "routed", "the class has 'experts'"),
-        ("shared_targets", (), "mlp.shared_experts.down_proj"),
-        ("shared_targets", ("mlp.shared.up_proj",), "mlp.shared_experts.down_proj"),
-        ("attention_targets", ("attention.q",), "gradients, attention"),
-        ("moe_layers", lambda c: [0, 1, 2, 3], "the class has [1, 2, 3]"),
-        ("num_experts", lambda c: 12, "the class has 10"),
-        ("expert_width", lambda c: 72, "the class has 40"),
+        ("attention_targets", ("attention.q",), "no linear layer of attention in attention.q"),
         ("top_k", lambda c: 2, "the class selects 3"),
     ],
 )
@@ -53,8 +44,6 @@ def test_a_wrong_fact_fails(fact, declared, says):
     ("name", "fact", "declared", "says"),
     [
         ("qwen3_vl_moe", "renormalize", lambda config: False, "score, renormalize, scaling"),
-        ("granitemoeshared", "shared_targets", (), "shared_mlp.input_linear"),
-        ("dots1", "shared_targets", (), "mlp.shared_experts.down_proj"),
         ("dots1", "score", "softmax", "score, renormalize, scaling"),
         ("qwen3_next", "rows", Rows(), "sequences of a row see each other"),
         ("gpt_oss", "top_k", lambda config: 2, "the class selects 3"),
@@ -88,7 +77,7 @@ def command(capsys, *arguments):
 def test_the_command(tiny_checkpoint, capsys):
     code, said = command(capsys, tiny_checkpoint("mixtral"), "--prove")
     assert code == 0 and "proved: the declared facts" in said.out
-    assert said.out.count("\nok ") > 15
+    assert said.out.count("\nok ") > 10
     code, said = command(capsys, tiny_checkpoint("mixtral"), "--prove", "--json")
     document = json.loads(said.out)
     assert code == 0 and document["ok"] and document["model_type"] == "mixtral"
