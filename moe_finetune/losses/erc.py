@@ -1,7 +1,6 @@
 """Expert-router coupling: each router row should activate its own expert most (P2 eq. 3, 4).
 
-Shape legend: E experts, P proxies (one per router row, P = E), H hidden, D expert width, r rank,
-I and O the input and output width of a projection.
+P are proxies, one per router row, r a rank, I and O a projection's input and output width.
 """
 
 import warnings

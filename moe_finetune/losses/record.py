@@ -1,7 +1,4 @@
-"""The record of one MoE layer in one forward.
-
-Shape legend: T tokens (batch x sequence), E routed experts, K selected, H hidden, D expert width.
-"""
+"""The record of one MoE layer in one forward."""
 
 from __future__ import annotations
 

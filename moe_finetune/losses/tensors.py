@@ -1,8 +1,4 @@
-"""Helpers of all losses: shape checks, dtypes, masked means.
-
-Shape legend: T tokens, E routed experts, K selected, H hidden, D expert width, V vocabulary,
-X any width.
-"""
+"""Helpers of all losses: shape checks, dtypes, masked means."""
 
 import contextlib
 import functools

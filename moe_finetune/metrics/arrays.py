@@ -1,7 +1,6 @@
 """Input arrays of metrics, torch or numpy: checks and conversion.
 
-Shape legend of the metrics: T tokens, L MoE layers, E routed experts, K selected, H hidden,
-D expert width, N items of a sample, V vocabulary, R ranks.
+N are items of a sample, R ranks.
 """
 
 from collections.abc import Iterator, Sequence

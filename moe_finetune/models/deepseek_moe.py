@@ -2,8 +2,6 @@
 
 transformers has no class for it. Dai et al., "DeepSeekMoE", arXiv 2401.06066, equations 9-11.
 Attention is Llama's; dense MLPs and fused experts are DeepSeek-V2's.
-
-Shape legend: T tokens, E routed experts, K selected per token, H hidden.
 """
 
 # As text: transformers would check evaluated types before our checks, which name a remedy.

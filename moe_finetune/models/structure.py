@@ -1,7 +1,4 @@
-"""Facts that transformers' own class shows: where experts and routers are, names, sizes.
-
-Shape legend: E experts, H hidden, D expert width.
-"""
+"""Facts that transformers' own class shows: where experts and routers are, names, sizes."""
 
 import functools
 import inspect

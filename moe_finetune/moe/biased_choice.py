@@ -1,7 +1,7 @@
 """Select experts again from the router's logits, with a bias that acts only on the selection.
 
 Repeats what each family's router does after its logits; with a bias of 0 the result equals the
-router's, bit for bit. Shapes: T tokens, E experts, K selected.
+router's, bit for bit.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ Its recomputation is not always equal in every bit (another kernel, another orde
 where two experts' scores are nearly tied the router may then select the other one: the gradient
 would be that of another forward than the one whose loss was computed. Router replay does the same
 between a rollout and training. Weights are the recomputed router's for the kept experts.
-
-Shape legend: T tokens, E experts, K selected.
 """
 
 import torch

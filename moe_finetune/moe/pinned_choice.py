@@ -6,8 +6,6 @@ in between). Where these select other experts, a token's probability changes, an
 Router replay trains each token with the experts of one of those forwards (Ma et al. 2025,
 "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers"). The weights
 are the current router's for these experts, so the router still learns.
-
-Shape legend: B rows, S positions per row, T = B x S tokens, L MoE layers, E experts, K selected.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,4 @@
-"""Which of a router's results is which.
-
-Shape legend: T tokens, E experts, K selected.
-"""
+"""Which of a router's results is which."""
 
 from collections.abc import Sequence
 from typing import Any

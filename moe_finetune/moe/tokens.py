@@ -3,7 +3,7 @@
 Losses, metrics and bias share this reading of the backbone's arguments, which matches its
 attention's. Nothing is copied to the host.
 
-Shape legend: B rows, L tokens per row, T = B x L tokens, S sequences.
+Here L is a row's positions, and S are sequences.
 """
 
 from collections.abc import Mapping

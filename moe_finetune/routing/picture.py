@@ -1,7 +1,6 @@
 """A routing snapshot as JSON, in a run's ``routing/before.json`` and ``after.json``.
 
 The report reads it (:mod:`moe_finetune.report.routing`). Parts that were not measured are absent.
-Shape legend: L MoE layers, E experts.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

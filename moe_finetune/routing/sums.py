@@ -2,7 +2,7 @@
 
 The log has one group, a page one per domain, a bootstrap one per sequence.
 
-Shape legend: G groups, B replicates, L MoE layers, T tokens, E experts, K selected, W columns.
+G are groups, B replicates, W columns.
 """
 
 from __future__ import annotations

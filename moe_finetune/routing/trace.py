@@ -4,7 +4,7 @@ A trace is a folder of safetensors parts and ``trace.json``, which names them wi
 It is written last, so a broken recording has none. The ``.npz`` files in which the routing of
 DeepSeek-V2-Lite was published by the ESFT authors open too.
 
-Shape legend: T tokens, L MoE layers, E experts, K selected, H hidden, N sampled tokens.
+N are sampled tokens.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Record a routing trace with the memory of a part.
 
-Shape legend: T tokens, L MoE layers, E experts, K selected, H hidden, N sampled tokens.
+N are sampled tokens.
 """
 
 import json

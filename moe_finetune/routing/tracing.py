@@ -1,6 +1,6 @@
 """Run a model over sequences, write its routing as a trace, and sum what a trace lacks.
 
-Shape legend: B sequences, T tokens, L MoE layers, E experts, K selected, H hidden, N sampled.
+N are sampled tokens.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
