@@ -1,8 +1,4 @@
-"""Base classes of loss terms: options, what a term reads from a layer's record, and its value.
-
-Add a loss with one file for its pure function and its :class:`Term`, and one line in
-``moe_finetune/losses/__init__.py``.
-"""
+"""Base classes of loss terms: options, what a term reads from a layer's record, and its value."""
 
 import inspect
 import math

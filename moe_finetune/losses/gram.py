@@ -1,8 +1,4 @@
-"""Geometry of a token's K vectors, from their inner products.
-
-Losses on expert outputs and activations need only lengths and angles: K x K numbers per token
-instead of K x H.
-"""
+"""Geometry of a token's K vectors from inner products: K x K numbers per token, not K x H."""
 
 import torch
 from torch import Tensor

@@ -22,7 +22,6 @@ def inject(output: Output, loss: Tensor, scale: float) -> Output:
     Args:
         output: the block's output, which must be part of the differentiated graph. If it is a tuple
             (GPT-OSS also returns routing weights), its first element is used.
-        loss: scalar.
         scale: usually 1 / (micro-batches of this optimizer step).
     """
     return _joined(output, None, ("",), (1.0,), (1.0,), scale, loss)
@@ -40,11 +39,8 @@ class PerTermLosses:
     """Injects each term separately, so that a backward can select which of them act.
 
     With ``retain_graph`` one forward's graph gives the gradients of each term and of the trainer's
-    loss.
-
-    Attributes:
-        only: names of the terms that act in the next backward, each at weight 1; None for all terms
-            at their weights.
+    loss. ``only`` names the terms that act in the next backward, each at weight 1; None: all, at
+    their weights.
     """
 
     def __init__(self) -> None:

@@ -56,9 +56,7 @@ class LayerLoss:
 class Objective:
     """Loss terms, their weights at the current step, and the layers each applies to.
 
-    Args:
-        terms: validated options of each loss by its name, as a resolved method has them.
-        facts: facts about the model; every term is checked against them.
+    ``terms`` are validated options by name, as a resolved method has them.
 
     Attributes:
         full_weights: each term's weight before its schedule; None for a share until it is found.

@@ -14,11 +14,8 @@ Projection = Literal["gate", "up", "down"]
 
 
 def log_scores(logits_TE: Tensor, score: str) -> Tensor:
-    """Log-scores up to a constant per token; their softmax gives the normalized scores.
-
-    This avoids dividing by a sum of scores, which underflows if all of a sigmoid router's scores
-    do.
-    """
+    """Log-scores up to a constant per token; their softmax gives the normalized scores, without a
+    division by a sum that underflows if all of a sigmoid router's scores do."""
     if score == "softmax":
         return logits_TE
     if score == "sigmoid":

@@ -1,8 +1,4 @@
-"""Validation of a checkpoint's chat template.
-
-A template is untrusted code. It is parsed here and rendered with a time limit, see
-:mod:`moe_finetune.data.chat`.
-"""
+"""Checks of a checkpoint's chat template, untrusted code that is rendered with a time limit."""
 
 from typing import Any
 

@@ -18,11 +18,9 @@ _stands_for: dict[str, Family] = {}
 
 
 def find_family(model_type: object, part: str | None = None) -> Family | None:
-    """The family of this exact ``model_type``; None if there is none.
+    """The family of this exact ``model_type``, also of a composite's language part, or None.
 
-    Args:
-        model_type: of a config, also of a composite's language part.
-        part: ``model_type`` of the language part in a composite's config, "" if its class decides.
+    ``part`` is that of the language part in a composite's config, "" if its class decides.
     """
     if not isinstance(model_type, str):
         return None  # of a config.json by hand

@@ -22,12 +22,8 @@ _PER_LAYER = ("layer_types",)
 
 
 def fresh_config(path: str | Path, changes: Mapping[str, Any]) -> tuple[PreTrainedConfig, Family]:
-    """A checkpoint's config with some keys changed, and its family; no weights are needed.
-
-    Args:
-        path: folder or hub id.
-        changes: keys of its ``config.json``, such as ``num_experts`` or ``n_shared_experts``.
-    """
+    """The config of a folder or hub id with some keys changed, and its family; no weights are
+    needed."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 

@@ -24,7 +24,7 @@ class BiasBalancer(Perturbation):
     """Stores one bias per MoE layer, counts loads, and updates the biases.
 
     Args:
-        layers: decoder indices of the MoE layers whose router selects.
+        layers: those whose router selects.
         update: step size u, 1e-3 in the paper.
         inner: another perturbation, which acts before and after the selection.
     """

@@ -32,9 +32,7 @@ Route = Callable[[Any, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 class ForwardOverrides:
     """What a trainer adds to the inputs of one forward.
 
-    Attributes:
-        route: reads or replaces each router's selection, after the bias; called at every visit of
-            a layer.
+    ``route`` reads or replaces each router's selection, after the bias, at every visit of a layer.
     """
 
     route: Route | None = None

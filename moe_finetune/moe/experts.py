@@ -95,13 +95,10 @@ def run_experts(
     experts: Experts,
     needs: frozenset[str] = frozenset(),
 ) -> ExpertsResult:
-    """Run the experts on ``hidden_TH``; return the combined output and the results in ``needs``.
+    """Run the experts on ``hidden_TH``; return the combined output and the results in ``needs``
+    ("activations_gram", "outputs_gram", "activations", "outputs").
 
-    Args:
-        hidden_TH: input of any float dtype; computed in the experts' dtype and converted back.
-        index_TK: int64, selected experts of each token.
-        weights_TK: routing weights.
-        needs: of "activations_gram", "outputs_gram", "activations", "outputs".
+    The input's float dtype is converted to the experts' and back.
     """
     gate_up, lora_up, lora_down = experts.gate_up_E2DH, experts.lora_up, experts.lora_down
     call = Call(

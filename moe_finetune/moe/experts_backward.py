@@ -84,9 +84,7 @@ class Incoming(NamedTuple):
 class ExpertsGradient:
     """One backward pass: stages 1 to 5 of the module docstring.
 
-    Args:
-        needs_grad: whether each argument of the forward needs a gradient, in the order of
-            :class:`Saved`.
+    ``needs_grad``: whether each argument of the forward needs one, in the order of :class:`Saved`.
     """
 
     def __init__(

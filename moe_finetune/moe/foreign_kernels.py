@@ -1,8 +1,7 @@
 """Detect other packages' kernels that replace transformers' code of a MoE layer.
 
-The recorder reads a layer through transformers' experts function and the block's own forward. A
-package that replaces either would compute the layer without the losses, or its kernel would
-silently not run, so such a layer is refused.
+The recorder reads a layer through transformers' experts function and the block's own forward. With
+another in place of either the losses, or that kernel, would silently not run: it is refused.
 """
 
 import functools

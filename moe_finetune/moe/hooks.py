@@ -62,7 +62,6 @@ class Recorder:
     """Context manager that installs the hooks on ``model`` and removes them on exit.
 
     Args:
-        model: a transformers causal language model, PEFT model or wrapped one.
         objective, observers, needs, observe, token_mask: see :class:`ForwardPlan`.
         perturbation: changes to routing.
         dropout: LoRA dropout inside the experts.

@@ -24,10 +24,8 @@ from moe_finetune.moe.lora_factors import parameter_wrappers, variants
 class MoeLayer:
     """One MoE layer of the model and what its hooks store while it runs.
 
-    Attributes:
-        outer_experts: the experts under PEFT's wrappers; ``experts`` are the module inside.
-        every_experts: all modules that may run as experts, including copies that PEFT trains in
-            full.
+    ``outer_experts`` are under PEFT's wrappers, ``experts`` inside; ``every_experts`` may run, and
+    include copies that PEFT trains in full.
     """
 
     index: int

@@ -16,10 +16,8 @@ from torch import nn
 class TrainedAdapter:
     """The adapters of ``model`` that are active and trainable when this is constructed.
 
-    If none is trainable (a finished adapter), all active ones count.
-
-    Attributes:
-        names: names of these adapters; empty for a model without adapters.
+    If none is trainable (a finished adapter), all active ones count. ``names`` is empty for a model
+    without adapters.
     """
 
     def __init__(self, model: nn.Module):

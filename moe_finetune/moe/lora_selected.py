@@ -73,10 +73,6 @@ def for_all_experts(
     """An adapter's tensors with factors for all experts of all layers: zeros for those not chosen.
 
     The result is an ordinary PEFT adapter, which any program reads.
-
-    Args:
-        weights: the adapter's tensors under PEFT's keys, with factors of the chosen experts only.
-        layers: all decoder layers with routed experts.
     """
     whole = dict(weights)
     for name, module in model.named_modules():
@@ -100,10 +96,8 @@ def for_all_experts(
 
 
 def materialize(model: nn.Module, init: Any = True) -> None:
-    """Initialize LoRA factors that PEFT left on the meta device, on their base's device.
-
-    ``init``: PEFT's ``init_lora_weights``.
-    """
+    """Initialize LoRA factors that PEFT left on the meta device, on their base's device; ``init``
+    is PEFT's ``init_lora_weights``."""
     from peft.tuners.lora.layer import LoraLayer
 
     layers: list[Any] = [module for module in model.modules() if isinstance(module, LoraLayer)]

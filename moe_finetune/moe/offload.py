@@ -71,12 +71,8 @@ class CudaTransfers:
 class ExpertOffload:
     """Fetches layers in the order in which training reads them.
 
-    Args:
-        transfers: how bytes move.
-
-    Attributes:
-        host: stacks of each MoE layer, first to last.
-        fetched: positions of layers in the order in which copies started.
+    ``host`` has the stacks of each MoE layer, ``fetched`` the positions of layers in the order in
+    which copies started.
     """
 
     def __init__(self, transfers: Transfers):
@@ -124,10 +120,7 @@ def offload_experts(model: nn.Module, transfers: Transfers | None = None) -> Exp
     """Move all frozen expert stacks of ``model`` to the host, in place.
 
     All other tensors stay where they are; ``model.to(device)`` moves them but not the stacks.
-
-    Args:
-        model: with or without LoRA, its weights in memory.
-        transfers: copies the bytes; by default to the current GPU.
+    ``transfers`` copies the bytes, by default to the current GPU.
     """
     if transfers is None:
         check_offload()

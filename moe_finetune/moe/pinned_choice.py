@@ -53,14 +53,8 @@ def empty_choice(
 class RecordsChoice:
     """Records which experts forwards of some rows each select, in the order of the rows.
 
-    Use ``recorder.using(overrides=records.begin)`` around them.
-
-    Args:
-        mask_BS: attention mask of all rows; tokens that it excludes are ``missing_BS``.
-        layers: decoder indices of the MoE layers.
-
-    Attributes:
-        choice: the result; None before the first layer has run.
+    Use ``recorder.using(overrides=records.begin)`` around them. Tokens that the attention mask
+    ``mask_BS`` of all rows excludes are ``missing_BS`` of ``choice``, the result.
     """
 
     def __init__(self, mask_BS: Tensor, layers: Sequence[int]):

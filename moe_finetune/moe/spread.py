@@ -45,11 +45,7 @@ KEY = "parallel.experts"
 
 @dataclass(frozen=True)
 class Spread:
-    """How a layer's experts are distributed.
-
-    Attributes:
-        group: the ranks that share all experts.
-    """
+    """How a layer's experts are distributed over ``group``, the ranks that share all."""
 
     group: Any
     rank: int

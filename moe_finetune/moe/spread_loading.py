@@ -21,12 +21,7 @@ def load_spread(
 ) -> Any:
     """``model_class.from_pretrained(...)`` with its routed experts spread over ``ranks`` ranks.
 
-    Every rank of the run must call this.
-
-    Args:
-        ranks: number of ranks that share all experts.
-        device_map: None means this process's device.
-        **options: other arguments of ``from_pretrained``, such as ``output_loading_info``.
+    Every rank of the run must call this. ``device_map`` None means this process's device.
     """
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")

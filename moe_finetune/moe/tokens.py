@@ -51,9 +51,8 @@ def read_tokens(
     four-dimensional mask.
 
     Args:
-        ids_BL: input ids of the enclosing model, if the backbone gets embeddings.
+        ids_BL, labels_BL: of the enclosing model; the backbone may get embeddings.
         pad_token_id: distinguishes padding after packed sequences from one-token sequences.
-        labels_BL: labels of the enclosing model.
         count_labels: count only tokens that predict a label.
     """
     input_ids = kwargs.get("input_ids", args[0] if args else None)

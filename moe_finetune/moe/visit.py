@@ -35,14 +35,10 @@ from moe_finetune.moe.spread import local, run_spread, spread_of
 
 
 class LayerVisits:
-    """The hooks of one layer, called in every forward.
+    """The hooks of one layer, called in every forward; ``layer`` stores the visit's tensors.
 
-    Args:
-        layer: stores the tensors of the current visit.
-        layers: all MoE layers of the model, in order.
-        perturbation: changes to routing.
-        dropout: LoRA dropout inside the experts.
-        kernel: how the experts' products run, see :class:`~moe_finetune.moe.hooks.Recorder`.
+    ``layers`` are all MoE layers of the model, in order; :class:`~moe_finetune.moe.hooks.Recorder`
+    has the others.
     """
 
     def __init__(

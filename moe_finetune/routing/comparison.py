@@ -34,7 +34,6 @@ def compare_traces(
     Args:
         a, b: traces of equal model type, layers, experts and top-k; TraceError otherwise.
         bootstrap: number of replicates.
-        seed: seed of the resampling.
         level: confidence level of the intervals.
 
     Returns ``paired``, ``units`` (of a and b), ``metrics`` {name: {``a``, ``b``, ``difference``,

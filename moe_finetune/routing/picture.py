@@ -42,15 +42,8 @@ def snapshot(
     domains: Mapping[str, Any] | None = None,
     passages: Iterable[Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Assemble a snapshot.
-
-    Args:
-        path: the result of :func:`routing_path`.
-        metrics: lists over layers, by name.
-        coherence: :meth:`Measures.coherence` of the same tokens.
-        domains: selections ``(L, E)`` by domain; omitted if there is only one.
-        passages: results of :func:`passage` for at most ``PASSAGES`` domains.
-    """
+    """Assemble a snapshot from the results of :func:`routing_path`, :meth:`Measures.per_layer`,
+    :meth:`Measures.coherence` and :func:`passage`, and selections ``(L, E)`` by domain."""
     picture: dict[str, Any] = {
         **path,
         "metrics": {

@@ -23,12 +23,7 @@ PART_BYTES = 48_000_000
 
 
 class TraceWriter:
-    """Writes a trace batch by batch, with the memory of a part.
-
-    Example::
-
-        with TraceWriter(folder, model_type="olmoe", layers=range(16), ...) as writer:
-            writer.append(ids_TLK, weights_TLK, seq_T, domain="law")
+    """Writes a trace batch by batch, with the memory of a part; a context manager.
 
     Args:
         folder: new or empty; anything else raises OutputExistsError.

@@ -39,8 +39,6 @@ def trace_model(
     4,000 tokens are sampled. The model stays in its train or eval mode.
 
     Args:
-        model: a transformers causal language model or a PEFT model around one.
-        sequences: by domain, arrays of token ids, one per sequence.
         folder: the trace's folder, new or empty.
         checkpoint: name of the source, stored in the trace.
         probabilities: also store the probabilities of all experts.

@@ -24,13 +24,7 @@ def record(
     probabilities: bool = False,
     dtype: str = "auto",
 ) -> Measures:
-    """Record ``base``, opened with its values, with ``adapter`` if given.
-
-    Args:
-        name: name of the base, stored in the trace.
-        folder: the trace's folder, new or empty.
-        sequences: by domain, token ids.
-    """
+    """Record ``base``, opened with its values, and ``adapter``; see :func:`trace_model`."""
     import torch
 
     from moe_finetune.checkpoint.load import load_model
