@@ -154,10 +154,7 @@ QKVO = under("self_attn", "q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def require(config: Any, **supported_values: Any) -> None:
-    """Raise UnsupportedModelError if a field of ``config`` has an unsupported value.
-
-    For options of published configs that transformers' class ignores but vLLM's does not.
-    """
+    """Refuse unsupported values of fields that transformers' class ignores and vLLM's does not."""
     for key, allowed in supported_values.items():
         value = getattr(config, key, None)
         if value is not None and value not in allowed:

@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_finetune.models import table
 from moe_finetune.models.base import UNREAD_POSITIONS, Family, Rows
-from moe_finetune.models.rows import limited_groups, one_group, scaled, sigmoid, softmax, yes
+from moe_finetune.models.rows import limited_groups, requires, scaled, sigmoid, softmax, yes
 
 _OF_THE_CONFIG = [field.name for field in fields(Family) if callable(field.default)]
 
@@ -58,7 +58,7 @@ _MISTRAL4 = softmax(
     "mistral4",
     "Mistral Small 4",
     scaling=scaled(),
-    check=one_group,
+    check=requires(n_group=(1,)),  # groups are taken by their two best experts
     rows=Rows(padding="moves"),
 )
 _QWEN3_VL = softmax(

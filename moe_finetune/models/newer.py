@@ -4,7 +4,7 @@ from moe_finetune.models.base import QKVO, Rows, under
 from moe_finetune.models.composites import composite
 from moe_finetune.models.rows import (
     limited_groups,
-    one_group,
+    requires,
     scaled,
     sigmoid,
     softmax,
@@ -37,7 +37,7 @@ _MISTRAL_LARGE4 = softmax(
     "Mistral Large 4",
     renormalize=yes,
     scaling=scaled(),
-    check=one_group,
+    check=requires(n_group=(1,)),  # groups are taken by their two best experts
     since="5.22",
     rows=Rows(padding="moves"),
 )

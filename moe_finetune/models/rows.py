@@ -73,9 +73,9 @@ def limited_groups(config: Any) -> tuple[int, int]:
     return (1, 1) if config.topk_method == "greedy" else expert_groups(config)
 
 
-def one_group(config: Any) -> None:
-    """Refuse groups of a softmax router that takes them by their two best experts."""
-    require(config, n_group=(1,))
+def requires(**supported_values: Any) -> Callable[[Any], None]:
+    """:func:`require` of a config."""
+    return lambda config: require(config, **supported_values)
 
 
 def yes(config: Any) -> bool:

@@ -10,6 +10,7 @@ from moe_finetune.errors import UnsupportedModelError
 from moe_finetune.models.base import QKVO, UNREAD_POSITIONS, Rows, expert_groups, require, under
 from moe_finetune.models.rows import (
     granite,
+    requires,
     same_in_all_layers,
     scaled,
     sigmoid,
@@ -30,34 +31,12 @@ def check_deepseek(config: Any) -> None:
         )
 
 
-def _check_deepseek_v2(config: Any) -> None:
-    require(
-        config,
-        topk_method=("greedy", "group_limited_greedy"),
-        scoring_func=("softmax",),
-        norm_topk_prob=(False,),
-        moe_layer_freq=(1,),
-    )
-
-
-def _check_deepseek_v3(config: Any) -> None:
-    require(config, topk_method=("noaux_tc",), scoring_func=("sigmoid",), moe_layer_freq=(1,))
-
-
-def _check_cohere(config: Any) -> None:
-    require(config, expert_selection_fn=("softmax",))
-
-
 def _check_gpt_oss(config: Any) -> None:
     if getattr(config, "quantization_config", None):
         raise UnsupportedModelError(
             f"{config.model_type}: the checkpoint is quantized; save it in bfloat16 first "
             "(transformers: Mxfp4Config(dequantize=True)), or use one that is unquantized"
         )
-
-
-def _check_deepseek_v4(config: Any) -> None:
-    require(config, scoring_func=("sqrtsoftplus",))
 
 
 def _hash_layers(config: Any) -> list[int]:
@@ -78,13 +57,18 @@ CORE = (
         renormalize=lambda config: False,
         scaling=scaled(),
         groups=expert_groups,
-        check=_check_deepseek_v2,
+        check=requires(
+            topk_method=("greedy", "group_limited_greedy"),
+            scoring_func=("softmax",),
+            norm_topk_prob=(False,),
+            moe_layer_freq=(1,),
+        ),
         bias_export="noaux_tc",
     ),
     sigmoid(
         "deepseek_v3",
         "DeepSeek-V3, R1, Kimi-K2, Moonlight",
-        check=_check_deepseek_v3,
+        check=requires(topk_method=("noaux_tc",), scoring_func=("sigmoid",), moe_layer_freq=(1,)),
     ),
     softmax("qwen3_moe", "Qwen3-30B-A3B"),
     softmax("olmoe", "OLMoE-1B-7B"),
@@ -99,7 +83,12 @@ SOFTMAX = (
         router_returns=("index", "weights", "logits"),
         renormalize=yes,
     ),
-    softmax("cohere2_moe", "Cohere 2 MoE", renormalize=yes, check=_check_cohere),
+    softmax(
+        "cohere2_moe",
+        "Cohere 2 MoE",
+        renormalize=yes,
+        check=requires(expert_selection_fn=("softmax",)),
+    ),
     softmax("ernie4_5_moe", "ERNIE 4.5", renormalize=yes),
     softmax("flex_olmo", "FlexOlmo"),
     softmax(
@@ -234,7 +223,7 @@ OTHERS = (
         renormalize=yes,
         groups=ungrouped,
         fixed_layers=_hash_layers,
-        check=_check_deepseek_v4,
+        check=requires(scoring_func=("sqrtsoftplus",)),
         # Keys are compressed in windows counted from the first position, padding included.
         rows=Rows(per_sequence=("DeepseekV4Attention",), padding="read", generates_padded=False),
     ),
