@@ -162,6 +162,7 @@ plans: $(STAMP)  ## Write the memory plans in recipes/models
 
 bench: $(STAMP)  ## Speed and memory on a CPU (an hour or two, 30 GB of disk); writes eval/bench/results
 	$(BIN)/python eval/bench/step.py --device cpu --rounds 12 --save step_small_cpu
+	$(BIN)/python eval/bench/step.py --device cpu --processor-time --save step_small_cpu_processor
 	$(BIN)/python eval/bench/step.py --device cpu --tokens 8192 --no-memory --warmup 1 \
 	  --variants ours ours+metrics ours+erc --save step_small_cpu_8192
 	for part in step load demo; do \
