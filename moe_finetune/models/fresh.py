@@ -51,7 +51,12 @@ def fresh_config(path: str | Path, changes: Mapping[str, Any]) -> tuple[PreTrain
         config = AutoConfig.for_model(base.model_type, **values)
     except (StrictDataclassError, ValueError, TypeError, KeyError, ZeroDivisionError) as error:
         raise RecipeError(f"model.config: {base.model_type} rejects it: {error}") from error
-    check_supported(config, family)
+    try:
+        check_supported(config, family)
+    except CheckpointError as error:
+        raise RecipeError(
+            f"model.config: {base.model_type} cannot be built: {error.__cause__ or error}"
+        ) from error
     experts, selected = family.places(config).num_experts, family.top_k(config)
     if not 1 <= selected <= experts:
         raise RecipeError(f"model.config: cannot select {selected} of {experts} experts")
