@@ -26,10 +26,11 @@ def preview(recipe: Recipe, rows: int = 3, color: bool = False) -> str:
     Prepares the data as a run would, which reuses it. ``color``: mark learned tokens by color
     instead of double brackets.
     """
-    from moe_finetune.models.loading import load_tokenizer, local_folder
+    from moe_finetune.models.loading import local_folder
+    from moe_finetune.training.start import run_tokenizer
 
     base = local_folder(recipe.model.path, False, recipe.model.revision)
-    tokenizer = load_tokenizer(recipe.model.tokenizer or base)
+    tokenizer = run_tokenizer(recipe, base)
     if STAGES[recipe.stage].form != "tokens":
         return preview_rows(recipe, tokenizer, rows, COLORED if color else PLAIN)
     train = load_examples(recipe.data, tokenizer, recipe.seed).train

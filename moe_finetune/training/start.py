@@ -73,17 +73,25 @@ class Start:
 def open_start(recipe: Recipe) -> Start:
     """Open the recipe's checkpoint and tokenizer; read and check every tensor."""
     folder = base_folder(recipe)
-    tokenizer_path = recipe.model.tokenizer or folder
     if recipe.model.init == "random":
         config, family = fresh_config(folder, recipe.model.config)
-        tokenizer = load_tokenizer(tokenizer_path)
-        check_vocabulary(config, tokenizer, tokenizer_path)
+        tokenizer = run_tokenizer(recipe, folder)
+        check_vocabulary(config, tokenizer, recipe.model.tokenizer or folder)
         return Start(recipe, folder, config, family, tokenizer, None)
     checkpoint = open_checkpoint(folder, values=True, stored=True)
     config = checkpoint.model_config
     check_supported(config, checkpoint.family)
-    tokenizer = load_tokenizer(tokenizer_path)
+    tokenizer = run_tokenizer(recipe, folder)
     return Start(recipe, folder, config, checkpoint.family, tokenizer, checkpoint)
+
+
+def run_tokenizer(recipe: Recipe, folder: Path) -> Any:
+    """The run's tokenizer, with ``trainer.eos_token`` as the end of its rows, as the trainer's."""
+    tokenizer = load_tokenizer(recipe.model.tokenizer or folder)
+    end = recipe.trainer.get("eos_token")
+    if end in tokenizer.get_vocab():  # the trainer refuses another one on a toy
+        tokenizer.eos_token = end
+    return tokenizer
 
 
 def start_model(start: Start) -> Any:

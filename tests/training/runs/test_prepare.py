@@ -8,6 +8,7 @@ import pytest
 from transformers import TrainerCallback
 
 from moe_finetune import cli
+from moe_finetune.data.examples import load_examples
 from moe_finetune.errors import RecipeError
 from moe_finetune.models.loading import parse_config
 from moe_finetune.recipe.schema import Recipe, load_recipe
@@ -15,6 +16,7 @@ from moe_finetune.recipe.stages import STAGES
 from moe_finetune.run import plan_run
 from moe_finetune.training import trainer as stage_trainer
 from moe_finetune.training.prepare import CHECKS, Parts, prepare
+from moe_finetune.training.start import open_start
 from moe_finetune.training.train import KeepSteps
 
 
@@ -146,6 +148,17 @@ def test_what_is_prepared_is_not_changed_by_its_checks(recipe, tmp_path):
     inputs = prepare(load_recipe(recipe, ["data.packing=true"]))
     assert inputs.train.column_names == ["input_ids", "labels"] and len(inputs.train) == 7
     assert inputs.tokens == sum(map(len, inputs.train["input_ids"]))
+
+
+@pytest.mark.parametrize("end", ["<|endoftext|>", "<|im_end|>"])
+def test_rows_end_with_the_end_token_of_the_trainer(recipe, end):
+    """TRL gives the tokenizer that token, but these rows it takes as they are."""
+    loaded = load_recipe(recipe, [f"trainer.eos_token={end}", "data.max_length=64"])
+    start = open_start(loaded)
+    rows = load_examples(loaded.data, start.tokenizer, 0).train
+    ends = {row["input_ids"][-1] for row in rows}
+    assert ends == {start.tokenizer.convert_tokens_to_ids(end)}
+    assert start.tokenizer.eos_token == end
 
 
 def test_the_opened_checkpoint_keeps_its_config(recipe):
