@@ -188,6 +188,7 @@ def merge(recipe: Recipe, run: RunFolder, base: Path | Checkpoint | None = None)
     ``base``: the recipe's base, if already open.
     """
     from moe_finetune.checkpoint.merge import merge_adapter
+    from moe_finetune.checkpoint.tokenizer_files import has_tokenizer
 
     if run.merge_done:
         return
@@ -198,7 +199,7 @@ def merge(recipe: Recipe, run: RunFolder, base: Path | Checkpoint | None = None)
         overwrite=True,
         progress=terminal().progress,
         bias=exported_bias(recipe, run),
-        tokenizer="adapter",
+        tokenizer="adapter" if has_tokenizer(run.adapter) else None,
     )
     log.info(
         "merged: %d tensors changed, %d copied, %.2f GB in %.1f s",

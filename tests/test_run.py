@@ -77,13 +77,15 @@ def test_before_is_measured_before_training_and_evaluations_change_nothing(
 
 
 def test_the_base_is_opened_once(tiny_checkpoint, tmp_path, monkeypatch):
-    """From the checks to the verified merge: config, headers and tokenizer are read once.
+    """From the checks to the verified merge: config, headers and tokenizer are read once;
+    the merge compares the tokenizers again.
 
     The family is asked for twice: of the base, and of the merged checkpoint.
     """
     from moe_finetune import models
     from moe_finetune.checkpoint import open as opened
     from moe_finetune.models import loading
+    from moe_finetune.training import start
 
     base, calls, asked = tiny_checkpoint("qwen3_moe"), [], []
     find_family = models.find_family
@@ -102,7 +104,7 @@ def test_the_base_is_opened_once(tiny_checkpoint, tmp_path, monkeypatch):
         monkeypatch.setattr(module, name, call)
 
     for module, name in (
-        *((opened, "read_config"), (opened, "read_headers")),
+        *((opened, "read_config"), (opened, "read_headers"), (start, "load_tokenizer")),
         *((loading, "load_tokenizer"), (loading, "parse_config"), (loading, "read_config")),
     ):
         counted(module, name)
