@@ -1,4 +1,4 @@
-"""Model families: exact ``model_type`` -> where the router and the experts are, and how they score.
+"""Model families: exact ``model_type`` -> how scores become weights, and what packed rows need.
 
 A family is a row of one of the tables. If transformers has no class for it, the package has one,
 such as :mod:`moe_finetune.models.deepseek_moe`.
