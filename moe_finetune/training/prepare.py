@@ -131,10 +131,14 @@ def check_ids(start: Start, model: Any, rows: Any, arguments: Any) -> None:
     for what, token in (("the data have", largest_id), ("batches are padded with", pad)):
         if token is None or token < size or (token == pad != largest_id and not padded):
             continue
+        remedy = "use the tokenizer of the checkpoint"
+        if token != pad:
+            remedy += ", or remove the token from the rows"
+        elif hasattr(arguments, "pad_token"):  # GRPO's has none
+            remedy += ", or set trainer.pad_token"
         raise DataError(
             f"{source}: {what} token {token} ({tokenizer.convert_ids_to_tokens(token)!r}), but the "
-            f"checkpoint's embedding has {size} rows; use the tokenizer of the checkpoint, or "
-            + ("set trainer.pad_token" if token == pad else "remove the token from the rows")
+            f"checkpoint's embedding has {size} rows; {remedy}"
         )
 
 
