@@ -89,8 +89,12 @@ def _places(model_type: str, text: str, declared: tuple[str, ...]) -> Places:
             f"this {model_type} config has no layer with experts that {type(model).__name__} of "
             "this transformers version runs by the experts interface"
         )
-    if len({(s.block_path, s.gated, s.num_experts, s.width) for s in all_sites}) > 1:
-        _refuse(model, "number, width or place of the experts differ by layer")
+    facts = {
+        (s.block_path, s.experts_name, tuple(s.routers), s.gated, s.num_experts, s.width)
+        for s in all_sites
+    }
+    if len(facts) > 1:
+        _refuse(model, "number, width or place of the experts, or the router, differ by layer")
     first = all_sites[0]
     if len(first.routers) != 1:
         candidates = " and ".join(".".join(router) for router in first.routers) or "none"
