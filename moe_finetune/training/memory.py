@@ -123,22 +123,25 @@ def stored_bytes(model: nn.Module, recipe: Recipe, gpus: int = 1) -> Stored:
     adapter = dequantized = trained = measured = parameters = 0
     for name, parameter in model.named_parameters():
         shape, count = tuple(parameter.shape), parameter.numel()
-        layer, rows = layer_of.get(id(parameter)), shape[0] if shape else 1
+        layer = layer_of.get(id(parameter))
         parameters += count
         added = ".lora_" in name or ".modules_to_save." in name
         stack = not added and len(shape) == 3 and f".{places.experts_path}." in name
         plain = name.replace(".base_layer", "").replace(".original_module", "")
-        size, kind = item * count, "float32" if item == 4 else "bfloat16"
-        if added:
-            size = 4 * count
-        elif plain.removeprefix("base_model.model.") in packed:
+        kind = "float32" if item == 4 else "bfloat16"
+        if not added and plain.removeprefix("base_model.model.") in packed:
+            kind = NF4
             if stack:  # one at a time, some experts at once
-                chunk = max(DEQUANTIZED_BYTES, size // rows)
-                dequantized = max(dequantized, min(size, chunk))
-            size, kind = quantized_bytes(shape), NF4
+                chunk = max(DEQUANTIZED_BYTES, item * count // shape[0])
+                dequantized = max(dequantized, min(item * count, chunk))
+
+        def size_of(shape: tuple[int, ...], kind: str = kind, added: bool = added) -> int:
+            return (
+                quantized_bytes(shape) if kind == NF4 else (4 if added else item) * math.prod(shape)
+            )
+
         is_spread = stack and spread > 1
-        sharing = spread if is_spread else gpus
-        local = size if sharing == 1 else -(-rows // sharing) * (size // rows)
+        size, local = size_of(shape), size_of(shard(shape, spread if is_spread else gpus))
         if added:
             adapter += local
         else:
@@ -148,7 +151,7 @@ def stored_bytes(model: nn.Module, recipe: Recipe, gpus: int = 1) -> Stored:
         if not is_spread:
             gathered[layer] += size
         if parameter.requires_grad:
-            local_count = -(-rows // gpus) * (count // rows)
+            local_count = math.prod(shard(shape, gpus))
             trained += local_count
             reduced[layer] += 4 * count
             if f".{places.experts_path}." in name or f".{places.router_path}." in name:
@@ -171,6 +174,11 @@ def stored_bytes(model: nn.Module, recipe: Recipe, gpus: int = 1) -> Stored:
         "paged" in str(recipe.trainer.get("optim")),
         parameters,
     )
+
+
+def shard(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    """The largest part of a tensor among so many ranks: FSDP2 splits the first dimension."""
+    return (-(-shape[0] // ranks), *shape[1:]) if shape else shape
 
 
 def quantized_bytes(shape: tuple[int, ...]) -> int:

@@ -4,6 +4,7 @@ The expectations are written by hand. Templates are those that TRL carries of pu
 """
 
 import datetime
+import importlib.resources
 import json
 import logging
 import random
@@ -14,6 +15,7 @@ from moe_finetune.data import answers, chat
 from moe_finetune.data.answers import answers_of
 from moe_finetune.data.chat import Conversation
 from moe_finetune.data.rows import Former
+from moe_finetune.data.template_fields import field_reader
 from moe_finetune.data.tokenize import IGNORED, set_chat_template, tokenize_row
 from moe_finetune.data.turns import each_answer
 from moe_finetune.errors import DataError
@@ -74,6 +76,13 @@ CALLED = {  # the end of the conversation above, from the question on
         "<|im_start|>assistant\n⟦Yes.<|im_end|>⟧\n"
     ),
 }
+
+
+TRL_TEMPLATES = sorted(
+    file.name.removesuffix(".jinja")
+    for file in (importlib.resources.files("trl") / "chat_templates").iterdir()
+    if file.name.endswith(".jinja") and "training" not in file.name
+)
 
 
 def learned(row: dict, tokenizer, completion_only: bool = True, **options) -> str:
@@ -372,6 +381,22 @@ def test_fields_of_turns_that_nothing_reads_are_counted(tmp_path, caplog):
     )
     load_dataset_for(DataSection(train=file), tokenizer, 0)
     assert "fields of turns perhaps used (the template reads turns whole): name" in caplog.text
+
+
+NAMED_TURNS = [name for name in TRL_TEMPLATES if name.startswith(("gemma4", "muse", "diffusion"))]
+
+
+@pytest.mark.parametrize("name", TRL_TEMPLATES)
+def test_what_counts_as_not_used_changes_no_text(name):
+    """A call's name, and a tool's, are no turn's: a user's is named."""
+    tokenizer = tokenizer_of(name)
+    reads = field_reader(tokenizer)("name")
+    assert reads is (name in NAMED_TURNS and name != "gemma4_v2")
+    turns = OPENAI["messages"] if "tool_calls" in tokenizer.chat_template else [ASK, YES]
+    row = {**Former()("f:1", {"messages": turns}), "variables": {"bos_token": "<s>"}}
+    named = [{**turn, "name": turn.get("name", "Ada")} for turn in row["messages"]]
+    texts = [Conversation({**row, "messages": t}, tokenizer).text for t in (row["messages"], named)]
+    assert reads or texts[0] == texts[1]
 
 
 def test_tools_of_a_turn_are_those_of_the_row_and_calls_without_any_are_counted(tmp_path, caplog):

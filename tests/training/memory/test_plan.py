@@ -19,6 +19,7 @@ from moe_finetune.training.memory import (
     GIB,
     plan_recipe,
     quantized_bytes,
+    shard,
     state_bytes,
     stored_bytes,
 )
@@ -233,12 +234,15 @@ def test_a_gpu_of_eight_holds_what_fsdp2_leaves_it(family, eight_ranks):
     with torch.device("meta"):
         model = add_lora(meta_model(tiny.config(family)), recipe().lora, "full")
     planned = stored_bytes(model, recipe(), gpus=8)
-    whole = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    whole = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
     for layer in backbone_of(model).layers:
         fully_shard(layer, mesh=eight_ranks)
     fully_shard(model, mesh=eight_ranks)
     sharded = dict(model.named_parameters())
     local = {name: parameter.to_local() for name, parameter in sharded.items()}
+    told = {name: shard(shape, 8) for name, shape in shapes.items()}
+    assert told == {name: tuple(part.shape) for name, part in local.items()}
     trained = {n: part for n, part in local.items() if sharded[n].requires_grad}
     assert planned.gradients == sum(4 * part.numel() for part in trained.values())
     stored = sum(2 * part.numel() for name, part in local.items() if name not in trained)
