@@ -16,6 +16,8 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from tests.report.folders import write_run
+
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -111,19 +113,15 @@ def test_the_wheel_works_outside_the_checkout(installed, tmp_path, checkpoint):
     (tmp_path / "my.jsonl").write_text("\n".join(map(json.dumps, rows)))
     recipe = ["recipes/demo/aux_loss.yaml", "recipes/methods/erc.yaml", "data.train=my.jsonl",
               f"model.path={checkpoint}", "data.validation=null", "evaluation=null"]  # fmt: skip
+    plugin = ["--plugin", "recipes/plugins/p0_released.py"]
     verbs = [
-        ["train", *recipe, "--output", "run", "--dry-run"],
-        [
-            "study",
-            "recipes/studies/miniature.yaml",
-            "--plan",
-            "--plugin",
-            "recipes/plugins/p0_released.py",
-        ],
+        ["train", *recipe, "--output", "new", "--dry-run"],
+        ["study", "recipes/studies/miniature.yaml", "--plan", *plugin],
         ["init", str(checkpoint), "--data", "my.jsonl", "--method", "erc", "--output", "own.yaml"],
-        ["demo", "--backend", "hf", "--steps", "2", "--output", "demo"],
+        ["report", "run", "--output", "report"],
         ["eval", str(checkpoint), "--suite", "gsm8k", "--check", "--data-dir", "."],
     ]
+    write_run(tmp_path / "run")
     program = (
         "import sys, json, moe_finetune, moe_finetune.cli as cli\n"
         "print(moe_finetune.__file__)\n"
@@ -135,16 +133,18 @@ def test_the_wheel_works_outside_the_checkout(installed, tmp_path, checkpoint):
     assert said.splitlines()[0].startswith(str(installed.parents[1]))
     # gsm8k's rows are not here: the check found the suite and the task, and says so with code 2.
     assert re.findall(r"exit code (\d)", said) == ["0", "0", "0", "0", "2"], said
-    assert (tmp_path / "demo" / "report" / "index.html").is_file()
+    assert (tmp_path / "report" / "index.html").is_file()
+    # What the demo runs is in the verbs above and these files.
+    shipped, found = (
+        {file.relative_to(at): file.read_bytes() for file in at.rglob("*") if file.is_file()}
+        for at in (ROOT / "recipes/demo", installed.parents[1] / "share/moe-finetune/recipes/demo")
+    )
+    assert found == {name: shipped[name] for name in shipped if name.suffix != ".png"}
     version = outside([installed.with_name("moe-finetune"), "--version"], tmp_path)
     assert version == f"moe-finetune {PROJECT['project']['version']}\n"
     typed = {"COMP_WORDS": "moe-finetune pre", "COMP_CWORD": "1"}
-    completed = outside(
-        [installed.with_name("moe-finetune")],
-        tmp_path,
-        _MOE_FINETUNE_COMPLETE="complete_bash",
-        **typed,
-    )
+    typed["_MOE_FINETUNE_COMPLETE"] = "complete_bash"
+    completed = outside([installed.with_name("moe-finetune")], tmp_path, **typed)
     assert completed.split() == ["preview"]
 
 
