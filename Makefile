@@ -131,9 +131,10 @@ test-integrations: $(STAMP)  ## The losses in other trainers and engines, each a
 	@rm -rf build/integrations/llamafactory/torchaudio/lib
 	$(BIN)/python -m pytest tests/integrations
 
-lint: $(STAMP)  ## ruff check, and the order of imports
+lint: $(STAMP)  ## ruff check, the order of imports, and the rules for texts
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m pytest -q tests/test_style.py
 
 format: $(STAMP)  ## Format the code
 	$(BIN)/ruff format .
