@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,13 @@ def add_save(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the same to FILE")
 
 
+def commit() -> str:
+    """The commit of the code, with ``+`` if files differ from it."""
+    command = ["git", "-C", str(RESULTS), "describe", "--always", "--abbrev=40", "--dirty=+"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "not in a git repository"
+
+
 def finish(arguments: argparse.Namespace, figures: dict[str, Any], show: bool = True) -> None:
     """Print ``figures`` as JSON, and save them with the command and the machine."""
     if show:
@@ -28,6 +36,7 @@ def finish(arguments: argparse.Namespace, figures: dict[str, Any], show: bool = 
         given = {k: v for k, v in vars(arguments).items() if not isinstance(v, Path)}
         how = {
             "arguments": {k: v for k, v in given.items() if k != "save" and v is not None},
+            "commit": commit(),
             "environment": describe_environment(),
             "load": round(os.getloadavg()[0], 1),
         }

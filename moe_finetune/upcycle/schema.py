@@ -61,7 +61,7 @@ class TextSection(Section):
     """The texts: a source for each category."""
 
     categories: dict[str, str | list[str]] = Field(
-        description="category -> its source or sources, rows of `text`"
+        description="each category's source or sources; a row has `text`"
     )
     max_length: int = Field(default=2048, ge=8, description="tokens in a training row")
     limit: int | None = Field(default=None, ge=10, description="most texts of a category")
