@@ -137,9 +137,12 @@ def test_assignments_are_listed():
 def test_overridden_methods_are_listed():
     sft = overridden(trl.SFTTrainer) | overridden(transformers.Trainer)
     trainer = set(LISTED["overridden"]["transformers.Trainer"]["names"])
-    grpo = set(LISTED["overridden"]["trl.GRPOTrainer"]["names"])
-    assert sft - grpo == trainer or Version("5.19") > CURRENT
-    assert overridden(trl.GRPOTrainer) - trainer == grpo or Version("5.19") > CURRENT
+    dpo, grpo = (
+        set(LISTED["overridden"][f"trl.{name}"]["names"]) for name in ("DPOTrainer", "GRPOTrainer")
+    )
+    assert sft - grpo - dpo == trainer or Version("5.19") > CURRENT
+    assert overridden(trl.GRPOTrainer) - trainer - dpo == grpo or Version("5.19") > CURRENT
+    assert dpo <= overridden(trl.DPOTrainer)
 
 
 @pytest.mark.parametrize("module", LISTED["imports"])

@@ -139,9 +139,9 @@ class Counts:
         ]  # fmt: skip
 
 
-def malformed_line(count: int, first: str) -> str:
-    """The log's sentence about dropped malformed rows."""
-    return _SAID["malformed"].format(n=count, first=first)
+def said(what: str, **values: Any) -> str:
+    """The log's sentence about what happened to ``n`` rows."""
+    return _SAID[what].format(**values)
 
 
 def unread_lines(columns: Iterable[str]) -> list[str]:

@@ -139,7 +139,7 @@ class SourceReader:
         settings = source if source.columns or source.template else data
         self.source, self.seed = source, seed
         form = source.format or data.format
-        self.former = former or Former(form, settings.columns, settings.template)
+        self.former: Any = former or Former(form, settings.columns, settings.template)
         self.split = source.split or data.split
         self.drops = data.malformed == "drop"
         self.malformed, self.first_malformed = 0, ""
@@ -171,8 +171,7 @@ class SourceReader:
     @property
     def unread(self) -> set[str]:
         """Columns with values that nothing has read so far."""
-        unread: set[str] = self.former.unread
-        return unread - {*self.source.where, *self.source.words}
+        return set(self.former.unread) - {*self.source.where, *self.source.words}
 
     def _matching(self) -> Iterator[Placed]:
         where, any_match = self.source.where, False

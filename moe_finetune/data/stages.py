@@ -1,8 +1,9 @@
-"""Rows of stages whose trainers tokenize them: TRL's own columns, checked where they are read.
+"""Rows of preferences and prompts: TRL's columns, checked where they are read, and TRL's tokens.
 
 A text is used unchanged; a list of turns goes through the chat template with the row's ``tools``
-and ``chat_template_kwargs``, which TRL's DPO reads from the row, too. A row that lacks a column is
-refused with its file and line.
+and ``chat_template_kwargs``, which TRL's DPO reads from the row, too. A row that lacks a column, or
+of which the template would omit a part, is refused with its file and line. What is too long is
+counted in the rows that TRL has prepared.
 """
 
 from __future__ import annotations
@@ -12,22 +13,18 @@ import itertools
 import json
 import logging
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from moe_finetune.data.examples import Examples, load_examples, malformed_line, unread_lines
+from moe_finetune.data.examples import Examples, load_examples, said, unread_lines
 from moe_finetune.data.rows import columns_of, renamed, with_values
 from moe_finetune.data.sources import SourceReader, files_line, listed, rows_of
 from moe_finetune.data.template_fields import field_reader
-from moe_finetune.data.tokenize import (
-    Tokens,
-    beginning_of,
-    rendered,
-    set_chat_template,
-    tokenize_row,
-)
-from moe_finetune.data.turns import COLUMNS, TurnCounts, conversation, unlearned
+from moe_finetune.data.tokenize import IGNORED, beginning_of, rendered, set_chat_template
+from moe_finetune.data.turns import COLUMNS, TurnCounts, conversation
 from moe_finetune.errors import DataError, did_you_mean
 from moe_finetune.io.rows import Row, short
 from moe_finetune.recipe.data import DataSection, Paths
@@ -51,18 +48,18 @@ MEASURED = 256
 
 class StageFormer:
     """Brings the rows of one source into a stage's form, and notes what a log line is about:
-    ``unread`` columns, ``turns``, ``largest_id``, and texts that have the beginning that TRL
-    adds (``begun``).
+    ``unread`` columns and ``turns``. With a ``tokenizer``, turns have the form of which its chat
+    template omits nothing.
     """
-
-    largest_id = begun = 0
 
     def __init__(
         self,
         stage: Stage,
         columns: Mapping[str, str] | None = None,
         rewards: Sequence[str | None] = (),
+        tokenizer: Any = None,
     ):
+        self.tokenizer = tokenizer
         self.rewards = {READ_BY[name]: name for name in rewards if name in READ_BY}
         self.any_column = any(name not in READ_BY for name in rewards)
         self.form, self.columns, self.fields = stage.form, columns or {}, FIELDS[stage.form]
@@ -71,11 +68,6 @@ class StageFormer:
         for field in self.columns:
             if field not in self.fields and self.form == "preference":
                 raise DataError(f"data.columns.{field}: unknown{did_you_mean(field, self.fields)}")
-
-    def longest(self, ids: list[list[int]]) -> int:
-        """Length of the longest of a row's texts; their largest id is noted."""
-        self.largest_id = max(self.largest_id, *(max(text, default=0) for text in ids))
-        return max(map(len, ids))
 
     def __call__(self, location: str, row: Row) -> Row:
         """Return the row in its form; raise DataError with ``location`` if it has none."""
@@ -122,7 +114,30 @@ class StageFormer:
             )
         for field, reward in self.rewards.items():
             _check_read(location, row, field, reward)
-        return {**row, **formed} if self.form == "prompts" else formed
+        formed = {**row, **formed} if self.form == "prompts" else formed
+        return formed if self.tokenizer is None else self._rendered(location, formed)
+
+    def _rendered(self, location: str, row: Row) -> Row:
+        """The row in the form that TRL renders without loss."""
+        tokenizer, prompt = self.tokenizer, row["prompt"]
+        answers = [name for name in ANSWERS if name in row]
+        if isinstance(prompt, str):
+            if answers and tokenizer.eos_token is None:
+                raise DataError(
+                    f"{location}: TRL ends an answer with the tokenizer's end, and this tokenizer "
+                    "has none; choose another model.tokenizer"
+                )
+            return row
+        options = {"tools": row.get("tools"), "variables": row.get("chat_template_kwargs")}
+        chat = {"messages": prompt, **options}
+        try:
+            row = {**row, "prompt": rendered(chat, tokenizer, True)[1]}
+            for name in answers:
+                _, turns = rendered({**chat, "messages": prompt + row[name]}, tokenizer)
+                row[name] = turns[len(prompt) :]
+        except DataError as error:
+            raise type(error)(f"{location}: {error}") from error
+        return {**row, "tools": json.dumps(row["tools"])} if "tools" in row else row
 
     def _unread(self, names: Sequence[str], row: Row) -> set[str]:
         """Columns that nothing reads; where fields are texts, those of conversations, too."""
@@ -164,7 +179,7 @@ class StageFormer:
         if beside and self.form == "prompts":
             raise DataError(
                 f"{location}: '{next(iter(beside))}': TRL's GRPO does not read it from a row; "
-                "remove the column (trainer.chat_template_kwargs are variables for all rows)"
+                "remove the column"
             )
         return {field: [{k: v for k, v in t.items() if k != "train"} for t in turns], **beside}
 
@@ -239,60 +254,45 @@ def load_stage_rows(
     """
     set_chat_template(tokenizer, data.chat_template)
     order = data.seed if data.seed is not None else seed
-    train, measured, largest_id = _read(
-        stage, data.train, data, tokenizer, "train", order, room, rewards
-    )
+    read = functools.partial(_read, stage, data, tokenizer, room, rewards)
+    train, measured, largest_id = read(data.train, "train", order)
     validation = None
     if data.validation is not None:
-        validation, measured, largest = _read(
-            stage, data.validation, data, tokenizer, "validation", 0, room, rewards
-        )
+        validation, measured, largest = read(data.validation, "validation", 0)
         largest_id = max(largest_id, largest)
     return Examples(train.shuffle(order), validation, measured, largest_id)
 
 
 def _read(
     stage: Stage,
-    sources: Paths,
     data: DataSection,
     tokenizer: Any,
-    name: str,
-    seed: int,
     room: int,
     rewards: Sequence[str | None],
+    sources: Paths,
+    name: str,
+    seed: int,
 ) -> tuple[Dataset, list[tuple[str, Dataset]], int]:
-    """The rows of all sources, the tokens of each source's first rows, and the largest id.
-
-    A truncated answer could change the preference, so none is truncated.
-    """
+    """The rows of all sources, the tokens of each source's first rows, and the largest id."""
     from datasets import Dataset
 
-    chosen, readers, overlong, unread = listed(sources, name), [], 0, set[str]()
-    formers = []
-    for index, source in enumerate(chosen):
+    readers = []
+    for index, source in enumerate(listed(sources, name)):
         if source.template or data.template:
             raise DataError(
                 f"data.template: stage {stage.name} uses fields unchanged; use data.columns"
             )
         if files := files_line(source.path, source.split or data.split):
             log.info("%s data: %s", name, files)
-        former = StageFormer(stage, source.columns or data.columns, rewards)
-        formers.append(former)
-        adapted = functools.partial(_adapted, former, tokenizer)
-        readers.append(SourceReader(source, data, seed + index, adapted))
-    parts: list[list[Row]] = [[] for _ in chosen]
-    for index, location, (row, length) in rows_of(readers, data, name, seed):
-        if length + room <= data.max_length:
-            parts[index].append(row)
-        elif data.overlong == "error":
-            raise DataError(
-                f"{location}: {length + room} tokens, longer than data.max_length "
-                f"{data.max_length}; raise it, or set data.overlong: drop"
-            )
-        else:
-            overlong += 1
-    rows = [row for part in parts for row in part]
-    if not rows:
+        former = StageFormer(stage, source.columns or data.columns, rewards, tokenizer)
+        readers.append(SourceReader(source, data, seed + index, former))
+    places, rows = [], []
+    for index, location, row in rows_of(readers, data, name, seed):
+        places.append((index, location))
+        rows.append(row)
+    table = prepared(stage, _table(rows, name), tokenizer, data, name)
+    kept, counts = _fitting(table, [location for _, location in places], tokenizer, data, room)
+    if not kept:
         added, remedy = "", "raise it"
         if room:
             added = f" with {room} tokens of trainer.max_completion_length"
@@ -301,68 +301,100 @@ def _read(
             f"data.{name}: all rows{added} are longer than data.max_length {data.max_length}; "
             f"{remedy}"
         )
-    log.info("%s data: %d rows of %s", name, len(rows), ", ".join(FIELDS[stage.form]))
-    for former, source in zip(formers, chosen, strict=True):
-        unread |= former.unread - {*source.where, *source.words}
-    reads = field_reader(tokenizer)
-    counted = [line for former in formers for line in former.turns.lines(reads)]
-    if begun := sum(former.begun for former in formers):
-        counted.append(
-            f"{begun} texts begin with the special token that TRL adds, so they have it twice; "
-            "remove it from the texts"
+    log.info("%s data: %d rows of %s", name, len(kept), ", ".join(FIELDS[stage.form]))
+    reads, length = field_reader(tokenizer), data.max_length
+    lines = [line for reader in readers for line in reader.former.turns.lines(reads)]
+    if counts["begun"]:
+        lines.append(
+            f"{counts['begun']} texts begin with the special token that TRL adds, so they have it "
+            "twice; remove it from the texts"
         )
-    for line in [*counted, *unread_lines(unread)]:
-        log.warning("%s data: %s", name, line)
+    lines += unread_lines(set[str]().union(*(reader.unread for reader in readers)))
     malformed = [reader for reader in readers if reader.malformed]
     if malformed:
         count = sum(reader.malformed for reader in malformed)
-        log.warning("%s data: %s", name, malformed_line(count, malformed[0].first_malformed))
-    if overlong:
-        log.warning("%s data: %d rows are longer than data.max_length %d and were dropped",
-                    name, overlong, data.max_length)  # fmt: skip
-    measured = [[_measured(row, tokenizer, data) for row in part[:MEASURED]] for part in parts]
-    paths = [source.path for source in chosen]
+        lines.append(said("malformed", n=count, first=malformed[0].first_malformed))
+    if counts["truncated"]:
+        cut = counts["cut"]
+        lines.append(said("truncated", n=counts["truncated"], max_length=length, cut=cut))
+    if count := counts["dropped"]:
+        lines.append(f"{count} rows are longer than data.max_length {length} and were dropped")
+    for line in lines:
+        log.warning("%s data: %s", name, line)
+    measured: list[list[Row]] = [[] for _ in readers]
+    for number in kept:
+        if len(part := measured[places[number][0]]) < MEASURED:
+            part.append(_measured(table[number], tokenizer, length))
+    paths = [reader.source.path for reader in readers]
     sources_measured = list(zip(paths, map(Dataset.from_list, measured), strict=True))
-    return _table(rows, name), sources_measured, max(former.largest_id for former in formers)
+    return table.select(kept), sources_measured, counts["largest_id"]
 
 
-def _adapted(former: StageFormer, tokenizer: Any, location: str, row: Row) -> tuple[Row, int]:
-    """The row in TRL's form, and the number of tokens of its prompt with the longest answer.
-
-    Turns are in the form that the chat template accepts.
+def prepared(stage: Stage, rows: Dataset, tokenizer: Any, data: DataSection, name: str) -> Dataset:
+    """``rows`` as TRL's trainer prepares them, before it drops any: preferences with the columns
+    ``prompt_ids``, ``chosen_ids`` and ``rejected_ids``, prompts as they are.
     """
-    row = former(location, row)
-    answers = [name for name in ANSWERS if name in row]
-    if isinstance(row["prompt"], str):
-        texts = [row["prompt"] + row[name] for name in answers] or [row["prompt"]]
-        texts_ids = [tokenizer(text)["input_ids"] for text in texts]
-        beginning = beginning_of(tokenizer)
-        twice = [*beginning, *beginning]
-        former.begun += bool(twice) and texts_ids[0][: len(twice)] == twice
-        if answers and tokenizer.eos_token_id is not None:  # TRL ends an answer that has no end
-            for text, ids in zip(texts, texts_ids, strict=True):
-                ids += [] if text.endswith(tokenizer.eos_token) else [tokenizer.eos_token_id]
-        return row, former.longest(texts_ids)
-    prompt, adapted = row["prompt"], dict(row)
-    try:
-        text, adapted["prompt"] = rendered(_chat(row, prompt), tokenizer, True)
-        texts = [text]
-        for name in answers:
-            text, turns = rendered(_chat(row, prompt + row[name]), tokenizer)
-            adapted[name] = turns[len(prompt) :]
-            texts.append(text)
-    except DataError as error:
-        raise type(error)(f"{location}: {error}") from error
-    if "tools" in row:
-        adapted["tools"] = json.dumps(row["tools"])
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    return adapted, former.longest(ids)
+    if stage.form == "prompts":
+        return rows
+    trainer = SimpleNamespace(_tokenizer=tokenizer)
+    options = SimpleNamespace(dataset_num_proc=data.num_proc, max_length=None)
+    prepare = stage.trainer_class()._prepare_dataset
+    table: Dataset = prepare(trainer, rows, tokenizer, options, name)
+    return table
 
 
-def _chat(row: Row, turns: list[Row]) -> Row:
-    tools, variables = row.get("tools"), row.get("chat_template_kwargs")
-    tools = json.loads(tools) if isinstance(tools, str) else tools
-    return {"messages": turns, "tools": tools, "variables": variables}
+def ids_of(row: Row, tokenizer: Any) -> list[list[int]]:
+    """TRL's tokens of a prepared row: of its prompt, then of its answers if there are any.
+
+    GRPO makes those of a prompt when it generates.
+    """
+    if "prompt_ids" in row:
+        return [row["prompt_ids"], *(row[f"{name}_ids"] for name in ANSWERS)]
+    prompt = row["prompt"]
+    if isinstance(prompt, str):
+        return [tokenizer(prompt)["input_ids"]]
+    chat = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
+    return [chat["input_ids"]]
+
+
+def _fitting(
+    table: Dataset, locations: Sequence[str], tokenizer: Any, data: DataSection, room: int
+) -> tuple[list[int], Counter[str]]:
+    """The numbers of rows that are kept, counts of the others, and the largest id.
+
+    TRL's DPO truncates answers, and drops a row whose prompt leaves no token for them. Its GRPO
+    truncates no prompt; one that leaves less than ``room`` tokens for its answer is dropped.
+    """
+    kept, counts, limit = [], Counter[str](largest_id=0), data.max_length
+    twice = 2 * beginning_of(tokenizer)
+    for number, (location, row) in enumerate(zip(locations, table, strict=True)):
+        prompt, *answers = ids_of(row, tokenizer)
+        texts = [prompt + answer for answer in answers] or [prompt]
+        longest = max(map(len, texts)) + room
+        counts["largest_id"] = max(counts["largest_id"], *(max(i, default=0) for i in texts))
+        text = isinstance(row["prompt"], str)
+        counts["begun"] += text and bool(twice) and prompt[: len(twice)] == twice
+        if longest > limit:
+            if data.overlong == "error":
+                raise DataError(
+                    f"{location}: {longest} tokens, longer than data.max_length {limit}; raise "
+                    f"it, or set data.overlong: {'truncate or ' if answers else ''}drop"
+                )
+            if data.overlong == "drop" or not answers or len(prompt) >= limit:
+                counts["dropped"] += 1
+                continue
+            counts["truncated"] += 1
+            counts["cut"] += sum(max(0, len(ids) - limit) for ids in texts)
+        kept.append(number)
+    return kept, counts
+
+
+def _measured(row: Row, tokenizer: Any, end: int) -> Row:
+    """Ids and labels of a prompt and its preferred answer, or of a prompt that has none."""
+    prompt, *answers = ids_of(row, tokenizer)
+    ids = prompt + answers[0] if answers else prompt
+    labels = [IGNORED] * len(prompt) + ids[len(prompt) :] if answers else ids
+    return {"input_ids": ids[:end], "labels": labels[:end]}
 
 
 def _table(rows: list[Row], name: str) -> Dataset:
@@ -384,25 +416,3 @@ def _table(rows: list[Row], name: str) -> Dataset:
         return Dataset.from_list(rows, features=Features(features))
     except (TypeError, ValueError, OverflowError) as error:
         raise DataError(f"data.{name}: a field cannot be stored: {error}") from error
-
-
-def _measured(row: Row, tokenizer: Any, data: DataSection) -> Row:
-    """Ids and labels of prompt and first answer, as in a supervised run."""
-    tokens, end = prompt_and_answer(row, tokenizer), data.max_length
-    return {"input_ids": tokens.input_ids[:end], "labels": tokens.labels[:end]}
-
-
-def prompt_and_answer(row: Row, tokenizer: Any, answer: str | None = None) -> Tokens:
-    """Ids of a row's prompt and ``answer`` (default: the preferred one), with labels on the answer,
-    or on a prompt that is alone.
-    """
-    answer = answer or ("chosen" if "chosen" in row else None)
-    prompt = row["prompt"]
-    chat = isinstance(prompt, list)
-    if answer is None:
-        text = rendered(_chat(row, prompt), tokenizer, True)[0] if chat else prompt
-        ids = tokenizer(text, add_special_tokens=not chat)["input_ids"]
-        return Tokens(ids, list(ids))
-    if chat:
-        return tokenize_row(_chat(row, unlearned(prompt) + row[answer]), tokenizer, True)
-    return tokenize_row({"prompt": prompt, "completion": row[answer]}, tokenizer, True)

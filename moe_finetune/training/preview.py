@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from moe_finetune.data.examples import load_examples
-from moe_finetune.data.stages import ANSWERS, load_for_stage, prompt_and_answer
-from moe_finetune.data.tokenize import IGNORED, rendered
+from moe_finetune.data.stages import ANSWERS, ids_of, load_for_stage
+from moe_finetune.data.tokenize import IGNORED
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.training.start import describe_steps
@@ -65,17 +65,15 @@ def preview_rows(recipe: Recipe, tokenizer: Any, rows: int, marks: tuple[str, st
 
 
 def _fields(row: dict[str, Any], tokenizer: Any, marks: tuple[str, str]) -> Iterator[str]:
-    """A row's fields, with turns rendered by the chat template and answers marked."""
-    chat = isinstance(row["prompt"], list)
-    answers = [name for name in ANSWERS if name in row]
+    """A row's fields, with its texts as TRL's tokens have them: the prompt before each answer."""
+    prompt, *answers = ids_of(row, tokenizer)
+    for name, ids in zip(ANSWERS, answers, strict=False):
+        labels = [IGNORED] * len(prompt) + ids
+        yield f"  {name}: {marked([*prompt, *ids], labels, tokenizer, marks)}"
+    if not answers:
+        yield f"  prompt: {tokenizer.decode(prompt)}"
     for name, value in row.items():
-        if chat and name in answers:
-            tokens = prompt_and_answer(row, tokenizer, name)
-            yield f"  {name}: {marked(tokens.input_ids, tokens.labels, tokenizer, marks)}"
-        elif chat and name == "prompt":
-            if not answers:
-                yield f"  {name}: {rendered({'messages': value}, tokenizer, prompt=True)[0]}"
-        else:
+        if not name.endswith("_ids") and name not in ("prompt", *ANSWERS):
             yield f"  {name}: {value}"
 
 

@@ -116,6 +116,13 @@ class RunTrainer(FiniteTrainer, ResumableTrainer):
             super()._move_model_to_device(model, device)
 
 
+class TakesPreparedRows:
+    """Mixin for DPO: its rows were prepared by the same function when they were counted."""
+
+    def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:
+        return dataset
+
+
 @functools.cache
 def trainer_of(stage: Stage) -> Any:
     """TRL's trainer class for ``stage`` with the run's mixins."""
@@ -123,6 +130,8 @@ def trainer_of(stage: Stage) -> Any:
     mixins: tuple[type, ...] = (RunTrainer,)
     if stage.name == "grpo":  # a save that waits is not logged as one
         mixins = (SavesBetweenGenerations, RunTrainer, PinsExperts)
+    if stage.name == "dpo":
+        mixins = (RunTrainer, TakesPreparedRows)
     return type(f"Run{base.__name__}", (*mixins, base), {"__doc__": RunTrainer.__doc__})
 
 

@@ -4,14 +4,19 @@ What an answer is judged by is between ⟦ and ⟧.
 """
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
+import trl
+from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
 
-from moe_finetune.data.stages import load_stage_rows
+from moe_finetune.data.stages import ids_of, load_stage_rows
 from moe_finetune.errors import DataError
 from moe_finetune.recipe.sections import DataSection
 from moe_finetune.recipe.stages import STAGES
+from moe_finetune.training import trainer as run_trainer
 from tests.support import tiny
 from tests.support.conversations import (
     ASK,
@@ -86,6 +91,70 @@ def test_dpo(tokenizer, tmp_path, layout):
     assert tokenizer.decode(row["rejected_ids"]) == "No.<|im_end|>\n"
 
 
+TURNS = {"prompt": [ASK], "chosen": [YES], "rejected": [NO]}
+LONG = {**TURNS, "rejected": [{**NO, "content": "No. " * 40}]}
+TEXTS = {"prompt": "Wet?", "chosen": " Yes.", "rejected": " No, it is not<|im_end|>"}
+STOCK = {
+    "turns": [TURNS, TURNS],
+    "texts": [TEXTS, {**TEXTS, "chosen": " Yes. " * 40}],
+    "tools": [PREFERENCES["trl"], {**PREFERENCES["trl"], "rejected": LONG["rejected"]}],
+    "whole": [{**PREFERENCES["whole"], "tools": json.dumps(TOOLS)}] * 2,
+    "variables": [{**TURNS, "chat_template_kwargs": {"enable_thinking": False}}] * 2,
+    "long": [LONG, TURNS, {**TURNS, "prompt": [{**ASK, "content": "Wet? " * 300}]}],
+}
+
+
+def batches(stage, rows, tokenizer, folder, length, kind=None):
+    """The batches of an epoch, as TRL's collator makes them."""
+    arguments = STAGES[stage].config_class()(
+        output_dir=str(folder / "out"), max_length=length, use_cpu=True, bf16=False,
+        report_to="none", per_device_train_batch_size=2, seed=3,
+    )  # fmt: skip
+    trainer = (kind or STAGES[stage].trainer_class())(
+        model=tiny.model("olmoe"), ref_model=tiny.model("olmoe"), args=arguments,
+        train_dataset=rows, processing_class=tokenizer,
+    )  # fmt: skip
+    return list(trainer.get_train_dataloader())
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_batches_are_those_of_a_stock_trainer(name, tokenizer, tmp_path, caplog):
+    """Also where TRL truncates answers, and drops rows whose prompt is too long."""
+    length = {"tools": 720, "whole": 4096}.get(name, 40)
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in STOCK[name]))
+    section = DataSection(train=str(file), validation=str(file), max_length=length)
+    rows = load_stage_rows(STAGES["dpo"], section, tokenizer, seed=0).validation  # not shuffled
+    said = caplog.text
+    ours = run_trainer.trainer_of(STAGES["dpo"])
+    ours = batches("dpo", rows, tokenizer, tmp_path, length, ours)
+    rows = Dataset.from_list(STOCK[name], on_mixed_types="use_json")
+    stock = batches("dpo", rows, tokenizer, tmp_path, length)
+    assert len(ours) == len(stock) > 0
+    for one, other in zip(ours, stock, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) for key in one)
+    assert ("truncated by" in said) is (name in ("texts", "tools", "long"))
+    assert ("and were dropped" in said) is (name == "long")
+
+
+@pytest.mark.parametrize("prompt", ["Wet? ", [ASK], [*CALLED, YES, ASK]])
+def test_prompts_are_counted_as_grpo_tokenizes_them(prompt, tokenizer, tmp_path):
+    row = load("grpo", {"prompt": prompt}, tokenizer, tmp_path).train[0]
+    trainer = SimpleNamespace(
+        processing_class=tokenizer, _is_vlm=False, environment_factories=None, tools=[],
+        chat_template=None, chat_template_kwargs={},
+    )  # fmt: skip
+    ids, _, _ = trl.GRPOTrainer._tokenize_prompts(trainer, [row["prompt"]])
+    assert ids_of(row, tokenizer) == ids
+
+
+def test_answers_of_a_tokenizer_without_an_end_are_refused(tokenizer, tmp_path):
+    tokenizer.eos_token = None
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: TRL ends an answer.*model\.tokenizer"):
+        load("dpo", TEXTS, tokenizer, tmp_path)
+
+
 def test_variables_reach_dpo(tmp_path):
     row = {"prompt": [ASK], "chosen": [YES], "rejected": [NO],
            "chat_template_kwargs": {"reasoning_effort": "low"}}  # fmt: skip
@@ -123,7 +192,7 @@ def test_what_is_measured_is_what_is_judged(tokenizer, tmp_path):
     examples = load("dpo", PREFERENCES["trl"], tokenizer, tmp_path)
     row = examples.sources[0][1][0]
     learned = [token for token in row["labels"] if token != -100]
-    assert tokenizer.decode(learned) == "Yes.<|im_end|>"
+    assert tokenizer.decode(learned) == "Yes.<|im_end|>\n"  # as in the loss
 
 
 @pytest.mark.parametrize(
