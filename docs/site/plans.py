@@ -57,7 +57,7 @@ def head(name: str, gpus: Sequence[tuple[int, int]] = GPUS) -> str:
         answer = "fits" if plans[count].fits(gib) else "does not fit"
         lines.append(f"#   {count} x {gib} GB: {answer} ({need})")
     if any(plan.scans for plan in plans.values()):
-        lines.append("#   Not counted: the states of its Mamba or linear-attention layers.")
+        lines.append("#   Mamba and linear attention as torch runs them; their kernels take less.")
     return "\n".join(lines) + "\n"
 
 

@@ -1,7 +1,7 @@
 """Predict a run's peak memory: what it stores, counted, and one step, by a formula.
 
-Not counted: completions that GRPO generates, states of Mamba and of linear attention, what a kernel
-allocates inside, buffers of NCCL and of FSDP2 beyond two open layers, and fragmentation.
+Not counted: completions that GRPO generates, what a kernel allocates inside, buffers of NCCL and of
+FSDP2 beyond two open layers, and fragmentation.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from moe_finetune.training.step_bytes import (
     Device,
     MicroBatch,
     micro_batch,
+    scan_of,
     step_bytes,
 )
 
@@ -42,6 +43,7 @@ RESERVED = 0.06
 """Share of a GPU's memory that is unavailable to tensors: CUDA's context, kernels' workspaces,
 fragmentation. An assumption; ``make gpu-check`` measures it."""
 
+SCANS = "Mamba and linear attention: by torch's code, or not counted if their kernels are installed"
 BOUND = 0.15
 """Largest error of a step's formula in tests: a plan that is over by less is not refused."""
 
@@ -196,8 +198,7 @@ class MemoryPlan:
     """Bytes on one device, at its worst ``moment``.
 
     ``optimizer``: states at that moment, none before the first update; ``step``: activations,
-    working memory and gradients; ``scans``: whether layers have states of their own, which are not
-    counted.
+    working memory and gradients; ``scans``: whether layers have states of their own.
     """
 
     stored: Stored
@@ -280,7 +281,7 @@ class MemoryPlan:
         head = f"memory on {device}, {batch}, at its worst moment:"
         lines = [head, *(f"  {n:<12} {s / GIB:8.2f} GiB  {w}".rstrip() for n, s, w in rows)]
         if self.scans:
-            lines.append("  not counted: the states of its Mamba or linear-attention layers")
+            lines.append(f"  {SCANS}")
         return lines
 
 
@@ -319,7 +320,7 @@ def plan_model(model: nn.Module, recipe: Recipe, device: Device, gpus: int = 1) 
         return stored.states_on_device if repeated or MEASURING not in moment else 0
 
     moment = max(peaks, key=lambda name: peaks[name] + states(name))
-    scans = any(name.endswith(".A_log") for name, _ in model.named_parameters())
+    scans = any(scan_of(layer)[1] for layer in backbone_of(model).layers)
     batch = micro_batch(recipe)
     return MemoryPlan(stored, states(moment), peaks[moment], moment, batch, device, scans)
 

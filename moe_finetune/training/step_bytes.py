@@ -4,12 +4,13 @@ Numbers that a decoder layer keeps for its backward, for each token, with H hidd
 units, K chosen experts of width D, and O outputs of its other linear layers: 7 H + 3.3 Q + 1.4 O,
 another 3 Q if queries and keys are normalized, and K (2 D + H) in an MoE layer, whose backward has
 another K (3 D + 2.6 H) at once. They were fitted to steps of TRL's trainers on tensors without
-values for ten published models, and are within 15 % there. Not counted: the states of Mamba and of
-linear attention.
+values for sixteen published models, and are within 15 % there. Mamba and linear attention count as
+transformers' own torch code runs them, unless their kernels are installed, which keep less.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 Device = Literal["cuda", "cpu"]
 TOKENS, COLUMNS = 4096, 32768
 """Tile of logits that TRL's trainers compute at a time."""
+CHUNK = 64
+"""Tokens that the gated delta rule takes at once."""
+SCAN_KERNELS = ("mamba_ssm", "fla")
 BACKWARD, MEASURING = "backward", "measuring the losses' strength"
 AFTER_MEASURING = f"backward after {MEASURING}"
 
@@ -80,12 +84,24 @@ def step_bytes(model: nn.Module, recipe: Recipe, device: Device, gradients: int)
     working = chosen * (3 * width + 2.6 * hidden) + outputs
     eager = (recipe.model.attn_implementation or config._attn_implementation) == "eager"
     scores = text.num_attention_heads * batch.length if eager else 0  # of all pairs of tokens
-    working = max(working, 2 * scores)
+    kernels = device == "cuda" and any(map(importlib.util.find_spec, SCAN_KERNELS))
+    scans = [(None, 0, 0) if kernels else scan_of(layer) for layer in backbone_of(model).layers]
+    scanning = (
+        4
+        / item
+        * max(  # in float32
+            peak - saved for _, saved, peak in scans
+        )
+    )
+    working = max(working, 2 * scores, scanning)
     layers = [
-        _activations(layer, text, places.experts_path)
+        _activations(layer, text, places.experts_path, mixer)
         + 1.25 * scores
+        + 4 / item * saved
         + (chosen * (2 * width + hidden) if index in places.moe_layers else 0)
-        for index, layer in enumerate(backbone_of(model).layers)
+        for index, (layer, (mixer, saved, _)) in enumerate(
+            zip(backbone_of(model).layers, scans, strict=True)
+        )
     ]
     whole = not checkpointing(trainer, default=device == "cuda")
     size = item * tokens
@@ -104,7 +120,7 @@ def step_bytes(model: nn.Module, recipe: Recipe, device: Device, gradients: int)
     accumulates = int(trainer.get("gradient_accumulation_steps", 1)) > 1
     start = activations + (gradients if accumulates else 0)
     if whole:
-        backward = max(start + head + size * outputs, gradients + layer)
+        backward = max(start + max(head + size * outputs, size * scanning), gradients + layer)
     else:
         backward = max(start, gradients) + max(layer, head)
     peaks = {"forward, head and loss": start + head, BACKWARD: backward}
@@ -117,16 +133,53 @@ def step_bytes(model: nn.Module, recipe: Recipe, device: Device, gradients: int)
     return {moment: round(peak) for moment, peak in peaks.items()}
 
 
-def _activations(layer: nn.Module, text: Any, experts: str) -> float:
-    """Numbers for each token that a layer keeps outside its routed experts."""
+def _activations(layer: nn.Module, text: Any, experts: str, mixer: nn.Module | None) -> float:
+    """Numbers for each token that a layer keeps outside its routed experts and its ``mixer``."""
     heads, hidden, sizes = text.num_attention_heads, text.hidden_size, text.to_dict()
     queries = heads * (sizes.get("qk_head_dim") or sizes.get("head_dim") or hidden // heads)
-    activations = 7 * hidden + 3.3 * queries
+    scanned = {id(parameter) for parameter in mixer.parameters()} if mixer else set()
+    activations = 7 * hidden
+    if any("Attention" in type(module).__name__ for module in layer.modules()):
+        activations += 3.3 * queries
     for name, parameter in layer.named_parameters():
         if re.search(r"\.q(uery)?_(layer)?norm\.", name):
             activations += 3 * queries
-        elif parameter.dim() == 2 and ".lora_" not in name and f"{experts}." not in name:
+        elif id(parameter) in scanned or parameter.dim() != 2 or f"{experts}." in name:
+            continue
+        elif ".lora_" not in name:
             adapted = ".base_layer." in name or parameter.requires_grad
             # A frozen product of attention keeps no input.
             activations += 1.4 * parameter.shape[0] * (adapted or "att" not in name)
     return activations
+
+
+def scan_of(layer: nn.Module) -> tuple[nn.Module | None, float, float]:
+    """A layer's mixer with states, and what its scan in torch keeps and has at its peak.
+
+    Float32 numbers for each token, with h heads of width P, N states and chunks of C tokens:
+    h (3.4 N + 1.8 C + 9 P) for Mamba 2, I (3.5 N + 5) for Mamba on I channels, 0.8 h C for
+    lightning attention, h (10 N + 7 P + 2 N P / C + 5 C) for the gated delta rule and 3.5 h C P
+    for Kimi's.
+    """
+    for module in layer.modules():
+        sizes = vars(module)
+        heads, width, states = (
+            sizes.get(n, 0) for n in ("num_heads", "head_dim", "ssm_state_size")
+        )
+        if heads and states:
+            saved = heads * (3.4 * states + 1.8 * sizes["chunk_size"] + 9 * width)
+            return module, saved, 1.5 * saved
+        if states:
+            saved = sizes["intermediate_size"] * (3.5 * states + 5)
+            return module, saved, 2.05 * saved
+        if heads := sizes.get("num_v_heads", 0):
+            states, width = sizes["head_k_dim"], sizes["head_v_dim"]
+            saved = heads * (10 * states + 7 * width + 2 * states * width / CHUNK + 5 * CHUNK)
+            return module, saved, 1.3 * saved
+        if hasattr(module, "slope_rate"):
+            saved = 0.8 * sizes["num_attention_heads"] * sizes["block_size"]
+            return None, saved, 3.6 * saved
+        if hasattr(module, "A_log"):
+            saved = 3.5 * sizes["num_heads"] * CHUNK * sizes["head_dim"]
+            return module, saved, 1.8 * saved
+    return None, 0, 0

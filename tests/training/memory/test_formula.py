@@ -31,6 +31,9 @@ SETTINGS = {
     "float32": {"model": {"dtype": "float32"}},
     "offloaded": {"trainer": {"activation_offloading": True}},
 }
+HYBRIDS = {"granite_4_0_h_tiny": 1024, "nemotron_3_nano": 1024, "lfm2_8b_a1b": 1024,
+           "qwen3_next": 1024, "kimi_linear": 256, "jamba_v0_1": 128}  # fmt: skip
+"""Their rows' length: without kernels, the longer take minutes."""
 LAYERS = 5
 
 
@@ -49,7 +52,17 @@ def config_of(name):
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_formula_is_within_its_bound_of_the_step(name, setting):
-    recipe = recipe_from_tree(Tree(merge_mappings(BASE, SETTINGS[setting])))
+    check(name, SETTINGS[setting])
+
+
+@pytest.mark.parametrize("setting", ["usual", "whole"])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_mamba_and_linear_attention_are_within_the_bound(name, setting):
+    check(name, {**SETTINGS[setting], "data": {"max_length": HYBRIDS[name]}})
+
+
+def check(name, setting):
+    recipe = recipe_from_tree(Tree(merge_mappings(BASE, setting)))
     model = adapted_model(config_of(name), recipe, "cuda")
     formula = step_bytes(model, recipe, "cuda", stored_bytes(model, recipe).gradients)
     step = step_peaks(model, recipe, "cuda")
