@@ -21,11 +21,10 @@ from moe_finetune.io.run_folder import RunFolder, read_log
 from moe_finetune.io.terminal import duration, terminal
 from moe_finetune.io.versions import check_versions, untested
 from moe_finetune.recipe.schema import Recipe
-from moe_finetune.training.prepare import prepare as prepare_run
-from moe_finetune.training.start import Inputs, base_folder
 
 if TYPE_CHECKING:
     from moe_finetune.checkpoint.open import Checkpoint
+    from moe_finetune.training.start import Inputs
 
 log = logging.getLogger(__name__)
 EVALUATION = {"suite", "backend", "only", "limit", "data_dir", "vllm"}
@@ -66,11 +65,7 @@ def run_recipe(
             clear_leftovers(output)
         if not run.trained:
             with terminal().phase("prepare"):
-                inputs = prepare_run(recipe, ignore_memory)
-                if first_rank:
-                    content = check_content(run, inputs, resume)
-                if first_rank and not resume:
-                    inputs.check_disk(run)
+                inputs, content = checked_inputs(recipe, run, resume, ignore_memory)
         ranks.barrier()  # rank 0 writes into the folder that the others look at above
         new_folder = not output.exists()
         if first_rank:
@@ -87,10 +82,20 @@ def run_recipe(
     return output
 
 
-def check_content(run: RunFolder, inputs: Inputs, resume: bool) -> dict[str, str]:
-    """Fingerprints of what training reads; of a resumed run they must be those of its start."""
-    from moe_finetune.training.inputs import check_inputs, fingerprints
+def checked_inputs(
+    recipe: Recipe, run: RunFolder, resume: bool, ignore_memory: bool
+) -> tuple[Inputs, dict[str, str] | None]:
+    """What training reads, after every check before it, and its fingerprints on the first rank.
 
+    The fingerprints of a resumed run must be those of its start.
+    """
+    from moe_finetune.training import ranks
+    from moe_finetune.training.inputs import check_inputs, fingerprints
+    from moe_finetune.training.prepare import prepare
+
+    inputs = prepare(recipe, ignore_memory)
+    if ranks.rank() > 0:
+        return inputs, None
     content = fingerprints(inputs.start)
     if content.get("data.validation") == content["data.train"]:
         terminal().say(
@@ -100,7 +105,9 @@ def check_content(run: RunFolder, inputs: Inputs, resume: bool) -> dict[str, str
         )
     if resume and run.recipe.exists():
         check_inputs(run, inputs.start, content)
-    return content
+    if not resume:
+        inputs.check_disk(run)
+    return inputs, content
 
 
 def stages(recipe: Recipe, run: RunFolder, inputs: Inputs | None, resume: bool) -> None:
@@ -174,12 +181,7 @@ def plan_run(
 
     check_versions("a recipe")
     check_run_folder(recipe, RunFolder(output), resume)
-    inputs = prepare_run(recipe, ignore_memory)
-    if resume:
-        check_content(RunFolder(output), inputs, resume)
-    else:
-        inputs.check_disk(RunFolder(output))
-    return inputs
+    return checked_inputs(recipe, RunFolder(output), resume, ignore_memory)[0]
 
 
 def merge(recipe: Recipe, run: RunFolder, base: Path | Checkpoint | None = None) -> None:
@@ -189,6 +191,7 @@ def merge(recipe: Recipe, run: RunFolder, base: Path | Checkpoint | None = None)
     """
     from moe_finetune.checkpoint.merge import merge_adapter
     from moe_finetune.checkpoint.tokenizer_files import has_tokenizer
+    from moe_finetune.training.start import base_folder
 
     if run.merge_done:
         return
@@ -226,6 +229,7 @@ def verify(recipe: Recipe, run: RunFolder, base: Path | Checkpoint | None = None
     """Compare the merged checkpoint with base + adapter; raise if they differ."""
     from moe_finetune.checkpoint.open import open_checkpoint
     from moe_finetune.checkpoint.verify import verify_merge
+    from moe_finetune.training.start import base_folder
 
     base, bias = base or base_folder(recipe), exported_bias(recipe, run)
     parts = base, run.adapter, open_checkpoint(run.merged)
@@ -252,6 +256,7 @@ def evaluate_base(recipe: Recipe, run: RunFolder) -> None:
     """
     from moe_finetune.evaluation.base import score_base
     from moe_finetune.evaluation.results import load_results
+    from moe_finetune.training.start import base_folder
 
     section = recipe.evaluation
     assert section is not None

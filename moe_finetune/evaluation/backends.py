@@ -116,14 +116,14 @@ def open_backend(
 
     folder = local_folder(checkpoint)
     base: Checkpoint | DenseCheckpoint
+    opened = None
     if is_dense(folder):
         base = open_dense(folder, values=True)
         if adapter is not None:
             refuse_adapter(folder)
     else:
         base = open_checkpoint(folder, values=True, stored=True)
-        if adapter is not None:
-            check_adapter(adapter, base)
+        opened = None if adapter is None else check_adapter(adapter, base)
     identity = checkpoint_hash(folder)
     if adapter is not None:
         identity = sha256_json([identity, checkpoint_hash(adapter)])
@@ -135,7 +135,7 @@ def open_backend(
     else:
         from moe_finetune.evaluation.transformers_backend import open_transformers
 
-        lm, settings, routing = open_transformers(base, adapter, batch_size, dtype, seed)
+        lm, settings, routing = open_transformers(base, opened, batch_size, dtype, seed)
         size = settings["batch_size"]
         chunk = 64 if isinstance(size, str) else max(size, 64 // size * size)
     return Backend(backend, lm, identity, str(folder), settings, chunk, notes, routing)

@@ -1,7 +1,6 @@
 """transformers as an lm-eval model that decodes replies like vLLM's backend."""
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,10 +9,12 @@ from lm_eval.models.huggingface import HFLM
 from moe_finetune.checkpoint.dense import DenseCheckpoint
 from moe_finetune.checkpoint.load import forget_generation_defaults, load_model
 from moe_finetune.checkpoint.open import Checkpoint
+from moe_finetune.checkpoint.peft_form import with_adapter
+from moe_finetune.checkpoint.updates import OpenAdapter
 from moe_finetune.io.environment import package_versions
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import family_in
-from moe_finetune.routing.tracing_checkpoint import stored_bias, with_adapter
+from moe_finetune.routing.tracing_checkpoint import stored_bias
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class SpecialsKeptHFLM(HFLM):
 
 def open_transformers(
     base: Checkpoint | DenseCheckpoint,
-    adapter: str | Path | None,
+    adapter: OpenAdapter | None,
     batch_size: int | str,
     dtype: str,
     seed: int,
@@ -54,9 +55,9 @@ def open_transformers(
         model: Any = base.load(dtype, device)
     else:
         model = load_model(base, dtype=dtype, device_map=device)
-    if adapter is not None and isinstance(base, Checkpoint):
-        model = with_adapter(model, base, Path(adapter))
-        bias = stored_bias(model, Path(adapter))
+    if adapter is not None:
+        model = with_adapter(model, adapter)
+        bias = stored_bias(model, adapter.folder)
         if bias is not None:
             routing = Recorder(model, perturbation=bias)
             routing.install()

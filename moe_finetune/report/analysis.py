@@ -93,8 +93,7 @@ def analyze(
     from moe_finetune.routing.tracing_checkpoint import record
 
     base = open_checkpoint(local_folder(source), values=True)
-    if adapter is not None:
-        check_adapter(adapter, base)
+    opened = None if adapter is None else check_adapter(adapter, base)
     tokenizer = load_tokenizer(source)
     sequences = {
         domain: read_sequences(files, tokenizer, limit, max_length)
@@ -102,7 +101,7 @@ def analyze(
     }
     with output_folder(output, 0) as folder:
         trace = folder / "trace"
-        measures = record(base, str(source), trace, sequences, adapter, probabilities, dtype)
+        measures = record(base, str(source), trace, sequences, opened, probabilities, dtype)
         write_analysis(trace, folder, output, measures, tokenizer)
     return RunFolder(output).page
 

@@ -12,6 +12,7 @@ from moe_finetune.moe.bias import BiasBalancer
 
 if TYPE_CHECKING:
     from moe_finetune.checkpoint.open import Checkpoint
+    from moe_finetune.checkpoint.updates import OpenAdapter
     from moe_finetune.routing.measures import Measures
 
 
@@ -20,7 +21,7 @@ def record(
     name: str,
     folder: Path,
     sequences: Mapping[str, Sequence[np.ndarray]],
-    adapter: str | Path | None = None,
+    adapter: OpenAdapter | None = None,
     probabilities: bool = False,
     dtype: str = "auto",
 ) -> Measures:
@@ -28,31 +29,23 @@ def record(
     import torch
 
     from moe_finetune.checkpoint.load import load_model
+    from moe_finetune.checkpoint.peft_form import with_adapter
     from moe_finetune.routing.tracing import trace_model
 
     device = "cuda" if torch.cuda.is_available() else None
     model: Any = load_model(base, dtype=dtype, device_map=device)
     balancer = None
     if adapter is not None:
-        model = with_adapter(model, base, Path(adapter))
-        balancer = stored_bias(model, Path(adapter))
+        model = with_adapter(model, adapter)
+        balancer = stored_bias(model, adapter.folder)
     return trace_model(
         model,
         sequences,
         folder,
-        checkpoint=f"{name} + {adapter}" if adapter is not None else name,
+        checkpoint=f"{name} + {adapter.folder}" if adapter is not None else name,
         probabilities=probabilities,
         perturbation=balancer,
     )
-
-
-def with_adapter(model: Any, base: Path | Checkpoint, adapter: Path) -> Any:
-    """``model`` with the adapter over it, through PEFT, in eval mode."""
-    from moe_finetune.checkpoint.open import open_checkpoint
-    from moe_finetune.checkpoint.peft_form import with_adapter as in_peft
-    from moe_finetune.checkpoint.updates import check_adapter
-
-    return in_peft(model, check_adapter(adapter, open_checkpoint(base)))
 
 
 def stored_bias(model: Any, adapter: Path) -> BiasBalancer | None:

@@ -1,12 +1,16 @@
 import json
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
 from moe_finetune import cli
+from moe_finetune.checkpoint import updates
 from moe_finetune.checkpoint.load import load_model
+from moe_finetune.checkpoint.open import open_checkpoint
+from moe_finetune.checkpoint.peft_form import with_adapter
 from moe_finetune.errors import (
     AdapterError,
     DataError,
@@ -21,7 +25,6 @@ from moe_finetune.report.analysis import analyze, find_trace
 from moe_finetune.routing.measures import router_geometry
 from moe_finetune.routing.trace import RoutingTrace
 from moe_finetune.routing.trace_writer import TraceWriter
-from moe_finetune.routing.tracing_checkpoint import with_adapter
 from tests.checkpoint.helpers import adapter as random_adapter
 
 
@@ -145,8 +148,10 @@ def test_an_adapter_changes_what_is_recorded(tmp_path, tiny_checkpoint, texts):
     base = tiny_checkpoint("olmoe")
     adapter = random_adapter(base, tmp_path / "adapter", scale=0.2)
     analyze(base, tmp_path / "base", texts)
-    analyze(base, tmp_path / "adapted", texts, adapter=adapter)
-    model = with_adapter(load_model(base), base, adapter)
+    with patch.object(updates, "read_adapter", wraps=updates.read_adapter) as opened:
+        analyze(base, tmp_path / "adapted", texts, adapter=adapter)
+    opened.assert_called_once()
+    model = with_adapter(load_model(base), updates.check_adapter(adapter, open_checkpoint(base)))
     trace = RoutingTrace.open(tmp_path / "adapted" / "trace")
     ids = trace.load("token_ids")[trace.load("seq") == 0].astype(np.int64)
     seen = []
@@ -187,7 +192,7 @@ def test_bad_input(tmp_path, tiny_checkpoint, analyzed, texts):
         analyze(base, tmp_path / "o", {"bad": [str(tmp_path / "bad.jsonl")]})
     other = random_adapter(tiny_checkpoint("olmoe"), tmp_path / "adapter")
     with pytest.raises(AdapterError):
-        with_adapter(None, base, other)
+        analyze(base, tmp_path / "o", texts, adapter=other)
     (tmp_path / "some.npz").write_bytes(b"no zip")
     with pytest.raises(TraceError, match=r"some\.npz"):
         analyze(tmp_path / "some.npz", tmp_path / "o")
