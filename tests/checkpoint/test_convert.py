@@ -1,5 +1,6 @@
 """Published folders become folders that load without their code."""
 
+import errno
 import json
 import os
 import shutil
@@ -133,3 +134,24 @@ def test_space_is_asked_for_before_weights_are_read(tmp_path, capsys):
     assert cli.main(["convert", str(source), "--output", str(tmp_path / "out")]) == 1
     assert "are needed, but only" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["public"]
+
+
+@pytest.mark.parametrize("number", [errno.EXDEV, errno.EOPNOTSUPP, errno.EIO])
+def test_weights_are_copied_where_the_kernel_stops(number, checkpoint, tmp_path, monkeypatch):
+    """Not after an error of the disk."""
+    kernel, calls = os.copy_file_range, []
+
+    def once(source, target, count):
+        calls.append(count)
+        if len(calls) > 1:
+            raise OSError(number, "as said")
+        return kernel(source, target, 999)
+
+    monkeypatch.setattr(os, "copy_file_range", once)
+    if number == errno.EIO:
+        with pytest.raises(OSError, match="as said"):
+            convert_checkpoint(checkpoint, tmp_path / "out")
+        return
+    convert_checkpoint(checkpoint, tmp_path / "out")
+    name = "model.safetensors"
+    assert (tmp_path / "out" / name).read_bytes() == (checkpoint / name).read_bytes()

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import logging
 from collections import defaultdict
 
 import pytest
@@ -106,6 +107,7 @@ def test_a_hub_task_reads_the_documented_folder(tmp_path, backend):
     samples = load_samples(tmp_path / "out", task)
     assert samples[3]["prompts"][0][0].startswith("3 was counted.\nQuestion: is 3 even?")
     (leaf,) = Catalog(suite).leaves(suite.tasks[0])
+    assert logging.getLogger("lm_eval").level == logging.ERROR  # of a task it warns line by line
     assert not leaf.files and "custom_dataset" not in leaf.config, "local rows are that catalog's"
 
 

@@ -9,7 +9,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moe_finetune.errors import CaptureError, RecipeError, UnsupportedModelError
 from moe_finetune.moe.hooks import Recorder
-from moe_finetune.moe.spread import check_spread, spread_experts
+from moe_finetune.moe.spread import check_spread, spread_experts, spread_modules
 from tests.support import tiny
 
 
@@ -63,6 +63,9 @@ def test_a_router_that_hides_experts_is_refused(two_ranks):
 
 def test_stacks_that_only_say_they_are_spread_are_refused():
     model = tiny.model("olmoe")
+    for layer in model.model.layers:  # as of transformers 5.17
+        vars(layer.mlp.experts).pop("_is_expert_parallel", None)
+    assert spread_modules(model) == []
     model.model.layers[0].mlp.experts._is_expert_parallel = True
     with (
         pytest.raises(CaptureError, match=r"OlmoeExperts: experts are spread .* not supported"),

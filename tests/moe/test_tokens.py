@@ -111,6 +111,12 @@ def test_labels_count_instead():
     found = read_tokens((ids,), {}, labels_BL=labels, count_labels=True)
     wanted = [[False, True, True, False, False], [True, False, True, True, False]]
     assert found.mask_T.view(2, 5).tolist() == wanted
+    for wrong, message in (
+        (None, "needs labels"),
+        (labels[:, 1:], r"shape \(2, 4\) for 2 rows of 5"),
+    ):
+        with pytest.raises(CaptureError, match=message):
+            read_tokens((ids,), {}, labels_BL=wrong, count_labels=True)
 
 
 def test_a_cache_before_the_tokens():

@@ -9,7 +9,7 @@ import pytest
 
 from moe_finetune.evaluation.score import Score
 from moe_finetune.evaluation.statistics import paired_bootstrap
-from moe_finetune.report.compare import difference, score_text
+from moe_finetune.report.compare import SIGNS, difference, score_text, verdict_mark
 
 
 def _share(value: float, n: int) -> Score:
@@ -83,6 +83,8 @@ def test_text():
     assert score_text(Score(math.nan, "acc")) == "–"
     assert difference(_share(0.355, 200), _share(0.515, 200)).text() == "+16.0 pp"
     assert difference(_share(0.5, 200), _share(0.5, 200)).text() == "0.0 pp"
+    for verdict, sign in SIGNS.items():  # the page's style has a color for each
+        assert str(verdict_mark(verdict)) == f'<span class="verdict {verdict}">{sign}</span>'
 
 
 def _answered(folder: Path, values: list[float], prompts: str = "p", **changes) -> Score:

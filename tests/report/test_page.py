@@ -205,6 +205,16 @@ def test_nan_and_null_are_dashes(tmp_path: Path):
     assert not re.search(r"\bnan\b", page.text, re.I)
 
 
+def test_snapshots_without_expert_outputs_are_named(tmp_path: Path):
+    folder = write_run(tmp_path / "run")
+    for file in folder.glob("routing/*.json"):
+        shot = json.loads(file.read_text())
+        del shot["coherence"]
+        file.write_text(json.dumps(shot))
+    _, page = _page([folder], tmp_path / "page.html")
+    assert "Coherence against the barrier: the snapshots have no expert outputs" in page.text
+
+
 def test_unknown_logged_keys_are_drawn(tmp_path: Path):
     folder = tmp_path / "run"
     folder.mkdir()

@@ -125,6 +125,7 @@ def test_summary_reports_its_sample(tmp_path):
     trace = record(tmp_path / "t")
     found = summarize_trace(trace, sample=40, seed=3)
     assert found["sample"] == {"embeddings": 40, "neighbors": 10, "seed": 3}
+    assert summarize_trace(trace, sample=40)["sample"]["seed"] == 0
     chosen = np.sort(np.random.default_rng(3).choice(trace.num_embeddings, 40, replace=False))
     embeddings, labels = trace.load("embeddings")[chosen], trace.load("embedding_labels")[chosen]
     wanted = [expert_overlap(embeddings[:, n], labels[:, n]) for n in range(len(LAYERS))]

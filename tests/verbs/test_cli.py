@@ -9,6 +9,7 @@ import typer
 
 from moe_finetune import cli
 from moe_finetune.cli.doctor import Check
+from moe_finetune.integrations import llamafactory
 from tests.checkpoint.helpers import adapter as random_adapter
 from tests.support import tiny
 
@@ -405,3 +406,11 @@ def test_a_closed_pipe_does_not_end_the_work(tmp_path, streams):
     process.stdout.close()
     said = process.stderr.read() if streams == "out" else ""
     assert process.wait(60) == 0 and file.read_text() == "whole" and said == ""
+
+
+def test_llama_factorys_program_without_a_config_says_how_it_is_called(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["llamafactory"])
+    assert llamafactory.main() == 2
+    assert (
+        "usage: python -m moe_finetune.integrations.llamafactory CONFIG" in capsys.readouterr().out
+    )
