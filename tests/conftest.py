@@ -144,7 +144,7 @@ def _environment_of_this_module(_cache_of_this_session: None) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def warm_server() -> Iterator[Any]:
-    """The process that forks this session's programs."""
+    """What forks this session's programs; it starts with the first."""
     from tests.support.warm import Popen, Server
 
     Popen.server = server = Server.begin()

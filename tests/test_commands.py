@@ -30,6 +30,8 @@ from tests.conftest import ROOT
 from tests.support import documents, registries, tiny
 from tests.upcycle import dense
 
+pytestmark = pytest.mark.usefixtures("warm")  # for rehearsals of runs
+
 BLOCKS = documents.blocks()
 COMMANDS = [
     (block.page, words) for block in BLOCKS if not block.language for words in block.commands()

@@ -9,24 +9,21 @@ import torch
 from moe_finetune.errors import RecipeError
 from moe_finetune.io.rows import write_jsonl
 from moe_finetune.io.run_folder import RunFolder, read_log
-from moe_finetune.recipe.schema import recipe_from_tree
-from moe_finetune.recipe.tree import Tree
 from moe_finetune.run import merge, run_recipe
 from moe_finetune.training.start import open_start, start_model
 from tests.checkpoint.helpers import adapter as random_adapter
+from tests.support.recipes import recipe_of
+
+pytestmark = pytest.mark.usefixtures("warm")  # for rehearsals of runs
 
 
 @pytest.mark.parametrize(
     ("lora", "dtype"), [(None, torch.float32), ({"rank": 3, "alpha": 6}, torch.bfloat16)]
 )
 def test_weights_that_train_are_float32(lora, dtype, tiny_checkpoint):
-    tree = {
-        "model": {"path": str(tiny_checkpoint("qwen3_moe")), "dtype": "bfloat16"},
-        "method": {"preset": "none"},
-        "lora": lora,
-        "data": {"train": "a.jsonl"},
-    }
-    model = start_model(open_start(recipe_from_tree(Tree(tree))))
+    base = tiny_checkpoint("qwen3_moe")
+    recipe = recipe_of(base, "a.jsonl", lora=lora, model={"dtype": "bfloat16"})
+    model = start_model(open_start(recipe))
     assert {p.dtype for p in model.parameters()} == {dtype}
 
 
@@ -39,21 +36,16 @@ def test_before_is_measured_before_training_and_evaluations_change_nothing(
         write_jsonl(tmp_path / f"{name}.jsonl", part)
 
     def run(name: str, **trainer):
-        tree = {
-            "model": {"path": str(tiny_checkpoint("qwen3_moe")), "dtype": "float32"},
-            "method": {"preset": "none"},
-            "lora": {"rank": 3, "alpha": 6, "dropout": 0.2},
-            "router": {"train": "frozen"},
-            "data": {
-                "train": str(tmp_path / "train.jsonl"),
-                "validation": str(tmp_path / "held_out.jsonl"),
-                "max_length": 33,
-                "packing": False,
-            },
-            "trainer": {"max_steps": 3, "per_device_train_batch_size": 2, **trainer},
-            "export": {"merge": False},
-        }
-        return run_recipe(recipe_from_tree(Tree(tree)), tmp_path / name)
+        recipe = recipe_of(
+            tiny_checkpoint("qwen3_moe"),
+            tmp_path / "train.jsonl",
+            lora={"dropout": 0.2},
+            router={"train": "frozen"},
+            data={"validation": str(tmp_path / "held_out.jsonl"), "packing": False},
+            trainer={"max_steps": 3, **trainer},
+            export={"merge": False},
+        )
+        return run_recipe(recipe, tmp_path / name)
 
     def losses(folder):
         rows = read_log(folder / "metrics.jsonl")
@@ -109,14 +101,8 @@ def test_the_base_is_opened_once(tiny_checkpoint, tmp_path, monkeypatch):
     ):
         counted(module, name)
     write_jsonl(tmp_path / "rows.jsonl", [{"text": f"word {n} " * 4} for n in range(4)])
-    tree = {
-        "model": {"path": str(base), "dtype": "float32"},
-        "method": {"preset": "none"},
-        "lora": {"rank": 3, "alpha": 6},
-        "data": {"train": str(tmp_path / "rows.jsonl"), "max_length": 24},
-        "trainer": {"max_steps": 1, "save_strategy": "no", "report_to": []},
-    }
-    run_recipe(recipe_from_tree(Tree(tree)), tmp_path / "run")
+    recipe = recipe_of(base, tmp_path / "rows.jsonl", trainer={"save_strategy": "no"})
+    run_recipe(recipe, tmp_path / "run")
     assert sorted(calls) == ["load_tokenizer", "parse_config", "read_config", "read_headers"]
     assert asked == 2 * [("qwen3_moe", None)]
 
@@ -124,8 +110,7 @@ def test_the_base_is_opened_once(tiny_checkpoint, tmp_path, monkeypatch):
 def test_a_merge_whose_note_was_lost_is_done_again(tiny_checkpoint, tmp_path):
     """A kill between ``merged/`` and its note in ``summary.json``."""
     base, run = tiny_checkpoint("olmoe"), RunFolder(tmp_path)
-    tree = {"model": {"path": str(base)}, "data": {"train": "d.jsonl"}, "method": "none"}
-    recipe = recipe_from_tree(Tree(tree))
+    recipe = recipe_of(base, "d.jsonl")
     random_adapter(base, run.adapter)
     run.merged.mkdir()
     left = run.merged / "left"
@@ -141,14 +126,8 @@ def test_a_trained_model_is_reported_when_its_base_is_gone(tiny_checkpoint, tmp_
     base = tmp_path / "base"
     shutil.copytree(tiny_checkpoint("olmoe"), base)
     write_jsonl(tmp_path / "rows.jsonl", [{"text": f"word {n} " * 4} for n in range(4)])
-    tree = {
-        "model": {"path": str(base), "dtype": "float32"},
-        "method": {"preset": "none"},
-        "lora": None,
-        "data": {"train": str(tmp_path / "rows.jsonl"), "max_length": 24},
-        "trainer": {"max_steps": 1, "save_strategy": "no", "report_to": []},
-    }
-    recipe = recipe_from_tree(Tree(tree))
+    seldom = {"save_strategy": "no"}
+    recipe = recipe_of(base, tmp_path / "rows.jsonl", lora=None, trainer=seldom)
     run = RunFolder(run_recipe(recipe, tmp_path / "run"))
     run.page.unlink()
     shutil.rmtree(base)
@@ -176,15 +155,9 @@ def test_the_model_that_trained_is_freed_before_the_merge(tiny_checkpoint, tmp_p
     monkeypatch.setattr(train_module, "trainable_model", built)
     monkeypatch.setattr(run_module, "merge", merged)
     write_jsonl(tmp_path / "train.jsonl", [{"text": "ab cde fgh " * 5}] * 4)
-    tree = {
-        "model": {"path": str(tiny_checkpoint("qwen3_moe")), "dtype": "float32"},
-        "method": {"preset": "orthogonal_variance"},
-        "lora": {"rank": 3, "alpha": 6},
-        "router": {"train": "frozen"},
-        "data": {"train": str(tmp_path / "train.jsonl"), "max_length": 33},
-        "trainer": {"max_steps": 2, "per_device_train_batch_size": 2},
-    }
-    run_recipe(recipe_from_tree(Tree(tree)), tmp_path / "run")
+    method, frozen = {"preset": "orthogonal_variance"}, {"train": "frozen"}
+    base, data = tiny_checkpoint("qwen3_moe"), tmp_path / "train.jsonl"
+    run_recipe(recipe_of(base, data, method=method, router=frozen), tmp_path / "run")
     assert alive == [False]
 
 
@@ -196,13 +169,8 @@ def test_the_trained_model_is_gone_when_the_merge_is_verified(
     from moe_finetune.training import train
 
     write_jsonl(tmp_path / "rows.jsonl", [{"text": "ab " * 9}] * 4)
-    tree = {
-        "model": {"path": str(tiny_checkpoint("qwen3_moe")), "dtype": "float32"},
-        "method": {"preset": "loss_free", "export_bias": "drop"},
-        "lora": {"rank": 3},
-        "data": {"train": str(tmp_path / "rows.jsonl"), "max_length": 33, "packing": False},
-        "trainer": {"max_steps": 1, "report_to": []},
-    }
+    method = {"preset": "loss_free", "export_bias": "drop"}
+    recipe = recipe_of(tiny_checkpoint("qwen3_moe"), tmp_path / "rows.jsonl", method=method)
     trained, seen, make = [], [], train.trainable_model
 
     def kept(start):
@@ -212,5 +180,5 @@ def test_the_trained_model_is_gone_when_the_merge_is_verified(
 
     monkeypatch.setattr(train, "trainable_model", kept)
     monkeypatch.setattr(module, "verify", lambda *_: seen.append(trained[0]()))
-    run_recipe(recipe_from_tree(Tree(tree)), tmp_path / "run")
+    run_recipe(recipe, tmp_path / "run")
     assert seen == [None]

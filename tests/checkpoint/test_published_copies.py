@@ -9,10 +9,11 @@ from safetensors.torch import load_file, save_file
 from moe_finetune.checkpoint.bias import router_name
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.io.rows import write_jsonl
-from moe_finetune.recipe.schema import recipe_from_tree
-from moe_finetune.recipe.tree import Tree
 from moe_finetune.run import run_recipe
+from tests.support.recipes import recipe_of
 from tests.support.tiny_heads import HEADS, WEIGHTS, carries, names_of, with_head
+
+pytestmark = pytest.mark.usefixtures("warm")  # for rehearsals of runs
 
 # Experts apart, with a further head; stacks; a prefix, stacks and a head.
 COPIES = ("deepseek_v3", "gpt_oss", "qwen3_5_moe_text")
@@ -35,16 +36,15 @@ def test_two_steps_a_merge_and_its_proof(family, tmp_path, caplog):
     base = tmp_path / "base"
     head = copy_of(family, base)
     write_jsonl(tmp_path / "rows.jsonl", [{"text": f"{n} and {n * n}. " * 3} for n in range(4)])
-    tree = {
-        "model": {"path": str(base), "dtype": "float32"},
-        "method": "orthogonal_variance",
-        "lora": {"rank": 4, "alpha": 8},
-        "data": {"train": str(tmp_path / "rows.jsonl"), "max_length": 40, "packing": False},
-        "trainer": {"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2},
-        "export": {"merge": True, "verify": True},  # the merged logits are base + adapter's
-    }
+    recipe = recipe_of(
+        base,
+        tmp_path / "rows.jsonl",
+        method={"preset": "orthogonal_variance"},
+        trainer={"learning_rate": 1e-2},
+        export={"merge": True, "verify": True},  # the merged logits are base + adapter's
+    )
     with caplog.at_level(logging.WARNING):
-        run_recipe(recipe_from_tree(Tree(tree)), tmp_path / "run")
+        run_recipe(recipe, tmp_path / "run")
     merged = tmp_path / "run" / "merged"
     before, after = load_file(base / WEIGHTS), load_file(merged / WEIGHTS)
     assert before.keys() == after.keys() and carries(merged, head)

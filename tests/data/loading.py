@@ -12,3 +12,16 @@ def load_dataset_for(*arguments, **options):
 def prepare(*arguments, **options):
     """The rows without their counts."""
     return examples.prepare(*arguments, **options)[0]
+
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "One?"},
+    {"role": "assistant", "content": "Eins."},
+    {"role": "user", "content": "Two?"},
+    {"role": "assistant", "content": "Zwei – né."},
+]
+
+
+def texts(rows) -> list[dict]:
+    return [{"text": f"{i:02d} " + "word " * (i % 7)} for i in range(rows)]

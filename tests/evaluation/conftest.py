@@ -7,8 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from moe_finetune.errors import DependencyError
+from moe_finetune.evaluation.sandbox import Limits, Sandbox
+from moe_finetune.io.rows import read_rows
 from tests.evaluation import judge_server
 from tests.evaluation.completions_server import Handler
+
+QUICK = Limits(seconds=4)
 
 
 @pytest.fixture(scope="session")
@@ -18,6 +23,21 @@ def data_folder() -> Path:
     if not (folder / "gsm8k_test.jsonl").is_file():
         pytest.skip(f"no shared data at {folder}; set MOE_FINETUNE_DATA")
     return folder
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    try:
+        opened = Sandbox(QUICK, kinds=("bubblewrap",))
+    except DependencyError as error:
+        pytest.skip(str(error))
+    with opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def problems(data_folder):
+    return read_rows(data_folder / "HumanEval.jsonl.gz")
 
 
 def answering(running: ThreadingHTTPServer) -> Iterator[ThreadingHTTPServer]:

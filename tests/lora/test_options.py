@@ -10,7 +10,7 @@ import torch
 
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.verify import verify_merge
-from moe_finetune.lora.targets import add_lora
+from moe_finetune.lora.targets import add_lora, lora_config
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.lora_factors import expert_factors, parameter_wrappers
 from moe_finetune.recipe.sections import LoraSection
@@ -143,3 +143,11 @@ def test_the_saved_config_lists_targets_in_one_order(base, tmp_path):
     config = json.loads((folder / "adapter_config.json").read_text())
     for key in ("target_modules", "target_parameters"):
         assert len(config[key]) > 1 and config[key] == sorted(config[key])
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_only_a_named_target_warns(named, caplog):
+    targets = {"targets": ["attention", "shared_experts"]} if named else {}
+    model = tiny.model("qwen3_moe")
+    lora_config(model, LoraSection(rank=3, **targets), "full")
+    assert ("has no shared_experts" in caplog.text) is named

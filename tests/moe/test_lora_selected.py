@@ -21,6 +21,8 @@ from tests.checkpoint.helpers import load, with_adapter
 from tests.support import tiny
 from tests.support.tiny_adapter import random_factors
 
+pytestmark = pytest.mark.usefixtures("warm")  # for rehearsals of runs
+
 EXPERTS, RANK = 12, 4
 CHOSEN = {
     "qwen3_moe": {0: [7], 2: [10, 1, 4, 5, 0]},

@@ -24,6 +24,8 @@ from tests.support import tiny
 from tests.support.places import places
 from tests.support.tiny_adapter import LORA, adapted
 
+pytestmark = pytest.mark.usefixtures("warm")  # for rehearsals of runs
+
 NEEDS_A_FILE = {"supervised_routing"}
 LEAST = 1e-6
 """Gradients below this share of the largest are rounding, and are not compared by direction."""

@@ -1,5 +1,6 @@
 """Wrong keys are known before torch and TRL are imported."""
 
+import json
 import subprocess
 import sys
 from typing import Any
@@ -10,11 +11,16 @@ from moe_finetune.recipe.stages import STAGES, trainer_section
 from moe_finetune.recipe.trainer_source import section_in_source
 
 PROGRAM = """
-import sys
+import contextlib, io, json, sys
 from moe_finetune import cli
-code = cli.main(sys.argv[1:])
-assert not {"torch", "transformers", "trl"} & sys.modules.keys()
-sys.exit(code)
+answers = []
+for command in json.load(sys.stdin):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        code = cli.main(command)
+    assert not {"torch", "transformers", "trl"} & sys.modules.keys(), command
+    answers.append([code, said.getvalue()])
+json.dump(answers, sys.stdout)
 """
 
 
@@ -30,27 +36,33 @@ def test_the_source_shows_the_fields_of_the_class(stage):
     assert sum(field.annotation is Any for field in source.values()) < 12
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--help"], None),
-        (["--outptu", "x"], "No such option: --outptu"),
-        (["learning_rte=3", "lora.r=2"], "learning_rte: unknown key\nlora.rank"),
-        (["trainer.learning_rte=3"], "did you mean 'learning_rate'"),
-        (["trainer.learning_rate=fast"], "trainer.learning_rate: must be a valid number"),
-        (["trainer.beta=0.1"], "it belongs to stage dpo or grpo"),
-        (["trainer.load_in_4bit=true"], "did you mean 'model.quantization: nf4'?"),
-        (["trainer.max_seq_length=99"], "did you mean 'data.max_length'?"),
-        (["model.path=3"], "model.path: must be a valid string, not 3"),
-        (["stage=sftt"], "stage: must be 'sft', 'pretrain', 'dpo' or 'grpo', not 'sftt'"),
-    ],
-)
-def test_a_wrong_key_ends_without_the_heavy_imports(tmp_path, arguments, said):
+CASES = [
+    (["--help"], None),
+    (["--outptu", "x"], "No such option: --outptu"),
+    (["learning_rte=3", "lora.r=2"], "learning_rte: unknown key\nlora.rank"),
+    (["trainer.learning_rte=3"], "did you mean 'learning_rate'"),
+    (["trainer.learning_rate=fast"], "trainer.learning_rate: must be a valid number"),
+    (["trainer.beta=0.1"], "it belongs to stage dpo or grpo"),
+    (["trainer.load_in_4bit=true"], "did you mean 'model.quantization: nf4'?"),
+    (["trainer.max_seq_length=99"], "did you mean 'data.max_length'?"),
+    (["model.path=3"], "model.path: must be a valid string, not 3"),
+    (["stage=sftt"], "stage: must be 'sft', 'pretrain', 'dpo' or 'grpo', not 'sftt'"),
+]
+
+
+def test_a_wrong_key_ends_without_the_heavy_imports(tmp_path):
     recipe = tmp_path / "r.yaml"
     recipe.write_text("model: {path: m}\nmethod: erc\ndata: {train: t.jsonl}\n")
-    command = ["train", str(recipe), *arguments, "--output", str(tmp_path / "run")]
+    output = ["--output", str(tmp_path / "run")]
+    commands = [["train", str(recipe), *arguments, *output] for arguments, _ in CASES]
     child = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *command], capture_output=True, text=True, cwd=tmp_path
+        [sys.executable, "-c", PROGRAM],
+        input=json.dumps(commands),
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
     )
-    assert child.returncode == (0 if said is None else 2), child.stderr
-    assert all(part in child.stderr for part in (said or "").split("\n"))
+    assert child.returncode == 0, child.stderr
+    for (arguments, said), (code, shown) in zip(CASES, json.loads(child.stdout), strict=True):
+        assert code == (0 if said is None else 2), (arguments, shown)
+        assert all(part in shown for part in (said or "").split("\n")), (arguments, shown)

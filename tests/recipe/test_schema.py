@@ -9,9 +9,9 @@ import yaml
 from moe_finetune.errors import RecipeError
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.recipe.method import resolve_method
-from moe_finetune.recipe.schema import Recipe, load_recipe
+from moe_finetune.recipe.schema import Recipe, load_recipe, recipe_from_tree
 from moe_finetune.recipe.section import hide_secrets
-from moe_finetune.recipe.tree import load_tree
+from moe_finetune.recipe.tree import Tree, load_tree
 
 BASE = """\
 model: {path: some/model}
@@ -252,3 +252,14 @@ def test_files_that_extend_each_other_in_a_fan_are_read_once(write):
     started = time.process_time()
     load_tree([write("top.yaml", "extends: r0.yaml")])
     assert time.process_time() - started < 5
+
+
+def test_a_recipe_is_told_what_it_needs():
+    values = {"trainer": {"max_steps": 3}, "lora": {"rank": -1}}
+    with pytest.raises(RecipeError) as caught:
+        recipe_from_tree(Tree(values))
+    assert str(caught.value).splitlines() == [
+        "model.path: required, but missing",
+        "data.train: required, but missing",
+        "lora.rank: must be greater than or equal to 1, not -1",
+    ]

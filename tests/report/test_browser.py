@@ -4,6 +4,7 @@ One browser process and one page for all checks.
 """
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +14,11 @@ import pytest
 
 from moe_finetune.report import write_report
 from tests.report.folders import TASKS, write_run
-from tests.support.browser import system_browser
 
 playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed")
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+SYSTEM = next(filter(None, map(shutil.which, NAMES)), None)
 OVERLAPS = """() => {
   const name = (node) => `${node.tagName}.${node.getAttribute("class") ?? ""} ${node.textContent.slice(0, 40)}`;
   const meets = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1;
@@ -55,9 +57,7 @@ def shown(tmp_path_factory) -> Iterator[SimpleNamespace]:
     file = write_report(runs, root / "page.html")
     with playwright.sync_playwright() as started:
         try:
-            browser = started.chromium.launch(
-                executable_path=system_browser(), args=["--no-sandbox"]
-            )
+            browser = started.chromium.launch(executable_path=SYSTEM, args=["--no-sandbox"])
         except playwright.Error as error:
             pytest.skip(f"no Chromium ('make test' installs it): {error}")
         page = browser.new_page(viewport={"width": 1400, "height": 1000})

@@ -31,6 +31,11 @@ def ingredients(tiny_checkpoint, tmp_path_factory) -> dict:
     }
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _warm(warm):
+    """Rehearsals of runs are forked."""
+
+
 @pytest.fixture
 def write_study(tmp_path):
     """Write a study recipe and return its file."""

@@ -172,8 +172,8 @@ def test_a_run_under_accelerate_shows_its_steps(
         "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nmixed_precision: 'no'\n"
         "num_machines: 1\nnum_processes: 1\nuse_cpu: true\n"
     )
-    monkeypatch.setattr("moe_finetune.io.terminal.SILENT", 0.2)
-    monkeypatch.setattr("moe_finetune.io.terminal.STATUS_EVERY", 0.1)
+    for name in ("SILENT", "STATUS_EVERY", "EVERY"):  # before the process has begun, too
+        monkeypatch.setattr(f"moe_finetune.io.terminal.{name}", 0.1)
     monkeypatch.setattr("moe_finetune.io.progress.EVERY", 0.1)
     plain = {**ingredients, "evaluation": None, "export": {"merge": False}}
     plain["trainer"] = {**plain["trainer"], "max_steps": 200, "save_steps": 1000}

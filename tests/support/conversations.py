@@ -6,6 +6,9 @@ import re
 
 from transformers import AddedToken
 
+from moe_finetune.data.rows import Former
+from moe_finetune.data.tokenize import IGNORED, tokenize_row
+from moe_finetune.training.preview import marked
 from tests.support import tiny
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -80,3 +83,17 @@ def tokenizer_of(name: str):
     tokens = sorted(set(re.findall(r"<[|｜][^\s<>]+?[|｜]>", tokenizer.chat_template)))
     tokenizer.add_tokens([AddedToken(token, special=True) for token in tokens])
     return tokenizer
+
+
+def learned(row: dict, tokenizer, completion_only: bool = True, **options) -> str:
+    """The row's text with what is learned between ⟦ and ⟧."""
+    tokens = tokenize_row(Former(**options)("f:1", row), tokenizer, completion_only)
+    for token, label in zip(tokens.input_ids, tokens.labels, strict=True):
+        assert label in (token, IGNORED)
+    return marked(tokens.input_ids, tokens.labels, tokenizer, ("⟦", "⟧"))
+
+
+def write(tmp_path, *rows) -> str:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(file)

@@ -62,8 +62,10 @@ VLLM = ("vllm", "vllm.benchmarks.serve", "vllm.entrypoints.cli.main",
         "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker")  # fmt: skip
 """What programs import that serve a checkpoint."""
 START = "import sys; from tests.support import warm; warm.main(*sys.argv[1:])"
+_COLD = subprocess.Popen
 _PR_SET_CHILD_SUBREAPER = 36
 _LENGTH = struct.Struct("!Q")
+_PATH = sys.path[1:]
 _NAMES = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]
 
 
@@ -71,37 +73,43 @@ class Server:
     """Our end of a connection to the process that forks.
 
     Args:
-        connection: the socket to it.
-        environment: the variables under which it imported.
+        begin: what starts it, for its first order, and returns the socket to it.
+        environment: the variables under which it imports.
     """
 
-    def __init__(self, connection: socket.socket, environment: Mapping[str, str]):
-        self._connection, self._lock = connection, threading.Lock()
+    def __init__(self, begin: Callable[[], socket.socket], environment: Mapping[str, str]):
+        self._begin, self._lock = begin, threading.Lock()
+        self._connection: socket.socket | None = None
         self._imported_under = _read_at_import(environment)
 
     @classmethod
     def begin(cls, modules: Sequence[str] = (), **variables: str) -> Server:
-        """Start the process; it imports while we go on, and ends when we do.
+        """A server that ends when we do.
 
         Args:
             modules: what it imports besides everything of ours.
             variables: environment that it has beside ours.
         """
         environment = {**os.environ, "JE_ARROW_MALLOC_CONF": "background_thread:false", **variables}
-        ours, theirs = socket.socketpair()
-        with theirs:
-            subprocess.Popen(
-                [sys.executable, "-c", START, str(theirs.fileno()), *modules],
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                env=environment,
-            )
-        return cls(ours, environment)
+
+        def start() -> socket.socket:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                _COLD(
+                    [sys.executable, "-c", START, str(theirs.fileno()), *modules],
+                    cwd=ROOT,
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                    env=environment,
+                )
+            return ours
+
+        return cls(start, environment)
 
     def close(self) -> None:
         """Let it end."""
-        self._connection.close()
+        if self._connection is not None:
+            self._connection.close()
 
     def imported_under(self, environment: Mapping[str, str]) -> bool:
         """Whether a program with that environment would have imported the same."""
@@ -111,6 +119,7 @@ class Server:
         """Have a process forked that does ``order``; return the id of this new child of ours."""
         body = json.dumps(order).encode()
         with self._lock, _taking_orphans_in():
+            self._connection = self._connection or self._begin()
             socket.send_fds(self._connection, [_LENGTH.pack(len(body))], [*descriptors])
             self._connection.sendall(body)
             answer = _receive(self._connection, _LENGTH.size)
@@ -182,6 +191,7 @@ def _order(given: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     head, *words = [os.fsdecode(word) for word in given["args"]]
     words = words[words[:1] == ["-B"] :]  # what the environment says already
+    safe, words = words[:1] == ["-P"], words[words[:1] == ["-P"] :]
     quiet, unbuffered = words[:2] == ["-W", "ignore"], words[:1] == ["-u"]
     words = words[2 * quiet + unbuffered :]
     if head != sys.executable or len(words) < 2:
@@ -203,6 +213,7 @@ def _order(given: Mapping[str, Any]) -> dict[str, Any] | None:
         "arguments": arguments,
         "quiet": quiet,
         "unbuffered": unbuffered,
+        "safe": safe,
         "environment": {os.fsdecode(k): os.fsdecode(v) for k, v in environment.items()},
         "folder": os.fsdecode(given["cwd"] or os.getcwd()),
         "session": bool(given["start_new_session"]),
@@ -233,7 +244,7 @@ def main(descriptor: str, *modules: str) -> None:
             order, descriptors = _serve(connection)
             continue
         connection.close()
-        Popen.server = Server(ours, environment)
+        Popen.server = Server(lambda ours=ours: ours, environment)
         use()
         break
     try:
@@ -310,7 +321,7 @@ def _become(order: dict[str, Any], descriptors: list[int]) -> None:
         os.dup2(number, target)
         os.close(number)
     os.chdir(order["folder"])
-    sys.path[0] = order["folder"]
+    sys.path[:] = [*([] if order["safe"] else [order["folder"]]), *_PATH]
     os.environ.clear()
     os.environ.update(order["environment"])
     if order["unbuffered"]:

@@ -68,3 +68,8 @@ def refused(here, capsys):
         assert contents(here) == before
 
     return check
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _warm(warm):
+    """Rehearsals of runs are forked."""

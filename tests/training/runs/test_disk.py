@@ -8,11 +8,10 @@ import pytest
 from moe_finetune.errors import DiskSpaceError
 from moe_finetune.io import folder
 from moe_finetune.io.rows import write_jsonl
-from moe_finetune.recipe.schema import recipe_from_tree
-from moe_finetune.recipe.tree import Tree
 from moe_finetune.run import plan_run, run_recipe
 from moe_finetune.training import train
 from moe_finetune.training.start import checkpoints_at_once
+from tests.support.recipes import recipe_of
 
 
 @pytest.mark.parametrize("begin", [run_recipe, plan_run])
@@ -20,17 +19,12 @@ def test_a_run_that_does_not_fit_is_refused_before_its_weights_load(
     begin, tiny_checkpoint, tmp_path, monkeypatch
 ):
     write_jsonl(tmp_path / "rows.jsonl", [{"text": "ab " * 9}] * 4)
-    tree = {
-        "model": {"path": str(tiny_checkpoint("qwen3_moe")), "dtype": "float32"},
-        "lora": {"rank": 3},
-        "data": {"train": str(tmp_path / "rows.jsonl"), "max_length": 33},
-    }
     usage = shutil.disk_usage(tmp_path)
     few = SimpleNamespace(total=usage.total, used=usage.used, free=6_000_000)
     monkeypatch.setattr(folder.shutil, "disk_usage", lambda path: few)
     monkeypatch.setattr(train, "trainable_model", lambda start: pytest.fail("weights were loaded"))
     with pytest.raises(DiskSpaceError, match="MB are needed, but only 6 MB are free"):
-        begin(recipe_from_tree(Tree(tree)), tmp_path / "run")
+        begin(recipe_of(tiny_checkpoint("qwen3_moe"), tmp_path / "rows.jsonl"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

@@ -4,13 +4,29 @@ import pytest
 import torch
 
 from moe_finetune.errors import RecipeError
+from moe_finetune.recipe.schema import recipe_from_tree
+from moe_finetune.recipe.tree import Tree
 from moe_finetune.training.rehearsal import rehearse, rehearsing, to_rehearse
 from moe_finetune.training.start import open_start
 from tests.support import tiny
-from tests.training.runs.sweep import recipe_of
 
 USUAL_SFT = {"max_steps": 3, "save_steps": 2, "learning_rate": 1e-4, "warmup_steps": 1}
 USUAL = {"max_steps": 3, "beta": 0.2, "save_steps": 2, "learning_rate": 1e-4, "report_to": "none"}
+
+
+def recipe_of(stage, **trainer):
+    """A recipe of ``stage`` that reads no files."""
+    rewards = {"rewards": ["exact_match"]} if stage == "grpo" else {}
+    tree = {
+        "stage": stage,
+        "model": {"path": "m"},
+        "method": "none",
+        "lora": {"rank": 2},
+        "data": {"train": "t.jsonl"},
+        "trainer": trainer,
+        **rewards,
+    }
+    return recipe_from_tree(Tree(tree))
 
 
 def test_usual_values_need_no_child():

@@ -20,11 +20,10 @@ from moe_finetune.errors import AdapterError, CheckpointError, DataError
 from moe_finetune.io.rows import write_jsonl
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.models.loading import load_tokenizer
-from moe_finetune.recipe.schema import recipe_from_tree
-from moe_finetune.recipe.tree import Tree
 from moe_finetune.run import plan_run, run_recipe
 from tests.checkpoint.helpers import adapter
 from tests.support import tiny
+from tests.support.recipes import recipe_of
 
 CHAT = [
     {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}!"}]}
@@ -51,17 +50,9 @@ def base(tmp_path):
     return folder
 
 
-def recipe(base, **sections):
-    tree = {
-        "model": {"path": str(base), "dtype": "float32"},
-        "method": {"preset": "none"},
-        "lora": {"rank": 3, "alpha": 6},
-        "data": {"train": str(base.parent / "chat.jsonl"), "chat_template": "chatml"},
-        "trainer": {"max_steps": 2, "per_device_train_batch_size": 2, "report_to": []},
-    }
-    for name, values in sections.items():
-        tree[name] = {**tree.get(name, {}), **values} if isinstance(values, dict) else values
-    return recipe_from_tree(Tree(tree))
+def recipe(base, data=None, **sections):
+    chats = {"chat_template": "chatml", "max_length": 2048, **(data or {})}
+    return recipe_of(base, base.parent / "chat.jsonl", data=chats, **sections)
 
 
 @pytest.mark.parametrize("lora", [{}, None], ids=["adapter", "whole"])
