@@ -15,15 +15,17 @@ ARGUMENTS = ["demo", "--backend", "hf", "--steps", "2", "--output"]
 
 @pytest.fixture
 def few_rows(tmp_path, monkeypatch):
-    """The demo's folder with twelve rows to score in each file; all other rows as shipped."""
+    """The demo's folder with twelve rows of each file to score, and 300 to train on."""
     shipped, demo = recipes_folder() / "demo", tmp_path / "recipes" / "demo"
     demo.mkdir(parents=True)
     (demo / "checkpoint").symlink_to(shipped / "checkpoint")
     for file in shipped.glob("*.jsonl"):
         rows = file.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = rows[:12] if file.stem.endswith("_test") else rows
-        (demo / file.name).write_text("".join(kept), encoding="utf-8")
+        count = 12 if file.stem.endswith(("_test", "validation")) else 300
+        (demo / file.name).write_text("".join(rows[:count]), encoding="utf-8")
     monkeypatch.setattr("moe_finetune.demo.demo.recipes_folder", lambda: demo.parent)
+    # No engine runs; with its environment nothing would be forked.
+    monkeypatch.setattr("moe_finetune.demo.demo.engines_environment", dict)
 
 
 @pytest.mark.slow
@@ -57,7 +59,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_says_why(warm, tmp_path, capsys):
+def test_a_run_that_fails_says_why(warm, few_rows, tmp_path, capsys):
     (tmp_path / "demo" / "aux_loss").mkdir(parents=True)
     (tmp_path / "demo" / "aux_loss" / "mine.txt").touch()
     (tmp_path / "demo" / "data").mkdir()
