@@ -1,6 +1,6 @@
 """Run under another transformers: what it reads in a folder, as JSON and tensors.
 
-``python read.py FOLDER ANSWER``; needs nothing of this package.
+``python read.py FOLDER...`` writes ``FOLDER.answer``; needs nothing of this package.
 """
 
 import json
@@ -34,5 +34,6 @@ def read(folder: str) -> tuple[torch.Tensor, dict]:
 
 
 if __name__ == "__main__":
-    logits, said = read(sys.argv[1])
-    save_file({"logits": logits}, sys.argv[2], metadata={"said": json.dumps(said)})
+    for folder in sys.argv[1:]:
+        logits, said = read(folder)
+        save_file({"logits": logits}, f"{folder}.answer", metadata={"said": json.dumps(said)})

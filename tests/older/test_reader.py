@@ -15,12 +15,11 @@ from transformers import AutoTokenizer
 
 from moe_finetune.io.rows import write_jsonl
 from moe_finetune.io.run_folder import RunFolder
-from moe_finetune.recipe.schema import recipe_from_tree
-from moe_finetune.recipe.tree import Tree
 from moe_finetune.run import run_recipe
 from tests.conftest import READER
 from tests.older.read import read
 from tests.support import tiny
+from tests.support.recipes import recipe_of
 
 ROWS = [
     {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}!"}]}
@@ -37,12 +36,14 @@ def as_published(file: Path) -> None:
     file.write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize(
-    ("family", "lora"),
-    [("qwen3_moe", None), ("qwen3_moe", {}), ("deepseek_v3", {}), ("olmoe", {}), ("mixtral", None)],
-)
-def test_a_merged_run(family, lora, tmp_path):
-    base = tiny.save(family, tmp_path / "base")
+CASES = [
+    ("qwen3_moe", None), ("qwen3_moe", {}), ("deepseek_v3", {}), ("olmoe", {}), ("mixtral", None),
+]  # fmt: skip
+
+
+def merged(family, lora, folder: Path) -> Path:
+    """The merged checkpoint of a run on a base as its makers publish it."""
+    base = tiny.save(family, folder / "base")
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<extra>"]})
     tokenizer.chat_template = None
@@ -51,26 +52,38 @@ def test_a_merged_run(family, lora, tmp_path):
     settings = json.loads((base / "tokenizer_config.json").read_text())
     assert isinstance(settings["extra_special_tokens"], list)  # 4.57 reads no list there
     as_published(base / "config.json")
-    write_jsonl(tmp_path / "chat.jsonl", ROWS)
-    tree = {
-        "model": {"path": str(base), "dtype": "float32"},
-        "method": {"preset": "none"},
-        "router": {"train": "full"},
-        "lora": lora if lora is None else {"rank": 3, "alpha": 6},
-        "data": {"train": str(tmp_path / "chat.jsonl"), "chat_template": "chatml"},
-        "trainer": {"max_steps": 2, "learning_rate": 1e-2, "report_to": []},
-    }
-    merged = RunFolder(run_recipe(recipe_from_tree(Tree(tree)), tmp_path / "run")).merged
-    answer = tmp_path / "answer"
-    program = Path(__file__).with_name("read.py")
-    environment = {**os.environ, "PYTHONPATH": str(READER)}
+    write_jsonl(folder / "chat.jsonl", ROWS)
+    recipe = recipe_of(
+        base,
+        folder / "chat.jsonl",
+        router={"train": "full"},
+        lora=lora,
+        data={"chat_template": "chatml", "max_length": 64},
+        trainer={"learning_rate": 1e-2},
+    )
+    return RunFolder(run_recipe(recipe, folder / "run")).merged
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The merged checkpoints, each with the older version's answer next to it."""
+    made = [merged(*case, tmp_path_factory.mktemp(case[0])) for case in CASES]
     done = subprocess.run(
-        [sys.executable, str(program), str(merged), str(answer)],
-        env=environment, capture_output=True, text=True, cwd=tmp_path,
-    )  # fmt: skip
+        [sys.executable, str(Path(__file__).with_name("read.py")), *map(str, made)],
+        env={**os.environ, "PYTHONPATH": str(READER)},
+        capture_output=True,
+        text=True,
+        cwd=made[0].parent,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
-    logits, ours = read(str(merged))
-    with safe_open(answer, "pt") as file:
+    return made
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=map(str, CASES))
+def test_a_merged_run(folders, number):
+    folder = folders[number]
+    logits, ours = read(str(folder))
+    with safe_open(f"{folder}.answer", "pt") as file:
         theirs = json.loads(file.metadata()["said"])
         difference = (file.get_tensor("logits") - logits).abs().max().item()
     assert theirs.pop("version").startswith("4.57") and ours.pop("version").startswith("5.")

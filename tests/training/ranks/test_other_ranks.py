@@ -10,7 +10,7 @@ from moe_finetune.errors import CheckpointError
 from moe_finetune.training.checkpoint import verify_checkpoint
 from moe_finetune.training.shards import FOLDER, stored
 from tests.support.ranks import run_ranks
-from tests.training.ranks.resume_worker import HALF, METHODS, WORLDS
+from tests.training.ranks.resume_worker import HALF, KILLED, METHODS, WORLDS
 
 pytestmark = pytest.mark.slow
 LIMIT = 1e-5
@@ -85,7 +85,7 @@ def test_a_rank_that_dies_while_it_saves_leaves_the_run_as_it_would_be(warm, tmp
         with pytest.raises(AssertionError):
             run_ranks(worker, 2, tmp_path, "run", place)
     run_ranks(worker, 2, tmp_path, "run", "")
-    for case in METHODS:
+    for case in KILLED:
         wanted, got = (
             (tmp_path / f"{case}-{name}" / "weights.safetensors").read_bytes()
             for name in ("straight", "run")
