@@ -337,7 +337,7 @@ class _Reader:
     def _chosen(self, key: str) -> tuple[int, ...] | None:
         """The experts that moe_finetune.json lists for the layer of ``key``; None without a list.
 
-        Adapters of this toolkit until November 2026 have factors of chosen experts only.
+        A training's checkpoints have factors of chosen experts only.
         """
         selection, layer = self.adapter.metadata.experts, _LAYER.search(key)
         if selection is None or layer is None or f".{self.base.places.experts_path}." not in key:

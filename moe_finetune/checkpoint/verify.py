@@ -379,8 +379,8 @@ def _set_bias(model: Any, bias: Mapping[int, Sequence[float]]) -> None:
             buffer.copy_(torch.tensor([float(value) for value in bias[int(layer[1])]]))
 
 
-def random_tokens(base: Checkpoint, seed: int = 0) -> list[Tensor]:
+def random_tokens(base: Checkpoint) -> list[Tensor]:
     """Three rows of random token ids from the base's vocabulary."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     size = base.model_config.get_text_config().vocab_size
     return [torch.randint(size, (1, length), generator=generator) for length in (7, 16, 33)]

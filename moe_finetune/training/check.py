@@ -27,6 +27,7 @@ from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.record import scores_of
 from moe_finetune.models.base import Family
 from moe_finetune.models.find import using
+from moe_finetune.models.places import Places
 from moe_finetune.models.shrink import shrunk_config
 from moe_finetune.models.structure import class_of, sites
 from moe_finetune.moe.biased_choice import correction_bias
@@ -100,6 +101,7 @@ class FamilyCheck:
         return "\n".join([head, *(check.line() for check in self.checks), *notes, end])
 
 
+Gradients = dict[str, Tensor]
 Comparison = Callable[[Any, Family], Iterator[Check]]
 
 
@@ -225,16 +227,11 @@ def _gradients(model: nn.Module, family: Family) -> Iterator[Check]:
         actual = _run(model)
     needed = {"attention", "router", "routed experts"}
     needed |= {"shared experts"} if places.shared else set()
-    groups: dict[str, list[str]] = {}
-    for name in stock:
-        groups.setdefault(group_of(name, places), []).append(name)
+    groups = differences(stock, actual, places)
     for group in sorted(needed - groups.keys()):
         yield Check(f"gradients, {group}", problem="LoRA reaches none of its modules")
-    for group, names in sorted(groups.items()):
-        pairs = (
-            torch.cat([gradients[n].flatten() for n in names]) for gradients in (stock, actual)
-        )
-        yield Check(f"gradients, {group}", _difference(*pairs), GRADIENTS)
+    for group, difference in groups.items():
+        yield Check(f"gradients, {group}", difference, GRADIENTS)
 
 
 def _merged(stock: Any, family: Family) -> Iterator[Check]:
@@ -300,10 +297,21 @@ def random_factors(model: nn.Module) -> nn.Module:
     return model
 
 
-def _run(model: nn.Module) -> dict[str, Tensor]:
+def _run(model: nn.Module) -> Gradients:
     model.zero_grad()
     model(**batch(model)).loss.backward()
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def differences(expected: Gradients, actual: Gradients, places: Places) -> dict[str, float]:
+    """The relative difference of each part's gradients, taken as one vector."""
+    sums: dict[str, list[float]] = {}
+    for name in expected.keys() | actual.keys():
+        one, other = (gradients.get(name, torch.zeros(())) for gradients in (expected, actual))
+        part = sums.setdefault(group_of(name, places), [0.0, 0.0])
+        part[0] += float((one.double() - other.double()).square().sum())
+        part[1] += float(one.double().square().sum())
+    return {part: (error / (size + 1e-24)) ** 0.5 for part, (error, size) in sorted(sums.items())}
 
 
 def _difference(expected: Tensor, actual: Tensor) -> float:

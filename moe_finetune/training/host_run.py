@@ -20,6 +20,7 @@ from moe_finetune.errors import MoeFinetuneError, ObjectiveError
 from moe_finetune.io import write_atomic
 from moe_finetune.io.folder import enter_folder
 from moe_finetune.io.run_folder import RunFolder
+from moe_finetune.models.loading import load_tokenizer
 from moe_finetune.moe.layers import backbone_of, causal_lm
 from moe_finetune.recipe.data import DataSection
 from moe_finetune.recipe.method import Method
@@ -76,7 +77,7 @@ class HostRun:
         resumed = enter_folder(self.output, self._run.recipe, "a run", bool(state.global_step))
         self._recipe = recipe = self._read_recipe(specialization.model, args)
         self.metadata = run_metadata(recipe)
-        self._tokenizer = events.get("processing_class") or _tokenizer_of(recipe)
+        self._tokenizer = events.get("processing_class") or load_tokenizer(recipe.model.path)
         self._data, self._rows = _sample(trainer, events.get("train_dataloader"))
         self._started = time.perf_counter()
         if args.logging_strategy == "steps" and state.logging_steps > state.max_steps:
@@ -193,12 +194,6 @@ def _text(recipe: Recipe, args: Any, max_steps: int) -> str:
 def _lora_config(model: Any) -> Any:
     config = getattr(model, "peft_config", {}).get(getattr(model, "active_adapter", None))
     return config if getattr(config, "peft_type", None) == "LORA" else None
-
-
-def _tokenizer_of(recipe: Recipe) -> Any:
-    from moe_finetune.models.loading import load_tokenizer
-
-    return load_tokenizer(recipe.model.path)
 
 
 def _sample(trainer: Any, loader: Any) -> tuple[Literal["validation", "train"], list[Example]]:

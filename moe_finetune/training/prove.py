@@ -27,7 +27,6 @@ from moe_finetune.losses.base import Schedule
 from moe_finetune.losses.objective import Objective
 from moe_finetune.losses.tensors import without_autocast
 from moe_finetune.models.base import Family
-from moe_finetune.models.places import Places
 from moe_finetune.moe.checkpointing import checkpoint_layers
 from moe_finetune.moe.context import CONTEXT_KEY
 from moe_finetune.moe.layers import model_facts, places_in
@@ -40,8 +39,10 @@ from moe_finetune.training.check import (
     RECORDED,
     Check,
     FamilyCheck,
+    Gradients,
     batch,
     compare,
+    differences,
     random_factors,
 )
 from moe_finetune.training.specialization import Specialization
@@ -51,7 +52,6 @@ from moe_finetune.training.twin_by_hand import losses, records, seeing
 LEARNING_RATE, STEPS, ACCUMULATION = 1e-2, 2, 2
 BY_HAND, CHECKPOINTED = "gradients of the method", "gradients under checkpointing"
 STEPS_OF_TRAINER = "steps of the trainer"
-Gradients = dict[str, Tensor]
 
 
 def prove(config: Any, family: Family, recipe: Recipe) -> FamilyCheck:
@@ -122,7 +122,7 @@ class _Proof:
             running.recorder.backbone.register_forward_pre_hook(same_draws, with_kwargs=True)
 
         actual = self._gradients(model, self._method(noise=False), 0.0, add_draws)
-        for group, difference in _differences(expected, actual, places_in(model)).items():
+        for group, difference in differences(expected, actual, places_in(model)).items():
             yield Check(f"{BY_HAND}, {group}", difference, GRADIENTS)
 
     def _objective(self, model: nn.Module) -> Objective:
@@ -159,7 +159,7 @@ class _Proof:
             if checkpoints:
                 checkpoint_layers(model)
             runs.append(self._gradients(model, self._method(noise=True), dropout, _with_bias))
-        worst = max(_differences(runs[0], runs[1], places_in(model)).values())
+        worst = max(differences(runs[0], runs[1], places_in(model)).values())
         yield Check(CHECKPOINTED, worst, RECORDED)
 
     # -- 4 ------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class _Proof:
             {n: p.detach() - start[n] for n, p in one.named_parameters() if n in start}
             for one in (looped, model)
         )
-        for group, difference in _differences(expected, actual, places_in(model)).items():
+        for group, difference in differences(expected, actual, places_in(model)).items():
             yield Check(f"{STEPS_OF_TRAINER}, {group}", difference, GRADIENTS)
 
     def _train(self, model: Any, method: Method) -> list[Tensor]:
@@ -335,29 +335,6 @@ def _differentiated(model: nn.Module, value: Tensor) -> Gradients:
 
 def _norm(gradients: Gradients) -> float:
     return float(sum(value.double().square().sum() for value in gradients.values())) ** 0.5
-
-
-def _differences(expected: Gradients, actual: Gradients, places: Places) -> dict[str, float]:
-    """The relative difference of each part's gradients, taken as one vector."""
-    groups: dict[str, list[tuple[Tensor, Tensor]]] = {}
-    for name in expected.keys() | actual.keys():
-        one, other = expected.get(name), actual.get(name)
-        like = one if one is not None else other
-        assert like is not None
-        pair = tuple(torch.zeros_like(like) if value is None else value for value in (one, other))
-        groups.setdefault(_part(name, places), []).append(pair)  # type: ignore[arg-type]
-    differences = {}
-    for group, pairs in sorted(groups.items()):
-        size = sum(float(one.double().square().sum()) for one, _ in pairs)
-        distance = sum(float((one - other).double().square().sum()) for one, other in pairs)
-        differences[group] = (distance / (size + 1e-24)) ** 0.5
-    return differences
-
-
-def _part(name: str, places: Places) -> str:
-    if f".{places.router_name}." in name:
-        return "router"
-    return "routed experts" if f".{places.experts_name}." in name else "others"
 
 
 def _tokenizer() -> Any:

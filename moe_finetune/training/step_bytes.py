@@ -172,14 +172,14 @@ def scan_of(layer: nn.Module) -> tuple[nn.Module | None, float, float]:
         if states:
             saved = sizes["intermediate_size"] * (3.5 * states + 5)
             return module, saved, 2.05 * saved
-        if heads := sizes.get("num_v_heads", 0):
-            states, width = sizes["head_k_dim"], sizes["head_v_dim"]
-            saved = heads * (10 * states + 7 * width + 2 * states * width / CHUNK + 5 * CHUNK)
+        if value_heads := sizes.get("num_v_heads", 0):
+            keys, values = sizes["head_k_dim"], sizes["head_v_dim"]
+            saved = value_heads * (10 * keys + 7 * values + 2 * keys * values / CHUNK + 5 * CHUNK)
             return module, saved, 1.3 * saved
         if hasattr(module, "slope_rate"):
             saved = 0.8 * sizes["num_attention_heads"] * sizes["block_size"]
             return None, saved, 3.6 * saved
-        if hasattr(module, "A_log"):
-            saved = 3.5 * sizes["num_heads"] * CHUNK * sizes["head_dim"]
+        if hasattr(module, "A_log") and heads and width:
+            saved = 3.5 * heads * CHUNK * width
             return module, saved, 1.8 * saved
     return None, 0, 0
