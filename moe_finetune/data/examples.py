@@ -4,8 +4,8 @@ The result has ``input_ids`` and ``labels``, which TRL's ``SFTTrainer`` only pac
 (``packing_strategy``) or pads. Truncated and dropped rows are counted and logged.
 
 Rows go to disk as they are read and as they are tokenized, and the result is memory-mapped, so
-memory does not grow with the data. A folder ``data/<key>`` of the cache holds ``rows/`` (a dataset)
-and ``counts.json``; it appears whole, and its name is a hash of everything that determines its
+memory does not grow with the data. A folder ``data/<key>`` of the cache holds ``rows/*.arrow`` and
+``counts.json``; it appears whole, and its name is a hash of everything that determines its
 content. The same recipe thus prepares its data once, and one of several processes, of the same or
 another run, prepares it while the others wait for its lock.
 """
@@ -48,11 +48,10 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 log = logging.getLogger(__name__)
-FORMAT = 11
+FORMAT = 12
 """Increase this when the code gives different tokens, labels or counts for the same input."""
 COLUMNS = ("input_ids", "labels")
 _COUNTS = "counts.json"
-_BATCH = 64
 _SAID = {
     "truncated": "{n} rows are longer than data.max_length {max_length} and were truncated by "
     "{cut} tokens in total",
@@ -78,6 +77,7 @@ _SAID = {
 }
 """What can happen to a row, and what the log says about it."""
 _FLAGS = {name: 1 << bit for bit, name in enumerate(_SAID)}
+_OF_TOKENS = [field.name for field in dataclasses.fields(Tokens) if field.name in _SAID]
 
 
 @dataclass(frozen=True)
@@ -177,8 +177,6 @@ def prepare(
 
     Validation data may have fewer rows than ``data.limit``, whose draw the seed decides.
     """
-    from datasets import load_from_disk
-
     chosen = listed(sources, name)
     for source in chosen:
         if files := files_line(source.path, source.split or data.split):
@@ -214,7 +212,7 @@ def prepare(
             "space, or set MOE_FINETUNE_CACHE to another folder"
         ) from error
     counts = Counts(**read_object(folder / _COUNTS, DataError, "remove the folder"))
-    dataset: Any = load_from_disk(str(folder / "rows"))
+    dataset = _rows(folder)
     summary, *losses = counts.lines(data.max_length)
     log.info("%s data: %s%s", name, summary, " (prepared before)" if was_prepared else "")
     for loss in losses:
@@ -252,15 +250,16 @@ def _write(
     chosen: list[DataSource], data: DataSection, tokenizer: Any, name: str, seed: int, folder: Path
 ) -> Counts:
     """Read the sources, tokenize their rows into the dataset ``folder / "rows"``, count them."""
-    from datasets import Dataset, Features, Value
+    from datasets import Dataset, Features, Json, Value
     from datasets.arrow_writer import ArrowWriter
 
     readers = [SourceReader(source, data, seed + n) for n, source in enumerate(chosen)]
     unanswered, turns = 0, TurnCounts()
-    read = Features({"place": Value("string"), "source": Value("int32"), "row": Value("string")})
+    read = Features({"place": Value("string"), "source": Value("int32"), "row": Json()})
     with ArrowWriter(path=str(folder / "read.arrow"), features=read) as writer:
         for source, location, row in rows_of(readers, data, name, seed):
             _check_form(chosen[source].path, readers[source].former.form, data)
+            _check_plain(location, row)
             used = row
             if "messages" in row:
                 turns.add(row)
@@ -269,14 +268,14 @@ def _write(
                 unanswered += used is not row
             answers = each_answer(used) if data.turns == "each" and "messages" in row else []
             for example in answers or [used]:
-                writer.write({"place": location, "source": source, "row": _json(location, example)})
+                writer.write({"place": location, "source": source, "row": example})
         writer.finalize()
     numbers = ("source", "flags", "tokens", "learned", "cut")
+    (folder / "rows").mkdir()
     tokenized = Dataset.from_file(str(folder / "read.arrow")).map(
         _tokenize,
         fn_kwargs={"tokenizer": tokenizer, "data": data},
-        batched=True,
-        batch_size=_BATCH,
+        with_indices=True,
         num_proc=data.num_proc,
         remove_columns=["place", "row"],
         features=Features(
@@ -284,18 +283,18 @@ def _write(
             | {name: Value("int32") for name in numbers}
             | {"problem": Value("string")}
         ),
-        cache_file_name=str(folder / "tokens.arrow"),
+        cache_file_name=str(folder / "rows" / "tokens.arrow"),
         new_fingerprint="tokens",  # hashing the tokenizer takes longer than tokenizing small data
         load_from_cache_file=False,
         desc=f"Tokenizing {name}",
     )
+    (folder / "read.arrow").unlink()
     columns = tokenized.select_columns(list(numbers)).with_format("numpy")[:]
     problems = tokenized["problem"][:]  # as text: NumPy gives every row the longest one's width
     notes = {note: int((columns["flags"] & flag > 0).sum()) for note, flag in _FLAGS.items()}
     usable = len(problems) - notes["malformed"]
     first = next(filter(None, problems), "")
-    lost = _FLAGS["malformed"] | _FLAGS["unlearned"] | _FLAGS["dropped"]
-    usable_rows = columns["flags"] & lost == 0
+    usable_rows = columns["tokens"] > 0
     if not usable:
         raise DataError(f"data.{name}: all {len(problems)} rows are malformed; the first: {first}")
     if notes["unlearned"] == usable:
@@ -308,16 +307,12 @@ def _write(
             f"data.{name}: none of the {usable} rows has a learned token within data.max_length "
             f"{data.max_length}; raise it"
         )
-    rows = tokenized if usable_rows.all() else tokenized.select(usable_rows.nonzero()[0])
-    rows.select_columns(list(COLUMNS)).save_to_disk(str(folder / "rows"))
-    for file in folder.glob("*.arrow"):
-        file.unlink()
     notes["unanswered"] = unanswered
     notes["malformed"] += sum(reader.malformed for reader in readers)
     return Counts(
         rows=usable,
-        tokens=int(columns["tokens"][usable_rows].sum()),
-        learned=int(columns["learned"][usable_rows].sum()),
+        tokens=int(columns["tokens"].sum()),
+        learned=int(columns["learned"].sum()),
         cut=int(columns["cut"].sum()),
         sources=np.bincount(columns["source"][usable_rows], minlength=len(chosen)).tolist(),
         notes=notes,
@@ -325,6 +320,17 @@ def _write(
         unread=sorted(set[str]().union(*(reader.unread for reader in readers))),
         turns=turns.lines(field_reader(tokenizer)),
     )
+
+
+def _rows(folder: Path) -> Dataset:
+    """The rows of a folder of the cache that are used: those that have tokens."""
+    from datasets import Dataset, concatenate_datasets
+
+    files = sorted((folder / "rows").glob("tokens*.arrow"))  # one of each process
+    rows = concatenate_datasets([Dataset.from_file(str(file)) for file in files])
+    used_N = rows.select_columns("tokens").with_format("numpy")[:]["tokens"] > 0
+    rows = rows.select_columns(list(COLUMNS))
+    return rows if used_N.all() else rows.select(used_N.nonzero()[0])
 
 
 def _check_form(source: str, form: str, data: DataSection) -> None:
@@ -340,39 +346,32 @@ def _check_form(source: str, form: str, data: DataSection) -> None:
         )
 
 
-def _json(location: str, row: Row) -> str:
-    """A row as JSON; a table would give all objects the fields of all others."""
+def _check_plain(location: str, row: Row) -> None:
+    """Refuse a row that is not JSON; as a table, it would give all objects one's fields."""
     try:
-        return json.dumps(row, allow_nan=False)
+        json.dumps(row, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise DataError(f"{location}: a value is neither text nor a number: {error}") from error
 
 
-def _tokenize(
-    batch: dict[str, list[Any]], tokenizer: Any, data: DataSection
-) -> dict[str, list[Any]]:
-    """Ids and labels of rows within ``max_length``, and what happened to each row."""
-    completion_only = data.completion_only_loss is not False
-    tokenized: list[dict[str, Any]] = []
-    for location, text in zip(batch["place"], batch["row"], strict=True):
-        row = json.loads(text)
-        try:
-            tokens = tokenize_row(row, tokenizer, completion_only)
-            tokenized.append(_within(tokens, location, data))
-        except DataError as error:
-            if isinstance(error, RenderingError) and row.get("opening"):
-                tokenized.append(_within(Tokens([], [], unlocated=True), location, data))
-                continue
-            message = str(error) if str(error).startswith(location) else f"{location}: {error}"
-            refused = isinstance(error, RenderingError)
-            if not refused or data.malformed != "drop":
-                raise DataError(message + (DROP_REMEDY if refused and tokenized else "")) from error
-            nothing = _within(Tokens([], []), location, data)
-            tokenized.append(nothing | {"flags": _FLAGS["malformed"], "problem": message})
-    return {name: [row[name] for row in tokenized] for name in tokenized[0]}
+def _tokenize(example: Row, index: int, tokenizer: Any, data: DataSection) -> Row:
+    """Ids and labels of a row within ``max_length``, and what happened to it."""
+    location, row = example["place"], example["row"]
+    try:
+        return _within(tokenize_row(row, tokenizer, data.completion_only_loss is not False),
+                       location, data)  # fmt: skip
+    except DataError as error:
+        refused = isinstance(error, RenderingError)
+        if refused and row.get("opening"):
+            return _within(Tokens([], [], unlocated=True), location, data)
+        message = str(error) if str(error).startswith(location) else f"{location}: {error}"
+        if not refused or data.malformed != "drop":
+            raise DataError(message + (DROP_REMEDY if refused and index else "")) from error
+        nothing = _within(Tokens([], []), location, data)
+        return nothing | {"flags": _FLAGS["malformed"], "problem": message}
 
 
-def _within(tokens: Tokens, location: str, data: DataSection) -> dict[str, Any]:
+def _within(tokens: Tokens, location: str, data: DataSection) -> Row:
     splits = data.packing and data.packing_strategy != "bfd"
     cut = 0 if splits else max(0, len(tokens.input_ids) - data.max_length)
     if cut and data.overlong == "error":
@@ -381,25 +380,16 @@ def _within(tokens: Tokens, location: str, data: DataSection) -> dict[str, Any]:
             f"{data.max_length}; raise it, or set data.overlong to truncate or drop"
         )
     end = len(tokens.input_ids) - cut
-    labels = tokens.labels[:end]
-    learned = sum(label != IGNORED for label in labels)
+    learned = sum(label != IGNORED for label in tokens.labels[:end])
     unlearned = all(label == IGNORED for label in tokens.labels)
     dropped = not unlearned and (not learned or bool(cut and data.overlong == "drop"))
-    cut = 0 if dropped or unlearned else cut
-    notes = {
-        "truncated": cut > 0,
-        "dropped": dropped,
-        "unlearned": unlearned,
-        "rewritten": tokens.rewritten,
-        "endless": tokens.endless,
-        "straddled": tokens.straddled,
-        "unlocated": tokens.unlocated,
-        "thoughtless": tokens.thoughtless,
-        "delimited": tokens.delimited,
-    }
+    if dropped or unlearned:
+        end = learned = cut = 0
+    notes = {"truncated": cut > 0, "dropped": dropped, "unlearned": unlearned}
+    notes |= {name: getattr(tokens, name) for name in _OF_TOKENS}
     return {
         "input_ids": tokens.input_ids[:end],
-        "labels": labels,
+        "labels": tokens.labels[:end],
         "tokens": end,
         "learned": learned,
         "cut": cut,

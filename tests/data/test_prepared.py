@@ -148,7 +148,7 @@ def test_what_fails_leaves_nothing(cache, source, tokenized, monkeypatch):
 def test_a_killed_preparation_is_made_again(cache, source):
     rows = prepared(source)
     expected, folder = rows.to_list(), Path(rows.cache_files[0]["filename"]).parents[1]
-    for damage in (folder / "counts.json", folder / "rows" / "state.json"):
+    for damage in (folder / "counts.json", folder / "rows" / "tokens.arrow"):
         damage.unlink()
         (folder / "counts.json").unlink(missing_ok=True)  # it is written last
         folder.with_name(f".{folder.name}.partial-0123abcd").mkdir()
