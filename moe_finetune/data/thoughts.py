@@ -9,6 +9,7 @@ _TAGS = (
     (r"<\|begin_of_thought\|>", r"<\|end_of_thought\|>"),  # OpenThinker
     (r"<\|inner_prefix\|>", r"<\|inner_suffix\|>"),  # Apertus
     (r"<\|channel>thought", r"<channel\|>"),  # Gemma 4
+    (r"<unused94>thought", r"<unused95>"),  # MedGemma, as Google's quick start takes them apart
 )
 # gpt-oss opens a channel for its thoughts, and another one for its answer.
 _CHANNEL, _FINAL = r"<\|channel\|>analysis<\|message\|>", r"<\|channel\|>final<\|message\|>"

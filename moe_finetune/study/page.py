@@ -109,11 +109,7 @@ def figures(results: StudyResults, study_table: Table) -> Markup | None:
         candidates = [
             _benchmarks(arms, study_table, colors),
             *(_metric(arms, column, colors) for column in study_table.columns),
-            *(
-                chart
-                for column in study_table.columns
-                for chart in _curves(arms, column, results, colors)
-            ),
+            *(_curves(arms, column, results, colors) for column in study_table.columns),
         ]
         pictures = [picture for picture in candidates if picture is not None]
         if pictures:
@@ -183,13 +179,10 @@ def _dot(label: str, cell: Cell, colors: dict[str, str]) -> Dot:
 
 def _curves(
     arms: Group, column: Column, results: StudyResults, colors: dict[str, str]
-) -> list[Markup]:
-    """A column over training, one line per arm: the mean of its runs at steps that all have.
-
-    A metric is drawn a second time as the difference from the baseline's curve.
-    """
+) -> Markup | None:
+    """A column over training, one line per arm: the mean of its runs at steps that all have."""
     if column.name == AVERAGE and (results.together or results.benchmarks is not None):
-        return []  # a run's benchmarks may differ from the column's
+        return None  # a run's benchmarks may differ from the column's
     series = []
     for row in arms.rows:
         runs = [
@@ -209,27 +202,10 @@ def _curves(
             values = [value * (100 if column.percent else 1) for value in curve.values()]
             series.append(Series(row.label, colors[row.label], steps, values, kind))
     if not series:
-        return []
+        return None
     column_name = column.name if column.benchmark else word(column.name).name
     title = f"{column_name}{', %,' if column.percent else ''} over training steps"
-    charts = [figure(title, line_chart(title, "The mean of each arm's runs.", series))]
-    differences = [] if column.benchmark else _differences(series)
-    if differences:
-        title = f"{column_name} over training steps, difference from the baseline"
-        charts.append(figure(title, line_chart(title, "Arm minus baseline.", differences)))
-    return charts
-
-
-def _differences(series: list[Series]) -> list[Series]:
-    """Each arm's curve minus the baseline's, at the steps that both have."""
-    base = next((dict(zip(s.x, s.y, strict=True)) for s in series if s.kind == "baseline"), {})
-    differences = []
-    for line in series:
-        points = [(x, y - base[x]) for x, y in zip(line.x, line.y, strict=True) if x in base]
-        if line.kind != "baseline" and len(points) >= POINTS:
-            steps, values = map(list, zip(*points, strict=True))
-            differences.append(Series(line.label, line.color, steps, values))
-    return differences
+    return figure(title, line_chart(title, "The mean of each arm's runs.", series))
 
 
 def mean_curve(curves: list[dict[int, float]]) -> dict[int, float]:

@@ -46,6 +46,8 @@ GPT_OSS = "<|channel|>analysis<|message|>5?<|end|><|start|>assistant<|channel|>f
         ("<reasoning>5?</reasoning>7", "", None, "7"),
         ("◁think▷5?◁/think▷7", "", None, "7"),  # Kimi-VL
         ("<|begin_of_thought|>5?<|end_of_thought|>7", "", None, "7"),  # OpenThinker
+        ("<unused94>thought\n5?<unused95>7", "", None, "7"),  # MedGemma
+        ("<unused94>thought\n5?", "", True, None),
         ("<|inner_prefix|>5?<|inner_suffix|>7", "", None, "7"),  # Apertus
         ("7", "<|CHATBOT_TOKEN|><|START_THINKING|>", True, None),
         ("<think>a</think>So.\n<think>or 7", "", None, None),  # cut in later thoughts
