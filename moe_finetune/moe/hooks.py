@@ -263,12 +263,12 @@ class Recorder:
             if use_cache is None:
                 use_cache = getattr(module.config, "use_cache", False)
             check_layers(self.backbone.layers, use_cache)
-        like_BL = _shaped_as_ids(args, kwargs)
+        like_BS = _shaped_as_ids(args, kwargs)
         token_kwargs, facts = kwargs, self.layers[0].family.rows
         if self._mask is not None:
             token_kwargs = {**kwargs, "attention_mask": self._mask}
         dtype = next(module.parameters()).dtype
-        kwargs, sequences, packed = separate(kwargs, like_BL, module.config, dtype, facts)
+        kwargs, sequences, packed = separate(kwargs, like_BS, module.config, dtype, facts)
         checkpointed = torch.is_grad_enabled() and checkpoints(self.backbone.layers)
         if checkpointed and (own_weights := self.layers[0].family.own_weights) and not self._said:
             self._said = True
@@ -285,7 +285,7 @@ class Recorder:
             observe=bool(plan.observers) and (train or plan.observe == "all"),
             scale=plan.scale() if train and plan.objective is not None else 0.0,
             tokens=None,
-            overrides=plan.overrides(len(like_BL)),
+            overrides=plan.overrides(len(like_BS)),
             sequences=sequences,
             packed=packed,
             checkpoints=checkpointed,
@@ -294,9 +294,9 @@ class Recorder:
             context.tokens = read_tokens(
                 args,
                 token_kwargs,
-                ids_BL=ids,
+                ids_BS=ids,
                 pad_token_id=getattr(module.config, "pad_token_id", None),
-                labels_BL=labels,
+                labels_BS=labels,
                 count_labels=train and plan.token_mask == "labels",
             )
         return args, {**kwargs, CONTEXT_KEY: context}

@@ -97,7 +97,7 @@ class _Proof:
         read = read_tokens(
             (),
             {"input_ids": tokens["input_ids"]},
-            labels_BL=tokens["labels"],
+            labels_BS=tokens["labels"],
             count_labels=self.recipe.method.token_mask == "labels",
         )
         layers = records(seen, read)

@@ -134,7 +134,9 @@ def sized_kmeans(
             previous, labels_C = labels_C, assign(squares_CN, sizes, pinned)
             if (labels_C == previous).all():
                 break
-            means_ND = np.stack([points_CD[labels_C == n].mean(0) for n in range(clusters)])
+            means_ND = np.stack(
+                [points_CD[labels_C == cluster].mean(0) for cluster in range(clusters)]
+            )
         inertia = float(squares_CN[np.arange(len(labels_C)), labels_C].sum())
         if best is None or inertia < best[0] - 1e-12:
             best = inertia, labels_C

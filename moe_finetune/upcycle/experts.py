@@ -86,11 +86,11 @@ def check_alike(experts: Sequence[Expert]) -> None:
 def tensor_names(facts: DenseFacts) -> dict[int, list[str]]:
     """Names of a dense model's tensors by layer; -1 for those outside the layers."""
     parts = ["input_layernorm.weight", "post_attention_layernorm.weight"]
-    parts += [f"self_attn.{p}_proj.weight" for p in "qkvo"]
+    parts += [f"self_attn.{projection}_proj.weight" for projection in "qkvo"]
     if facts.model_type == "qwen3":
         parts += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
         if facts.values["attention_bias"]:
-            parts += [f"self_attn.{p}_proj.bias" for p in "qkvo"]
+            parts += [f"self_attn.{projection}_proj.bias" for projection in "qkvo"]
     parts += [f"mlp.{projection}.weight" for projection in FEED_FORWARD.values()]
     names = {
         layer: [f"model.layers.{layer}.{part}" for part in parts]

@@ -85,8 +85,10 @@ def count_table(
     A token that occurs nowhere gets ``1 / N`` for every expert: the paper requires rows that sum to
     1 and does not specify these tokens. ``clusters``: cluster of each category, for the file.
     """
-    counts_VN = np.stack([counts_CV[clusters_C == n].sum(0) for n in range(experts)], axis=1)
-    empty = [n for n in range(experts) if not counts_VN[:, n].any()]
+    counts_VN = np.stack(
+        [counts_CV[clusters_C == expert].sum(0) for expert in range(experts)], axis=1
+    )
+    empty = [expert for expert in range(experts) if not counts_VN[:, expert].any()]
     if empty:
         raise DataError(
             f"clusters: cluster {empty[0]} is empty, because its categories have no training "

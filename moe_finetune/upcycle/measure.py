@@ -63,9 +63,9 @@ class RoutingPool:
         logits_TN = record.logits_TE[keep].float().cpu().numpy()
         counts_TN = counts_VN[record.token_ids_T[keep].cpu().numpy()]
         tokens, counted = len(counts_TN), int(counts_TN.any(-1).sum())
-        for k in (1, 2) if counted else ():
-            ranks = conditional_mean_rank(logits_TN, np.arange(tokens), counts_TN, k)
-            self.pools[f"cmr_{k}"].add(counted, *ranks)
+        for rank in (1, 2) if counted else ():
+            ranks = conditional_mean_rank(logits_TN, np.arange(tokens), counts_TN, rank)
+            self.pools[f"cmr_{rank}"].add(counted, *ranks)
         for name, column in (("s_rl", "entropy"), ("score_entropy", "score_entropy")):
             nats_T = VALUES[column](record)[keep].cpu().numpy()
             self.pools[name].add(tokens, float(nats_T.mean()), float(nats_T.std()))
@@ -93,7 +93,7 @@ def measure(
 
     model: Any = (load_model if moe else load_dense)(folder, dtype=recipe.dense.dtype)
     model.eval().to(accelerator())
-    measured: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
+    measured: dict[str, Any] = {"parameters": sum(weight.numel() for weight in model.parameters())}
     measured["splits"] = {
         split: _of_split(model, texts, table, recipe, split, moe) for split in SPLITS
     }
@@ -129,7 +129,9 @@ def _of_split(
 
     length, section = recipe.texts.max_length, recipe.evaluation
     categories = range(len(texts.categories))
-    numbers_T = np.concatenate([texts.measurable(split, c, section.texts) for c in categories])
+    numbers_T = np.concatenate(
+        [texts.measurable(split, category, section.texts) for category in categories]
+    )
     lengths_T = np.minimum(texts.lengths_T, length)
     # Texts are read batch by batch, because their ids may exceed the memory.
     ordered = numbers_T[np.argsort(lengths_T[numbers_T], kind="stable")].tolist()

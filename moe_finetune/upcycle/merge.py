@@ -180,7 +180,8 @@ def plan(
 
     def average(name: str) -> tuple[str, str, tuple[int, ...], Content]:
         info = experts[0].tensors[name]
-        return name, info.dtype, info.shape, Average(tuple(e.tensors[name] for e in experts))
+        sources = tuple(expert.tensors[name] for expert in experts)
+        return name, info.dtype, info.shape, Average(sources)
 
     names = tensor_names(facts)
     yield average("model.embed_tokens.weight")

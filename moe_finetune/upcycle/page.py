@@ -60,7 +60,7 @@ def render(
         Section("measures", "Measures", lambda _: tag("ul", [tag("li", note) for note in NOTES])),
         *study_sections(results, splits),
         Section("categories", "By category", lambda _: table_markup(categories)),
-        Section("clusters", "Clusters", lambda _: table(title, [*heads], [[*r] for r in rows])),
+        Section("clusters", "Clusters", lambda _: table(title, [*heads], [[*row] for row in rows])),
         ROUTING,
         SPECIALIZATION,
         Section("curves", CURVES.title, lambda report: _curves(report, other_trainings)),

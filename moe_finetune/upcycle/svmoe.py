@@ -92,26 +92,26 @@ def run_upcycle(recipe: UpcycleRecipe, output: str | Path, resume: bool = False)
     inputs = {**recipe.clusters.model_dump(), **shared}
     shared["clusters"] = make("clusters", inputs, upcycle.make_clusters)
     for seed in recipe.seeds:
-        at, of_seed = f"seed-{seed}", {**shared, "seed": seed}
+        folder, of_seed = f"seed-{seed}", {**shared, "seed": seed}
 
         # 3. The dense model trained on each cluster, and the mixture of them (section 3.2).
         inputs = {**of_seed, **recipe.experts.model_dump()}
         jobs: Jobs = {
-            f"{at}/experts/{n}": (inputs, partial(upcycle.train_expert, seed, n))
-            for n in range(recipe.clusters.count)
+            f"{folder}/experts/{number}": (inputs, partial(upcycle.train_expert, seed, number))
+            for number in range(recipe.clusters.count)
         }
         inputs = {**recipe.merge.model_dump(), "seed": seed, "experts": _divide(make, jobs)}
         starts = {"dense": shared["dense"]}
-        starts["merged"] = make(f"{at}/merged", inputs, partial(upcycle.merge, seed))
+        starts["merged"] = make(f"{folder}/merged", inputs, partial(upcycle.merge, seed))
 
         # 4. Only the routers, on token frequencies.
         if any(arm.start == "router" for arm in recipe.arms.values()):
             inputs = {**of_seed, **recipe.router.model_dump(), "merged": starts["merged"]}
-            starts["router"] = make(f"{at}/router", inputs, partial(upcycle.train_router, seed))
+            starts["router"] = make(f"{folder}/router", inputs, partial(upcycle.train_router, seed))
 
         # 5. Every arm on all texts, measured.
         jobs = {
-            f"{at}/arms/{name}": (
+            f"{folder}/arms/{name}": (
                 {
                     **of_seed,
                     **arm.model_dump(mode="json", exclude={"label", "expert_steps"}),
@@ -125,7 +125,7 @@ def run_upcycle(recipe: UpcycleRecipe, output: str | Path, resume: bool = False)
         measures = _evaluation_key(recipe)
         trained = zip(recipe.arms, _divide(make, jobs), strict=True)
         jobs = {
-            f"{at}/measured/{name}": (
+            f"{folder}/measured/{name}": (
                 {**measures, "arm": key},
                 partial(upcycle.measure, seed, name),
             )
@@ -212,15 +212,15 @@ class Upcycle:
             seed=section.seed,
             restarts=section.restarts,
         )
-        for n in range(section.count):
-            members = np.flatnonzero(clusters_C == n).tolist()
+        for number in range(section.count):
+            members = np.flatnonzero(clusters_C == number).tolist()
             self.texts.check_rows(members, self.recipe.texts.max_length)
-        cluster = {name: int(n) for name, n in zip(names, clusters_C, strict=True)}
+        cluster = {name: int(number) for name, number in zip(names, clusters_C, strict=True)}
         counted_with = tokenizer_hash(self.output / "texts")
         table = count_table(counts_CV, clusters_C, section.count, counted_with, cluster)
         tokens = {
-            name: {split: self.texts.tokens(split, c) for split in SPLITS}
-            for c, name in enumerate(names)
+            name: {split: self.texts.tokens(split, category) for split in SPLITS}
+            for category, name in enumerate(names)
         }
         text = json.dumps({"cluster": cluster, "tokens": tokens}, indent=2, ensure_ascii=False)
         with output_folder(target, 0) as product:
@@ -230,7 +230,8 @@ class Upcycle:
     def train_expert(self, seed: int, expert: int, target: Path, scratch: Path) -> None:
         """Train the dense model on one cluster's texts."""
         assigned = read_object(self.output / "clusters" / CLUSTERS, RecipeError, REMEDY)["cluster"]
-        members = [c for c, name in enumerate(self.texts.categories) if assigned[name] == expert]
+        clusters = [assigned[name] for name in self.texts.categories]
+        members = [category for category, cluster in enumerate(clusters) if cluster == expert]
         trainer, curve = self.recipe.experts.trainer, f"seed-{seed}.expert-{expert}"
         training_seed = 1000 * seed + 1 + expert
         self._train(self.dense, trainer, training_seed, curve, target, scratch, members)
@@ -238,7 +239,7 @@ class Upcycle:
     def merge(self, seed: int, target: Path, scratch: Path) -> None:
         """Feed-forwards side by side, the rest averaged, routers random (Branch-Train-MiX)."""
         section, experts = self.recipe.merge, self.output / f"seed-{seed}" / "experts"
-        folders = [experts / str(n) for n in range(self.recipe.clusters.count)]
+        folders = [experts / str(number) for number in range(self.recipe.clusters.count)]
         options: dict[str, Any] = {"top_k": section.top_k, "router_std": section.router_std}
         merge_experts(folders, target, **options, seed=seed)
 

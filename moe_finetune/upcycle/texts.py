@@ -184,7 +184,7 @@ class Texts:
         """Raise DataError if the categories' training texts are shorter than one row."""
         tokens = sum(self.tokens("train", category) for category in categories)
         if tokens < length:
-            names = ", ".join(self.categories[c] for c in categories) or "no category"
+            names = ", ".join(self.categories[category] for category in categories) or "no category"
             raise DataError(
                 f"texts: {names}: {tokens} training tokens are fewer than one row of "
                 f"texts.max_length {length}; add texts or lower it"

@@ -179,5 +179,5 @@ def _split_groups(optimizer: Any, apart: set[int], learning_rate: float) -> None
     for group in list(optimizer.param_groups):
         moved = [parameter for parameter in group["params"] if id(parameter) in apart]
         if moved:
-            group["params"] = [p for p in group["params"] if id(p) not in apart]
+            group["params"] = [weight for weight in group["params"] if id(weight) not in apart]
             optimizer.add_param_group({**group, "params": moved, "lr": learning_rate})

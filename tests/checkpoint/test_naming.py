@@ -49,7 +49,7 @@ def as_loaded(model):
     return {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
 
 
-def ids_BL():
+def ids_BS():
     return torch.randint(4, 260, (3, 17), generator=torch.Generator().manual_seed(5))
 
 
@@ -112,7 +112,7 @@ def test_the_merge_writes_the_names_that_it_found(family, tensors_of, tmp_path):
     peft.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     merge_adapter(base, tmp_path / "adapter", out)
     with torch.no_grad():
-        wanted, found = peft(ids_BL()).logits, loaded(out)(ids_BL()).logits
+        wanted, found = peft(ids_BS()).logits, loaded(out)(ids_BS()).logits
     assert torch.allclose(wanted, found, rtol=0, atol=1e-4 * float(wanted.abs().max()))
     check_changed(f"{family} {tensors_of.__name__}", base, out)
     after = load_file(out / WEIGHTS)
@@ -152,7 +152,7 @@ def test_kimi_k2_is_read_by_deepseek_v3_s_class(tmp_path):
     tiny.tokenizer().save_pretrained(base)
     change_config(base, model_type="kimi_k2")
     with torch.no_grad():
-        wanted, found = model(ids_BL()).logits, load_model(base)(ids_BL()).logits
+        wanted, found = model(ids_BS()).logits, load_model(base)(ids_BS()).logits
     assert torch.equal(wanted, found)
     adapted(model, "full").save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
@@ -217,7 +217,7 @@ def test_sizes_that_are_published_as_a_list_or_null(tmp_path):
         change_config(folder, **changes)
         assert open_checkpoint(folder).family.top_k(load_config(folder)) == families.TOP_K
         with torch.no_grad():
-            wanted, found = model(ids_BL()).logits, load_model(folder)(ids_BL()).logits
+            wanted, found = model(ids_BS()).logits, load_model(folder)(ids_BS()).logits
         assert torch.equal(wanted, found)
     change_config(tmp_path / "hunyuan_v1_moe", moe_topk=[1, 2, 3, 3])
     with pytest.raises(UnsupportedModelError, match="moe_topk differs by layer"):

@@ -26,7 +26,7 @@ from tests.support.tiny_adapter import adapted
 WEIGHTS = "model.safetensors"
 
 
-def ids_BL():
+def ids_BS():
     return torch.randint(4, 260, (3, 17), generator=torch.Generator().manual_seed(5))
 
 
@@ -82,7 +82,7 @@ def test_a_published_layout(family, published, tmp_path):
     model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     merge_adapter(base, tmp_path / "adapter", out)
     with torch.no_grad():
-        wanted, found = model(ids_BL()).logits, loaded(out)(ids_BL()).logits
+        wanted, found = model(ids_BS()).logits, loaded(out)(ids_BS()).logits
     assert torch.allclose(wanted, found, rtol=0, atol=1e-4 * float(wanted.abs().max()))
     after = load_file(out / WEIGHTS)
     assert before.keys() == after.keys()
@@ -104,7 +104,7 @@ def test_stacks_that_are_stored_both_ways_are_refused(tmp_path):
 def test_an_image_runs_through_the_recorder():
     """Logits with pixels are stock's, and tokens are those that the whole model was given."""
     model = tiny.model("qwen3_vl_moe")
-    ids = ids_BL()[:1]
+    ids = ids_BS()[:1]
     ids[0, 3:9] = torch.tensor([392, 390, 390, 390, 390, 393])
     pixels = torch.randn(16, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(2))
     inputs = {
@@ -166,7 +166,7 @@ def test_other_sizes_in_shards(family, changes, tmp_path):
     assert len(list(base.glob("*.safetensors"))) > 1
     model = adapted(tiny.model(family, **changes), "lora")
     model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
-    batch = {"input_ids": ids_BL(), "labels": ids_BL(), "use_cache": False}
+    batch = {"input_ids": ids_BS(), "labels": ids_BS(), "use_cache": False}
     gradients = []
     for recorder in (nullcontext(), Recorder(model)):
         with recorder:
@@ -181,7 +181,7 @@ def test_other_sizes_in_shards(family, changes, tmp_path):
         f.name for f in (tmp_path / "merged").glob("*.safetensors")
     }
     with torch.no_grad():
-        wanted, found = model(ids_BL()).logits, loaded(tmp_path / "merged")(ids_BL()).logits
+        wanted, found = model(ids_BS()).logits, loaded(tmp_path / "merged")(ids_BS()).logits
     assert torch.allclose(wanted, found, rtol=0, atol=1e-4 * float(wanted.abs().max()))
 
 
@@ -196,7 +196,7 @@ def test_an_adapter_of_the_text_class_is_named_and_merges_when_it_is_renamed(exp
     randomize(model, 3, 0.05)
     model.save_pretrained(adapter)
     with torch.no_grad():
-        wanted = model(ids_BL()).logits
+        wanted = model(ids_BS()).logits
     with pytest.raises(AdapterError, match=r"trained on another class .* or rename the adapter's"):
         merge_adapter(base, adapter, tmp_path / "refused")
     file = adapter / "adapter_model.safetensors"
@@ -207,5 +207,5 @@ def test_an_adapter_of_the_text_class_is_named_and_merges_when_it_is_renamed(exp
     merge_adapter(base, adapter, tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     with torch.no_grad():
-        found = merged(ids_BL()).logits
+        found = merged(ids_BS()).logits
     assert (found - wanted).norm() < 1e-5 * wanted.norm()

@@ -84,14 +84,14 @@ def test_values_and_gradients_are_those_of_our_own_hooks():
     by_hand, last = [], []
     layers = {id(layer.block): layer for layer in moe_layers(model)}
 
-    def forward(module, hidden_BLH):
+    def forward(module, hidden_BSH):
         layer = layers[id(module)]
-        x_TH = hidden_BLH.flatten(0, 1)
+        x_TH = hidden_BSH.flatten(0, 1)
         output_TH, record = block(layer, x_TH, records[0].mask_T)
         loss = losses_of(record, last[-1] if last else None)
         last.append(record)
         by_hand.append(loss)
-        return inject(output_TH, loss, 1.0).view_as(hidden_BLH)
+        return inject(output_TH, loss, 1.0).view_as(hidden_BSH)
 
     for layer in layers.values():
         layer.block.forward = forward.__get__(layer.block)

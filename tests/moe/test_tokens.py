@@ -108,7 +108,7 @@ def test_a_last_sequence_of_one_token_is_not_padding():
 def test_labels_count_instead():
     ids = torch.arange(10).view(2, 5)
     labels = torch.tensor([[-100, -100, 2, 3, -100], [-100, 6, -100, 8, 9]])
-    found = read_tokens((ids,), {}, labels_BL=labels, count_labels=True)
+    found = read_tokens((ids,), {}, labels_BS=labels, count_labels=True)
     wanted = [[False, True, True, False, False], [True, False, True, True, False]]
     assert found.mask_T.view(2, 5).tolist() == wanted
     for wrong, message in (

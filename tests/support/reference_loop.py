@@ -47,10 +47,10 @@ def watch(model, scaling, seen):
     return blocks
 
 
-def moe(block, config, scaling, hidden_BLH, seen):
+def moe(block, config, scaling, hidden_BSH, seen):
     """The block's output, one token at a time."""
     router_EH, up_E2DH, down_EHD = weights(block, scaling)
-    x_TH = hidden_BLH.reshape(-1, hidden_BLH.shape[-1])
+    x_TH = hidden_BSH.reshape(-1, hidden_BSH.shape[-1])
     logits_TE = x_TH @ router_EH.T
     sigmoid = config.model_type == "deepseek_v3"
     scores_TE = logits_TE.sigmoid() if sigmoid else logits_TE.softmax(-1)
@@ -85,9 +85,9 @@ def moe(block, config, scaling, hidden_BLH, seen):
             gate=up_E2DH[:, :width],
         )
     )
-    out_BLH = torch.stack(rows).view_as(hidden_BLH)
+    out_BSH = torch.stack(rows).view_as(hidden_BSH)
     shared = getattr(block, "shared_experts", None)
-    return out_BLH if shared is None else out_BLH + shared(hidden_BLH)
+    return out_BSH if shared is None else out_BSH + shared(hidden_BSH)
 
 
 OLD_PEFT = tuple(map(int, peft.__version__.split(".")[:2])) < (0, 19)
