@@ -291,8 +291,8 @@ def _read(
         places.append((index, location))
         rows.append(row)
     table = prepared(stage, _table(rows, name), tokenizer, data, name)
-    kept, counts = _fitting(table, [location for _, location in places], tokenizer, data, room)
-    if not kept:
+    fitting, counts = _fitting(table, [location for _, location in places], tokenizer, data, room)
+    if not fitting:
         added, remedy = "", "raise it"
         if room:
             added = f" with {room} tokens of trainer.max_completion_length"
@@ -301,7 +301,7 @@ def _read(
             f"data.{name}: all rows{added} are longer than data.max_length {data.max_length}; "
             f"{remedy}"
         )
-    log.info("%s data: %d rows of %s", name, len(kept), ", ".join(FIELDS[stage.form]))
+    log.info("%s data: %d rows of %s", name, len(fitting), ", ".join(FIELDS[stage.form]))
     reads, length = field_reader(tokenizer), data.max_length
     lines = [line for reader in readers for line in reader.former.turns.lines(reads)]
     if counts["begun"]:
@@ -322,12 +322,12 @@ def _read(
     for line in lines:
         log.warning("%s data: %s", name, line)
     measured: list[list[Row]] = [[] for _ in readers]
-    for number in kept:
-        if len(part := measured[places[number][0]]) < MEASURED:
-            part.append(_measured(table[number], tokenizer, length))
+    for index in fitting:
+        if len(part := measured[places[index][0]]) < MEASURED:
+            part.append(_measured(table[index], tokenizer, length))
     paths = [reader.source.path for reader in readers]
     sources_measured = list(zip(paths, map(Dataset.from_list, measured), strict=True))
-    return table.select(kept), sources_measured, counts["largest_id"]
+    return table.select(fitting), sources_measured, counts["largest_id"]
 
 
 def prepared(stage: Stage, rows: Dataset, tokenizer: Any, data: DataSection, name: str) -> Dataset:
@@ -365,9 +365,9 @@ def _fitting(
     TRL's DPO truncates answers, and drops a row whose prompt leaves no token for them. Its GRPO
     truncates no prompt; one that leaves less than ``room`` tokens for its answer is dropped.
     """
-    kept, counts, limit = [], Counter[str](largest_id=0), data.max_length
+    fitting, counts, limit = [], Counter[str](largest_id=0), data.max_length
     twice = 2 * beginning_of(tokenizer)
-    for number, (location, row) in enumerate(zip(locations, table, strict=True)):
+    for index, (location, row) in enumerate(zip(locations, table, strict=True)):
         prompt, *answers = ids_of(row, tokenizer)
         texts = [prompt + answer for answer in answers] or [prompt]
         longest = max(map(len, texts)) + room
@@ -385,8 +385,8 @@ def _fitting(
                 continue
             counts["truncated"] += 1
             counts["cut"] += sum(max(0, len(ids) - limit) for ids in texts)
-        kept.append(number)
-    return kept, counts
+        fitting.append(index)
+    return fitting, counts
 
 
 def _measured(row: Row, tokenizer: Any, end: int) -> Row:

@@ -74,19 +74,11 @@ def open_backend(
     dtype: str = "auto",
     seed: int = 0,
 ) -> Backend:
-    """Open a checkpoint for evaluation.
+    """Open a checkpoint's folder or hub id for evaluation.
 
-    Args:
-        checkpoint: folder of an ordinary checkpoint, or its hub id.
-        backend: ``"vllm"``, ``"hf"``, ``"server"``; None selects vLLM if it can be used, otherwise
-            transformers, and prints which.
-        vllm: engine arguments passed through (``tensor_parallel_size``, ``max_model_len``,
-            ``gpu_memory_utilization`` with default 0.9, ...).
-        adapter: PEFT adapter to load over the checkpoint (transformers only).
-        base_url: the server's address, ``http://host:8000/v1``.
-        model: the server's name for the model; its only model unless given.
-        batch_size: an int, or ``"auto"``.
-        dtype: ``"auto"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+    Without a ``backend``, vLLM where it can be used, otherwise transformers, with a warning.
+    ``vllm`` are engine arguments; an ``adapter`` lies over the checkpoint (transformers only);
+    ``model`` is a server's name for it, by default its only one.
     """
     _refuse_contradictions(backend, dtype, adapter, base_url, model)
     notes = []

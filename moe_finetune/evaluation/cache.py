@@ -23,11 +23,8 @@ CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, reply BLOB) WITHOUT RO
 class ReplyStore:
     """Replies in an SQLite file, which rolls back on opening what a kill interrupted.
 
-    May be used by several threads, one at a time.
-
-    Args:
-        path: the file; its folder is created.
-        identity: everything that all replies depend on (checkpoint hash, settings).
+    May be used by several threads, one at a time. ``identity`` is everything that all replies
+    depend on.
     """
 
     def __init__(self, path: Path, identity: dict[str, Any]):

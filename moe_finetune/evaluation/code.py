@@ -144,13 +144,7 @@ def verdicts(
     run: Run | None = None,
     places: Sequence[str] = (),
 ) -> list[list[dict[str, Any]]]:
-    """The verdicts on all replies to each item: lm-eval's filter of tasks whose replies run.
-
-    Args:
-        form: ``"humaneval"`` or ``"mbpp"``.
-        replies: of each item of ``docs``.
-        places: of the items, for messages.
-    """
+    """The verdicts on all replies to each item: lm-eval's filter of tasks whose replies run."""
     programs = []
     for index, (doc, texts) in enumerate(zip(docs, replies, strict=True)):
         where = places[index] if places else f"item {index}"

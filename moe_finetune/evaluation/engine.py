@@ -45,7 +45,7 @@ def evaluate(
     progress: bool = True,
     **engine: Any,
 ) -> Results:
-    """Evaluate ``checkpoint`` on ``suite`` and write ``<output>/results.json``.
+    """Evaluate ``checkpoint`` on ``suite``, write ``<output>/results.json`` and return its content.
 
     Called again with the same arguments, a killed run resumes: finished tasks are read back, and
     stored replies of an unfinished task are not requested again. Results are keyed by checkpoint
@@ -53,22 +53,14 @@ def evaluate(
 
     Args:
         checkpoint: folder of an ordinary checkpoint (for a server: also the tokenizer's folder).
-        suite: name, YAML file or :class:`Suite`.
-        backend: see :func:`~moe_finetune.evaluation.backends.open_backend`.
         output: folder for results.json, ``tasks/`` (samples) and ``cache/`` (replies).
         data_dir: folder of local data; nothing is downloaded then.
         limit: first items of each task only.
         seed: seed of few-shot sampling, of bootstraps and of the engine.
         overflow: ``"error"`` or ``"truncate"``, for prompts longer than the context.
-        allow_unsafe_local: score generated programs without a sandbox.
         only: labels of the suite's tasks to run; default: all.
         opened: an open backend to use, which stays open.
-        progress: show progress on the terminal.
-        engine: further arguments of ``open_backend``: ``vllm``, ``base_url``, ``model``,
-            ``batch_size``, ``adapter``, ``dtype``.
-
-    Returns:
-        the content of results.json.
+        engine: further arguments of :func:`~moe_finetune.evaluation.backends.open_backend`.
     """
     loaded = load_suite(suite)
     if only is not None:

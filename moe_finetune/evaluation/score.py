@@ -34,11 +34,7 @@ _LOWER_IS_BETTER = {"loss", "nll", "perplexity", "bits", "brier", "error", "erro
 
 
 def higher_is_better(task: Mapping[str, Any]) -> bool:
-    """Return whether a higher headline metric is better: as declared, else by its name.
-
-    Args:
-        task: an entry of ``tasks`` in ``results.json``. lm-eval's declaration is stored with it.
-    """
+    """Whether a higher headline metric of a task is better: as declared, else by its name."""
     declared = task.get("higher_is_better")
     if isinstance(declared, bool):
         return declared
@@ -123,17 +119,13 @@ def compare_scores(
     arm: Sequence[Score],
     rng: int | np.random.Generator = 0,
 ) -> PairedTest:
-    """Compare one benchmark's scores with the baseline's.
+    """Compare one benchmark's scores with the baseline's; a score for each seed, in the same order.
 
     If both answered the same prompts and the scores are means over their items, the test is over
     items, and also over seeds if there are several. Otherwise it is Student's paired t test over
     seeds. A single seed gets Newcombe's interval for shares of 0/1 items, else the normal test,
     both for independent samples. The verdict is ``unknown`` if there is neither a test nor an
     interval, or if metrics or their directions differ.
-
-    Args:
-        baseline, arm: a score for each seed, in the same order; usually one.
-        rng: the bootstrap's seed or generator.
     """
     if len(baseline) != len(arm) or not arm:
         raise ValueError(

@@ -36,12 +36,7 @@ class ServerError(EvaluationError):
 
 
 class BadReply(EvaluationError):
-    """A reply that cannot be scored.
-
-    Attributes:
-        request: lm-eval's, (prompt, continuation or arguments); None for a window of a
-            rolling request.
-    """
+    """A reply that cannot be scored; ``request`` is lm-eval's, None for a rolled window."""
 
     def __init__(self, message: str, request: tuple[Any, ...] | None = None):
         super().__init__(message)
@@ -162,11 +157,9 @@ def server_models(base_url: str) -> dict[str, str]:
 def open_server(
     checkpoint: str | Path, base_url: str | None, model: str | None, seed: int
 ) -> tuple[CheckedCompletions, dict[str, Any], str]:
-    """Open a server's ``model``, its only one unless named; ``checkpoint`` is the tokenizer's
-    folder.
+    """A server's ``model``, its only one unless named; ``checkpoint`` is the tokenizer's folder.
 
-    Returns:
-        lm-eval's model, all settings that can change a reply, and a hash of the served model.
+    Returns lm-eval's model, all settings that can change a reply, and a hash of the served model.
     """
     if base_url is None:
         raise EvaluationError(
@@ -243,12 +236,10 @@ def text(choice: dict[str, Any]) -> str:
 
 
 def score(choice: dict[str, Any], tokens: int, context: int) -> tuple[float, bool]:
-    """Return the sum of log-probabilities (nats) of a continuation, and whether it is greedy.
+    """Sum of log-probabilities (nats) of a continuation, and whether it is greedy.
 
-    Args:
-        choice: echoed prompt with log-probabilities, and one generated token.
-        tokens: tokens that were sent; the last ``tokens - context`` are the continuation.
-        context: tokens before it.
+    ``choice`` echoes the ``tokens`` that were sent, of which the first ``context`` are not the
+    continuation, and has one generated token.
     """
     logprobs = choice.get("logprobs")
     if not isinstance(logprobs, dict):

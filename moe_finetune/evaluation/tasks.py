@@ -107,9 +107,8 @@ def local_file(
 class Catalog:
     """The tasks that lm-eval and ``eval/tasks`` know.
 
-    Args:
-        suite: the suite to be run; lm-eval's own 14,000 tasks are indexed only when it needs them.
-        data_dir: folder of local data, or None to let tasks load from the hub.
+    lm-eval's own 14,000 are indexed only when ``suite`` needs them; without ``data_dir``, tasks
+    load from the hub.
     """
 
     def __init__(self, suite: Suite, data_dir: str | Path | None = None):

@@ -45,9 +45,7 @@ def open_transformers(
 ) -> tuple[SpecialsKeptHFLM, dict[str, Any], Recorder | None]:
     """Load ``base``, opened with its values, with ``adapter`` and its routing bias on top.
 
-    Returns:
-        lm-eval's model, all settings that can change a reply, and the hooks that apply the routing
-        bias (None without one).
+    Returns lm-eval's model, all settings that can change a reply, and the hooks of the bias.
     """
     cuda = torch.cuda.is_available()
     device, routing = "cuda" if cuda else None, None

@@ -46,11 +46,8 @@ class Failure:
 class Children:
     """Running processes, each in its own session, so that Ctrl-C reaches it once, through us.
 
-    Attributes:
-        running: processes by name.
-        asked: signals received, in order.
-        servers: the processes save nothing, so they end within ``STOP_SECONDS`` of a signal, and
-            when this process is killed.
+    ``asked`` are the signals received. ``servers`` save nothing, so they end within
+    ``STOP_SECONDS`` of a signal, and when this process is killed.
     """
 
     def __init__(self, servers: bool = False) -> None:
@@ -121,11 +118,8 @@ def _end_with(parent: int) -> None:
 def children(servers: bool = False) -> Iterator[Children]:
     """Start processes inside; SIGINT and SIGTERM are passed on to them.
 
-    On exit, processes that still run are stopped and awaited. If a signal came, KeyboardInterrupt
-    is raised then.
-
-    Args:
-        servers: see :class:`Children`; the thread that starts them must outlive them.
+    On exit, processes that still run are stopped and awaited; if a signal came, KeyboardInterrupt
+    is raised then. The thread that starts ``servers`` must outlive them.
     """
     group = Children(servers)
     handlers: dict[int, Any] = {}
@@ -169,11 +163,8 @@ def run_children(
 ) -> Failure | None:
     """Run processes, ``at_once`` at a time; return the first failure, or None.
 
-    After a failure no more are started, and those that run are asked to save and stop.
-
-    Args:
-        commands: by name; the output of NAME is appended to ``logs/NAME.log``.
-        watch: called again and again while they run.
+    After a failure no more are started, and those that run are asked to save and stop. The output
+    of NAME is appended to ``logs/NAME.log``; ``watch`` is called again and again.
     """
     waiting, begun = list(commands), dict[str, int]()
     with children() as group:

@@ -22,13 +22,10 @@ def is_taken(folder: Path) -> bool:
 
 
 def enter_folder(output: Path, mark: Path, what: str, resume: bool) -> bool:
-    """Return whether ``output`` contains earlier work to continue.
+    """Whether ``output`` contains earlier work to continue.
 
-    Args:
-        output: the folder that a command works in.
-        mark: the file in it that is written first and identifies the command.
-        what: what the command makes, such as ``"a study"``.
-        resume: continue existing work; an empty or missing folder still returns False.
+    ``mark`` is the file in it that is written first, and ``what`` the command's product, such as
+    ``"a study"``; with ``resume``, an empty or missing folder still returns False.
     """
     if mark.is_file():
         if resume:
@@ -57,12 +54,7 @@ def output_folder(target: Path, size: int, overwrite: bool = False) -> Iterator[
     """Yield an empty hidden folder that becomes ``target`` when the block ends without an error.
 
     Files written there must have been synced by the writer. On an error the hidden folder is
-    removed and ``target`` does not change.
-
-    Args:
-        target: the folder that will appear; its parents are created.
-        size: bytes that will be written, to check the free space.
-        overwrite: replace an existing folder.
+    removed and ``target`` does not change. ``size`` bytes must be free.
     """
     target = Path(os.path.abspath(target))
     check_output(target, overwrite)

@@ -53,13 +53,7 @@ def sha256_file(path: Path) -> str:
 
 
 class KnownDigests:
-    """:func:`sha256_file` with a cache: a file of equal path, size and time is not read again.
-
-    The digest depends only on the content; size and time decide whether to read the file.
-
-    Args:
-        memo: file that keeps digests between processes; it need not exist.
-    """
+    """:func:`sha256_file`, kept in the file ``memo``: equal path, size, time are not read again."""
 
     def __init__(self, memo: Path):
         self.memo = memo

@@ -28,12 +28,7 @@ class JsonError(TextError):
 
 
 def parse_json(text: str | bytes, finite: bool = True) -> Any:
-    """The value that ``text`` encodes.
-
-    Args:
-        text: JSON; bytes are UTF-8.
-        finite: refuse NaN and infinity; False for logs, where they are results.
-    """
+    """The value that ``text`` encodes; ``finite`` refuses NaN and infinity, which logs may have."""
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8")

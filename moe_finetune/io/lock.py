@@ -38,9 +38,6 @@ def output_lock(target: Path, *, wait: bool = False) -> Iterator[None]:
 
     Hidden files of killed writers are removed first. A thread may take its lock again. Folders
     created only for the lock are removed with it.
-
-    Args:
-        wait: wait until the lock is free, instead of raising.
     """
     target = Path(os.path.realpath(target))
     key = target, threading.get_ident()

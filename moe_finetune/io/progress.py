@@ -17,11 +17,8 @@ _TAIL = 1 << 16
 
 
 class RunProgress:
-    """The progress of a run, or of another command, from the files that it writes from now on.
-
-    Args:
-        run: the run's folder, which need not exist yet.
-        log: the file with the output of its process.
+    """The progress of a run, or of another command, from the files that it writes from now on; its
+    process prints into ``log``.
     """
 
     def __init__(self, run: RunFolder, log: Path):

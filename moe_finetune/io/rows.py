@@ -24,11 +24,7 @@ def kind_of(path: Path) -> str:
 
 
 def read_rows(path: str | Path, required: tuple[str, ...] = ()) -> list[Row]:
-    """Read a local file of records into memory; NaN is allowed, because results contain it.
-
-    Args:
-        required: fields that every row must have.
-    """
+    """A local file of records in memory; NaN is allowed, because results contain it."""
     path, rows = Path(path), []
     if not path.is_file():
         raise DataError(f"data file {path} does not exist")
@@ -49,9 +45,6 @@ def placed_rows(path: Path, finite: bool = True) -> Iterator[Placed]:
 
     ``location`` is ``file:line`` for JSONL and CSV, otherwise ``file: row N`` (from 1). A ``.txt``
     file is one row of ``text``.
-
-    Args:
-        finite: refuse NaN and infinity.
     """
     kind = kind_of(path)
     if kind == ".parquet":

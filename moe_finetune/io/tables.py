@@ -5,13 +5,9 @@ from typing import Any, Literal
 
 
 def aligned(rows: Sequence[Sequence[str]], numbers: Literal["left", "right"] = "right") -> str:
-    """Align rows in columns, two spaces apart.
+    """Align rows in columns, two spaces apart; a row of one cell ignores the columns.
 
-    A row of one cell becomes a line that ignores the columns.
-
-    Args:
-        rows: the cells, headings first.
-        numbers: alignment of the cells after the first column.
+    Headings come first; ``numbers`` aligns the cells after the first column.
     """
     widths = [
         max(map(len, column)) for column in zip(*(r for r in rows if len(r) > 1), strict=True)

@@ -37,11 +37,9 @@ SILENT = 10.0
 class Terminal:
     """Lines, phases with their time, and progress.
 
-    Args:
-        style: "live" or "plain"; None is "live" if standard error is a terminal.
-        quiet: only warnings and errors.
-        capture: let :meth:`log_to` send file descriptors 1 and 2 to the log; for a command line,
-            which owns them.
+    ``style`` is "live" or "plain", None: "live" if standard error is a terminal. ``quiet``: only
+    warnings and errors. ``capture``: :meth:`log_to` may send file descriptors 1 and 2 to the log,
+    for a command line, which owns them.
     """
 
     def __init__(self, style: Style | None = None, quiet: bool = False, capture: bool = False):

@@ -60,16 +60,11 @@ def analyze(
     probabilities: bool = False,
     dtype: str = "auto",
 ) -> Path:
-    """Analyze the routing of a checkpoint on ``data``, or of a trace; return the page's path.
+    """Analyze the routing of a checkpoint on ``data`` (files by domain), or of a trace; return the
+    page.
 
-    Args:
-        source: checkpoint folder or hub id, trace folder, or ``.npz`` trace.
-        output: new or empty folder.
-        data: files by domain; only for a checkpoint.
-        adapter: PEFT adapter over the checkpoint, with its loss-free bias if it has one.
-        limit: first rows of each domain.
-        max_length: longer rows are truncated to this many tokens.
-        probabilities: store the probabilities of all experts in the trace.
+    ``limit`` counts rows of each domain, longer ones are truncated to ``max_length`` tokens, and
+    ``probabilities`` of all experts can be stored in the trace.
     """
     output, trace_path = Path(output), find_trace(source)
     if trace_path is not None and (data or adapter is not None or limit or probabilities):

@@ -192,15 +192,10 @@ def table(
     keys: list[list[float | str | None]] | None = None,
     row_classes: list[str] | None = None,
 ) -> Markup:
-    """Return a table that scrolls inside its own frame on a narrow screen.
+    """A table that scrolls inside its own frame on a narrow screen.
 
-    Args:
-        caption: what the table contains; screen readers announce it.
-        columns: header cells.
-        rows: body cells; the first of a row is its header.
-        sortable: let a click on a header sort the rows.
-        keys: values to sort by, one for each cell; None sorts last.
-        row_classes: a CSS class for each row.
+    ``caption`` is announced by screen readers; the first cell of a row is its header. ``keys`` are
+    values to sort by, one for each cell; None sorts last.
     """
     heads = [
         tag("th", tag("button", c, type="button") if sortable else c, scope="col",

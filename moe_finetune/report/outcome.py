@@ -45,12 +45,9 @@ def _score(score: Score | None) -> str:
 
 
 def end_run(runs: Mapping[str, Path], base: Path | None, following: str) -> None:
-    """Print the results of runs on standard output.
+    """Print the results of runs (label -> folder) on standard output, then ``following`` commands.
 
-    Args:
-        runs: label -> a run's folder.
-        base: folder with the results of the checkpoint before training; None if the runs have them.
-        following: the next commands, see :func:`next_commands`.
+    ``base`` has the results of the checkpoint before training; None if the runs have them.
     """
     labels = list(runs) if len(runs) > 1 else None  # a single run is named by its folder
     report = Report(read_runs(runs.values(), labels), "")

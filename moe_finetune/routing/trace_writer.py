@@ -23,14 +23,10 @@ PART_BYTES = 48_000_000
 
 
 class TraceWriter:
-    """Writes a trace batch by batch, with the memory of a part; a context manager.
+    """Writes a trace batch by batch into a new or empty folder; a context manager.
 
-    Args:
-        folder: new or empty; anything else raises OutputExistsError.
-        domains: names that the trace must contain; each needs at least one token at the end.
-        weights_dtype: ``float16`` or ``float32`` on disk.
-        embedding_share: share of tokens whose embeddings are sampled, by ``seed``.
-        part_bytes: size at which a part is written; bounds the memory.
+    Each of ``domains`` needs at least one token at the end. ``embedding_share`` of the tokens have
+    their embeddings sampled, by ``seed``; ``part_bytes`` bounds the memory.
     """
 
     def __init__(

@@ -33,16 +33,11 @@ def trace_model(
     probabilities: bool = False,
     perturbation: Perturbation | None = None,
 ) -> Measures:
-    """Write the routing of ``sequences`` (token ids by domain) to ``folder``.
+    """Write the routing of ``sequences`` (token ids by domain) to the new or empty ``folder``.
 
     Consecutive sequences of equal length share a forward; nothing is padded. Embeddings of about
-    4,000 tokens are sampled. The model stays in its train or eval mode.
-
-    Args:
-        folder: the trace's folder, new or empty.
-        checkpoint: name of the source, stored in the trace.
-        probabilities: also store the probabilities of all experts.
-        perturbation: a change to routing that belongs to the model, such as a loss-free bias.
+    4,000 tokens are sampled. The model stays in its train or eval mode. ``perturbation`` is a
+    change to routing that belongs to the model, such as a loss-free bias.
     """
     config: Any = causal_lm(model).config
     facts = model_facts(model)

@@ -40,12 +40,7 @@ class Evaluated(RunResult):
 def compare(
     results: Sequence[Path], names: Sequence[str] | None = None
 ) -> tuple[StudyResults, Table]:
-    """Compare evaluations with the first one.
-
-    Args:
-        results: a results folder (or results.json) for each arm, the baseline first.
-        names: names of the arms; their folders' unless given.
-    """
+    """Compare evaluations (folders or results.json), the first of which is the baseline."""
     if len(results) < 2:
         raise EvaluationError("compare needs at least two results; the first is the baseline")
     labels = list(names) if names else result_names(results)

@@ -18,12 +18,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a study.
-
-    Attributes:
-        arm: names of the axes' values, joined by ``-``; ``base`` in a study without axes.
-        seed: the run's ``trainer.seed``.
-        values: the name of the chosen value on each axis, in the study's order.
+    """One run of a study: an arm, whose name joins those of its value on each axis by ``-``
+    (``base`` without axes), with a ``trainer.seed``.
     """
 
     arm: str
@@ -87,11 +83,8 @@ def different_routers(runs: list[Run]) -> str:
 def reference_of(
     study: StudyRecipe, key: Literal["baseline", "curves"], names: dict[str, list[str]]
 ) -> dict[str, str]:
-    """The value on each axis that ``key`` names; ``{}`` if the study does not set it.
-
-    Args:
-        key: the key whose arm others are compared with.
-        names: names of the values on each axis.
+    """The value on each axis that ``key`` names as what others are compared with; ``{}`` without
+    it.
     """
     reference, origin = getattr(study, key), study.tree.origin((key,)) or study.name
     if reference is None:

@@ -129,12 +129,10 @@ def find_study(path: str | Path) -> Path:
 
 
 def load_study(path: str | Path, overrides: Sequence[str] = ()) -> StudyRecipe:
-    """Read a study recipe.
+    """Read a study recipe: a file, or the name of a study that comes with the package.
 
-    Args:
-        path: the file, or the name of a study that comes with the package (``paper0_table1``).
-        overrides: ``key.path=value``. A recipe key (``trainer.max_steps=5``) applies to every run,
-            any other to the study (``seeds=[1,2]``, ``launch.kind=inline``).
+    In ``overrides``, a recipe key (``trainer.max_steps=5``) applies to every run, any other to the
+    study (``seeds=[1,2]``, ``launch.kind=inline``).
     """
     path = find_study(path)
     study_overrides = [item for item in overrides if _first_key(item) not in Recipe.model_fields]

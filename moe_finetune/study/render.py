@@ -62,11 +62,7 @@ def summary_cells(table: Table, row: Row, group: Group) -> list[str]:
 
 
 def text_rows(table: Table, best: Callable[[str], str]) -> list[list[str]]:
-    """The table as rows of text, headings first; a group's name is a row of one cell.
-
-    Args:
-        best: marks the text of a column's best cell.
-    """
+    """The table as rows of text, headings first; a group's name is a row of one cell."""
     rows = [["arm", *map(heading, table.columns), *summary_heads(table)]]
     for group in table.groups:
         if group.name:

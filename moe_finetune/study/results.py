@@ -23,15 +23,10 @@ PERPLEXITY, AVERAGE = "perplexity", "average"
 
 @dataclass(frozen=True)
 class RunResult:
-    """One run of a study.
+    """One run of a study, whose ``folder`` need not exist yet.
 
-    Attributes:
-        arm, seed, values: as in :class:`~moe_finetune.study.expand.Run`.
-        folder: the run's folder; it need not exist yet.
-        state: ``finished``, ``started``, ``failed`` or ``missing``.
-        reason: why the run failed, else "".
-        reference: the run with the same data and seed against whose curves ``METRIC_rmse`` is
-            computed.
+    ``state`` is finished, started, failed (for a ``reason``) or missing. ``METRIC_rmse`` is
+    computed against the curves of ``reference``, the run with the same data and seed.
     """
 
     arm: str
@@ -155,14 +150,12 @@ class StudyResults:
     """The contents of a study's folder.
 
     Attributes:
-        name, title, source: as in the recipe.
         axes: names of the values on each axis, in order.
         baseline: the baseline's value on the axes that it names.
         curves: the same for the arm against whose curves ``METRIC_rmse`` is computed.
         together: axes whose runs share a row of the table.
         benchmarks: labels to tabulate, or None for all.
         metrics: other values to tabulate, and which direction is better.
-        runs: every run, in the order of the study.
     """
 
     folder: Path

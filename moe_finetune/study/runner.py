@@ -42,13 +42,9 @@ def run_study(
 ) -> StudyResults:
     """Carry out ``study`` in the folder ``output`` and return its results.
 
-    Args:
-        study: what to run; see :func:`~moe_finetune.study.recipe.load_study`.
-        output: the study's folder; new or empty, unless ``resume`` or ``shard``.
-        resume: skip finished runs and resume the others; also joins a study that another process
-            carries out.
-        shard: ``(i, n)`` runs only every n-th run from the i-th, counted from 1. Shards may share a
-            folder, one after another or at the same time, also on a file system without locks.
+    With ``resume``, finished runs are skipped, the others resumed, and a study that another process
+    carries out is joined. ``shard`` ``(i, n)`` runs only every n-th run from the i-th, counted from
+    1; shards may share a folder, at the same time, also on a file system without locks.
     """
     output, runs = Path(output), expand(study)
     if difference := different_routers(runs):
@@ -76,10 +72,8 @@ def shard_of(runs: Sequence[Run], shard: tuple[int, int] | None) -> list[Run]:
 def carry_out(runs: Sequence[Run], output: Path, start: Start, discard: Sequence[str] = ()) -> None:
     """Start the runs one after another; a failure is recorded and the others continue.
 
-    Runs that other processes carry out come last, and are waited for.
-
-    Args:
-        discard: folders of a run that are deleted once it is finished.
+    Runs that other processes carry out come last, and are waited for. Folders to ``discard`` are
+    deleted once their run is finished.
     """
     pending, announced = list(runs), set[str]()
     while pending:

@@ -97,8 +97,8 @@ def run_upcycle(recipe: UpcycleRecipe, output: str | Path, resume: bool = False)
         # 3. The dense model trained on each cluster, and the mixture of them (section 3.2).
         inputs = {**of_seed, **recipe.experts.model_dump()}
         jobs: Jobs = {
-            f"{folder}/experts/{number}": (inputs, partial(upcycle.train_expert, seed, number))
-            for number in range(recipe.clusters.count)
+            f"{folder}/experts/{expert}": (inputs, partial(upcycle.train_expert, seed, expert))
+            for expert in range(recipe.clusters.count)
         }
         inputs = {**recipe.merge.model_dump(), "seed": seed, "experts": _divide(make, jobs)}
         starts = {"dense": shared["dense"]}
@@ -212,10 +212,10 @@ class Upcycle:
             seed=section.seed,
             restarts=section.restarts,
         )
-        for number in range(section.count):
-            members = np.flatnonzero(clusters_C == number).tolist()
+        for index in range(section.count):
+            members = np.flatnonzero(clusters_C == index).tolist()
             self.texts.check_rows(members, self.recipe.texts.max_length)
-        cluster = {name: int(number) for name, number in zip(names, clusters_C, strict=True)}
+        cluster = {name: int(index) for name, index in zip(names, clusters_C, strict=True)}
         counted_with = tokenizer_hash(self.output / "texts")
         table = count_table(counts_CV, clusters_C, section.count, counted_with, cluster)
         tokens = {
@@ -239,7 +239,7 @@ class Upcycle:
     def merge(self, seed: int, target: Path, scratch: Path) -> None:
         """Feed-forwards side by side, the rest averaged, routers random (Branch-Train-MiX)."""
         section, experts = self.recipe.merge, self.output / f"seed-{seed}" / "experts"
-        folders = [experts / str(number) for number in range(self.recipe.clusters.count)]
+        folders = [experts / str(expert) for expert in range(self.recipe.clusters.count)]
         options: dict[str, Any] = {"top_k": section.top_k, "router_std": section.router_std}
         merge_experts(folders, target, **options, seed=seed)
 

@@ -73,10 +73,8 @@ def open_vllm(
     dtype: str = "auto",
     seed: int = 0,
 ) -> tuple[Any, dict[str, Any]]:
-    """Start one engine for the checkpoint in ``folder``; takes 20-40 s.
-
-    Returns:
-        lm-eval's model, and all settings that can change a reply.
+    """Start one engine for the checkpoint in ``folder`` (20-40 s), as lm-eval's model with all
+    settings that can change a reply.
     """
     require_vllm()
     arguments = engine_arguments(overrides, dtype, seed)

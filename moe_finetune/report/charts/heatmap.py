@@ -29,19 +29,13 @@ def heat_map(
     picks: Sequence[int] = (),
     notes: Sequence[str] = (),
 ) -> Markup:
-    """Return a heat map; missing values (NaN) stay blank.
+    """A heat map of one matrix, or of one per frame of the figure's slider; NaN stays blank.
 
     Args:
-        title, description: what it is and what it shows, for screen readers.
-        frames_FRC: one matrix, or one per frame of the figure's slider; the last frame is shown
-            first.
-        rows, columns: a label for each row and column.
-        row_name, column_name: what rows and columns are, for axes and hover.
+        rows, columns: a label for each; ``row_name``, ``column_name``: what they are.
         limits: the values at the ends of the color map; values beyond them are clipped.
-        unit: shown after a value on hover.
         differences: use the diverging map; ``limits`` are then symmetric.
-        picks: the frame at each position of the slider.
-        notes: text in the panel's head at each position of the slider.
+        picks: the frame at each position of the slider; ``notes``: the text in the panel's head.
     """
     frames_FRC = np.asarray(frames_FRC, float).reshape(-1, len(rows), len(columns))
     height, left = _height(len(rows), len(columns)), 10 + round(6.6 * max(map(len, rows)))

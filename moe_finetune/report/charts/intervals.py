@@ -30,12 +30,8 @@ def dot_plot(
     x_label: str,
     scale: float = 1.0,
 ) -> Markup:
-    """Return one band per row: its name, one dot per run, and a tick at the row's chance level.
-
-    Args:
-        rows: name, dots, chance (NaN: unknown).
-        x_label: what is measured.
-        scale: factor of the axis, 100 for percentages.
+    """One band per row: its name, one dot per run, and a tick at the row's chance level (NaN:
+    none).
     """
     values = [v for _, dots, c in rows for d in dots for v in (d.value, d.low, d.high, c)]
     x = Scale.around([scale * v for v in values], count=5)

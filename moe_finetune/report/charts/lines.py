@@ -40,13 +40,10 @@ def line_chart(
     reference_label: str = "",
     y_reach: tuple[float, float] | None = None,
 ) -> Markup:
-    """Return the lines in one plot; those with a ``kind`` are behind the others.
+    """The lines in one plot; those with a ``kind`` are behind the others.
 
-    Args:
-        smooth: draw long curves as a moving mean over the faint raw curve.
-        zero: let y start at zero.
-        reference, reference_label: a value to mark with a dashed level, and its name.
-        y_reach: range that the axis covers at least, so that pictures can share it.
+    ``smooth`` draws long curves as a moving mean over the faint raw curve, ``zero`` lets y start at
+    zero, ``reference`` is marked with a dashed level.
     """
     y_values = [v for s in series for v in s.y]
     y_values += [*(y_reach or ()), *([] if reference is None else [reference])]

@@ -49,10 +49,8 @@ def over_time(
 ) -> tuple[list[str], list[Frames]]:
     """Choose the positions of a slider: the name of each, and the frames of each run.
 
-    Args:
-        cells: number of cells in a frame; the page's size limits the number of frames, spread
-            evenly over training.
-        has_picture: whether a routing has the data to draw.
+    A frame has so many ``cells``; the page's size limits the number of frames, spread evenly over
+    training. Frames without a picture are left out.
     """
     chosen: list[tuple[Timeline, dict[float, Routing]]] = []
     most = max(2, MOST_CELLS // (cells * max(1, len(timelines))))
