@@ -202,8 +202,12 @@ def _columns(recipe: Any, rows: int, vocabulary: int) -> dict[str, list]:
         return {"input_ids": ids, "labels": ids}
     if form != "preference":
         raise ValueError(f"rows of stage {recipe.stage} are not made here")
-    half, whole = "word " * (length // 2), "word " * length  # which is truncated
-    return {"prompt": [half] * rows, "chosen": [whole] * rows, "rejected": [whole] * rows}
+    half, whole = [4] * (length // 2), [4] * length  # which is truncated
+    return {
+        "prompt_ids": [half] * rows,
+        "chosen_ids": [whole] * rows,
+        "rejected_ids": [whole] * rows,
+    }
 
 
 def _tokenizer() -> Any:
