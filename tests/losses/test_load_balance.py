@@ -121,5 +121,6 @@ def _two_ranks(rank, store, sizes):
     distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_global_batch_on_two_ranks_is_one_process(warm, tmp_path):
     torch.multiprocessing.spawn(_two_ranks, (f"file://{tmp_path}/store", (6, 11)), nprocs=2)

@@ -51,47 +51,43 @@ def assert_close(got, wanted, tolerance):
         assert error <= tolerance * value.abs().max().clamp_min(1e-3), (name, error)
 
 
-def test_dpo(tmp_path):
-    rows = Dataset.from_list(PAIRS)
-
+def compare(kind, config, rows, **options):
     def make(model, callback):
-        trainer = DPOTrainer(
+        trainer = kind(
             model=model,
-            args=DPOConfig(output_dir=str(tmp_path), per_device_train_batch_size=2, **COMMON),
-            train_dataset=rows,
+            args=config,
+            train_dataset=Dataset.from_list(rows),
             processing_class=tiny.tokenizer(),
             callbacks=[callback],
+            **options,
         )
         return trainer, callback.attach(trainer)
 
     got, wanted = difference(make)
     assert_close(got, wanted, 2e-4)
+
+
+def test_dpo(tmp_path):
+    compare(DPOTrainer, DPOConfig(str(tmp_path), per_device_train_batch_size=2, **COMMON), PAIRS)
 
 
 @pytest.mark.slow
 def test_grpo(tmp_path):
-    rows = Dataset.from_list([{"prompt": f"Count {i}"} for i in range(4)])
-
-    def make(model, callback):
-        trainer = GRPOTrainer(
-            model=model,
-            reward_funcs=lambda completions, **_: [float(len(c) % 5) for c in completions],
-            args=GRPOConfig(
-                output_dir=str(tmp_path),
-                per_device_train_batch_size=2,
-                num_generations=2,
-                max_completion_length=9,
-                beta=0.1,
-                **COMMON,
-            ),
-            train_dataset=rows,
-            processing_class=tiny.tokenizer(),
-            callbacks=[callback],
-        )
-        return trainer, callback.attach(trainer)
-
-    got, wanted = difference(make)
-    assert_close(got, wanted, 2e-4)
+    config = GRPOConfig(
+        str(tmp_path),
+        per_device_train_batch_size=2,
+        num_generations=2,
+        max_completion_length=9,
+        beta=0.1,
+        **COMMON,
+    )
+    rows = [{"prompt": f"Count {i}"} for i in range(4)]
+    compare(
+        GRPOTrainer,
+        config,
+        rows,
+        reward_funcs=lambda completions, **_: [float(len(c) % 5) for c in completions],
+    )
 
 
 def test_tensors_that_do_not_move_are_named(caplog):
