@@ -13,6 +13,7 @@ from moe_finetune.errors import DataError
 from moe_finetune.recipe.sections import DataSection
 from tests.data.loading import prepare
 from tests.support import tiny
+from tests.support.conversations import ASK, tokenizer_of
 
 ROWS = [{"prompt": f"ask {i} " * (i + 1), "completion": f"say {i}"} for i in range(7)]
 
@@ -143,6 +144,17 @@ def test_what_fails_leaves_nothing(cache, source, tokenized, monkeypatch):
     assert not cache.exists()
     source.write_text(text)
     assert len(prepared(source)) == len(ROWS)
+
+
+def test_numbers_of_calls_are_as_the_row_has_them(cache, tmp_path):
+    numbers = {"large": 2**70, "small": 1e-320, "exact": 0.1 + 0.2, "whole": 1.0, "none": None}
+    call = {"type": "function", "function": {"name": "f", "arguments": numbers}}
+    turns = [ASK, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    file = tmp_path / "calls.jsonl"
+    file.write_text(json.dumps({"messages": turns}) + "\n")
+    tokenizer = tokenizer_of("qwen3_instruct_2507")
+    text = tokenizer.decode(prepared(file, tokenizer)[0]["input_ids"])
+    assert json.dumps(numbers) in text
 
 
 def test_a_killed_preparation_is_made_again(cache, source):
