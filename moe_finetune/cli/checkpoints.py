@@ -239,13 +239,10 @@ def merge(
     from moe_finetune.checkpoint.open import open_checkpoint
     from moe_finetune.checkpoint.tokenizer_files import has_tokenizer
     from moe_finetune.models.find import warn_of_plugins
-    from moe_finetune.models.loading import local_folder
 
     warn_of_plugins(source)  # the base is elsewhere
     verify = verify or bool(untested())
-    run = RunFolder(source)
-    adapter = run.adapter if run.adapter.is_dir() else source
-    folder = local_folder(base) if base is not None else base_of(adapter)
+    adapter, folder = _adapter_and_base(source, base)
     bias = None if drop_bias else read_bias(adapter)
     opened = open_checkpoint(folder, stored=True)
     if verify and not dry_run and (output / "config.json").is_file():
@@ -260,7 +257,7 @@ def merge(
             bias=bias,
             # What a run trained with is known to fit its base.
             tokenizer=tokenizer
-            or ("adapter" if adapter == run.adapter and has_tokenizer(adapter) else None),
+            or ("adapter" if adapter != source and has_tokenizer(adapter) else None),
         )
         if dry_run:
             print(report.text())

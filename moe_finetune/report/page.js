@@ -42,7 +42,7 @@
     };
     map.paint = (place) => {
       frame = map.picks.at(place);
-      const canvas = document.createElement("canvas"), colors = palette(map.map);
+      const canvas = document.createElement("canvas"), colors = palette();
       canvas.width = wide;
       canvas.height = tall;
       const context = canvas.getContext("2d"), picture = context.createImageData(wide, tall);
@@ -62,11 +62,11 @@
     return map;
   }
 
-  const palettes = {};
-  // The 256 colors of one of the stylesheet's gradients.
-  function palette(name) {
-    if (palettes[name]) return palettes[name];
-    const stops = getComputedStyle(root).getPropertyValue("--" + name).match(/#\w+|rgb\([^)]*\)/g);
+  let colors = null;
+  // The 256 colors of the stylesheet's gradient.
+  function palette() {
+    if (colors) return colors;
+    const stops = getComputedStyle(root).getPropertyValue("--sequential").match(/#\w+/g);
     const canvas = document.createElement("canvas");
     canvas.width = 256;
     canvas.height = 1;
@@ -74,7 +74,7 @@
     stops.forEach((color, i) => gradient.addColorStop(i / (stops.length - 1), color));
     context.fillStyle = gradient;
     context.fillRect(0, 0, 256, 1);
-    return palettes[name] = context.getImageData(0, 0, 256, 1).data;
+    return colors = context.getImageData(0, 0, 256, 1).data;
   }
 
   function setUpMaps() {

@@ -90,7 +90,6 @@ def plot(
     x: Scale | None = None,
     y: Scale | None = None,
     x_label: str | None = None,
-    y_label: str | None = None,
     left: int = 46,
     **attributes: str | None,
 ) -> Markup:
@@ -116,10 +115,7 @@ def plot(
         marks.append(tag("text", text, x=at, y="100%", dy="17", class_=f"tick{side}"))
     if x_label:
         marks.append(tag("text", x_label, x="50%", y="100%", dy="34", class_="label middle"))
-    if y_label:
-        marks.append(tag("text", y_label, x="0", y="0", dx=str(8 - left), dy="-10", class_="label"))
     bottom = 40 if x_label else 22 if x else 6
-    top = 24 if y_label else 8
     return tag(
         "svg",
         tag("title", title),
@@ -128,7 +124,7 @@ def plot(
         *content,
         class_="plot",
         role="img",
-        style=f"--left:{left}px;--bottom:{bottom}px;--top:{top}px;height:{height}px",
+        style=f"--left:{left}px;--bottom:{bottom}px;--top:8px;height:{height}px",
         **attributes,
     )
 

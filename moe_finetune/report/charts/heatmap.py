@@ -25,7 +25,6 @@ def heat_map(
     column_name: str,
     limits: tuple[float, float],
     unit: str = "",
-    differences: bool = False,
     picks: Sequence[int] = (),
     notes: Sequence[str] = (),
 ) -> Markup:
@@ -34,7 +33,6 @@ def heat_map(
     Args:
         rows, columns: a label for each; ``row_name``, ``column_name``: what they are.
         limits: the values at the ends of the color map; values beyond them are clipped.
-        differences: use the diverging map; ``limits`` are then symmetric.
         picks: the frame at each position of the slider; ``notes``: the text in the panel's head.
     """
     frames_FRC = np.asarray(frames_FRC, float).reshape(-1, len(rows), len(columns))
@@ -56,7 +54,6 @@ def heat_map(
         "columnName": column_name,
         "unit": unit,
         "limits": limits,
-        "map": "diverging" if differences else "sequential",
         "picks": list(picks) or [len(frames_FRC) - 1],
         "notes": list(notes),
         **_levels(frames_FRC),
@@ -106,15 +103,13 @@ def _labelled(count: int, most: int) -> range:
     return range(0, count, step)
 
 
-def legend(
-    limits: tuple[float, float], meaning: str, *, differences: bool = False, clipped: bool = False
-) -> Markup:
+def legend(limits: tuple[float, float], meaning: str, *, clipped: bool = False) -> Markup:
     """Return the color bar with its ends. ``clipped``: some values exceed the upper end."""
     low, high = (number(end) for end in limits)
     return tag(
         "div",
         tag("span", low),
-        tag("span", class_="bar " + ("diverging" if differences else "sequential")),
+        tag("span", class_="bar"),
         tag("span", f"≥ {high}" if clipped else high),
         tag("span", meaning, class_="meaning"),
         class_="legend",

@@ -38,7 +38,6 @@ def line_chart(
     zero: bool = False,
     reference: float | None = None,
     reference_label: str = "",
-    y_reach: tuple[float, float] | None = None,
 ) -> Markup:
     """The lines in one plot; those with a ``kind`` are behind the others.
 
@@ -46,7 +45,7 @@ def line_chart(
     zero, ``reference`` is marked with a dashed level.
     """
     y_values = [v for s in series for v in s.y]
-    y_values += [*(y_reach or ()), *([] if reference is None else [reference])]
+    y_values += [] if reference is None else [reference]
     y = Scale.around(y_values, zero=zero)
     xs = [v for s in series for v in s.x]
     x = Scale.exact(min(xs, default=0.0), max(xs, default=1.0))
