@@ -1,8 +1,8 @@
 """Errors that users can encounter, each also a subclass of a standard-library type.
 
 The command line prints the message of any :class:`MoeFinetuneError` and ends with exit code 2, or 1
-if the machine is the cause (:func:`is_machine_failure`). A message names the place, the problem and
-the remedy.
+after a :class:`VerificationError` or if the machine is the cause (:func:`is_machine_failure`). A
+message names the place, the problem and the remedy.
 """
 
 import difflib
@@ -92,6 +92,10 @@ class PluginError(MoeFinetuneError, ImportError):
 
 class NumericsError(MoeFinetuneError, ArithmeticError):
     """A loss, gradient or weight that is not a finite number."""
+
+
+class VerificationError(NumericsError, CheckpointError):
+    """A merged checkpoint that is not its base + adapter."""
 
 
 class DependencyError(MoeFinetuneError, ImportError):

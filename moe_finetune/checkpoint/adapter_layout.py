@@ -143,11 +143,13 @@ def lacks_experts(adapter: Adapter, base: Checkpoint) -> bool:
 def names_files(adapter: Adapter, base: Checkpoint) -> bool:
     """Whether the keys name tensors of the files, as with transformers 4.
 
-    That is, each expert's own matrices, a stack under its name there (GraniteMoE), or a matrix that
-    the class calls otherwise.
+    That is, each expert's own matrices, a stack with factors under its name there (GraniteMoE), or
+    a tensor that the class calls otherwise.
     """
     if any(map(OLD_EXPERT.fullmatch, adapter.tensors)):
         return True
-    paths = {key.partition(".lora_")[0] for key in adapter.tensors if ".lora_" in key}
-    in_files = {f"{path}.weight" for path in paths} & base.tensors.keys()
-    return any(len(base.tensors[n].shape) == 3 or n not in base.names.shapes for n in in_files)
+    pairs = {key.replace(".base_layer", "").partition(".lora_")[:2] for key in adapter.tensors}
+    adapted = {f"{path}.weight" for path, lora in pairs if lora} & base.tensors.keys()
+    in_files = adapted | {path for path, lora in pairs if not lora} & base.tensors.keys()
+    stacks = (len(base.tensors[name].shape) == 3 for name in adapted)
+    return any(stacks) or not in_files <= base.names.shapes.keys()

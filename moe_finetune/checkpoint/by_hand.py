@@ -17,7 +17,7 @@ from moe_finetune.checkpoint.adapter import Adapter
 from moe_finetune.checkpoint.files import read_tensor
 from moe_finetune.checkpoint.open import Checkpoint
 from moe_finetune.checkpoint.peft_model import LoraModule
-from moe_finetune.errors import NumericsError
+from moe_finetune.errors import VerificationError
 
 _TOLERANCE = 1e-5
 
@@ -43,7 +43,7 @@ def check_layer(
         changes_OI = stated(stored, key, module, (rows, columns))
         for by_peft_OI, by_hand_OI in zip(module.deltas(form), changes_OI, strict=True):
             if float((by_peft_OI - by_hand_OI).norm()) > _TOLERANCE * float(by_hand_OI.norm()):
-                raise NumericsError(
+                raise VerificationError(
                     f"{stored.folder}: '{key}' says another change of '{module.loaded}' than PEFT "
                     "makes of it; report this as a bug"
                 )

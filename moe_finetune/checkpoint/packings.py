@@ -18,7 +18,13 @@ from moe_finetune.checkpoint.adapter import BIAS_FILE, CONFIG, METADATA, PREFIX,
 from moe_finetune.checkpoint.compute import Factors
 from moe_finetune.checkpoint.files import Content, in_memory, read_tensor, write_checkpoint
 from moe_finetune.checkpoint.open import open_checkpoint
-from moe_finetune.checkpoint.peft_form import OF_PACKING, OF_TARGETS, below_factors, peft_form
+from moe_finetune.checkpoint.peft_form import (
+    OF_PACKING,
+    OF_TARGETS,
+    below_factors,
+    modules_to_save,
+    peft_form,
+)
 from moe_finetune.checkpoint.updates import OpenAdapter, Replace, check_adapter, parts_in_files
 from moe_finetune.errors import AdapterError
 from moe_finetune.io import check_output, one_writer
@@ -91,6 +97,9 @@ def as_per_expert(adapter: OpenAdapter) -> tuple[dict[str, Any], Mapping[str, Te
             norms_O = read_tensor(form.tensors[update.magnitude]).float()
             tensors[f"{path}.lora_magnitude_vector"] = norms_O[part.place.rows].clone()
     tensors |= {below_factors(name, tensors): value for name, value in whole.items()}
+    in_files = base.names.files
+    tensors |= {in_files[key][0]: read_tensor(table) for key, table in form.tables.items()}
+    trained = base.tensors.keys() - base.untrained
     root = 0.5 if adapter.config.get("use_rslora") else 1
     (rank, scale), _ = Counter(scales.values()).most_common(1)[0]
     others = {_kind(path): value for path, value in scales.items() if value != (rank, scale)}
@@ -101,6 +110,7 @@ def as_per_expert(adapter: OpenAdapter) -> tuple[dict[str, Any], Mapping[str, Te
         "lora_alpha": scale * float(rank) ** root,
         "target_modules": _pattern(list(scales)),
         "target_parameters": None,
+        "modules_to_save": modules_to_save(form, in_files, trained),
         "rank_pattern": {kind: r for kind, (r, _) in others.items()},
         "alpha_pattern": {kind: s * float(r) ** root for kind, (r, s) in others.items()},
     }

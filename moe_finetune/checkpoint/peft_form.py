@@ -8,7 +8,7 @@ Shape legend: E experts, R the rank of a stack, O rows and I columns of a matrix
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from moe_finetune.checkpoint.adapter_layout import as_a, as_b
 from moe_finetune.checkpoint.compute import Factors
 from moe_finetune.checkpoint.files import Computed, computed
 from moe_finetune.checkpoint.names import Place
-from moe_finetune.checkpoint.peft_model import fill, wrap
+from moe_finetune.checkpoint.peft_model import MAY_LACK, fill, is_saved, wrap
 from moe_finetune.checkpoint.updates import LowRank, OpenAdapter, Replace
 from moe_finetune.errors import AdapterError
 from moe_finetune.io.safetensors_header import TensorInfo
@@ -111,9 +111,10 @@ def _by_class(adapter: OpenAdapter) -> OpenAdapter:
             f"{adapter.folder}: DoRA on '{min(parameters)}', which PEFT cannot represent on this "
             "model; merge it with 'moe-finetune merge' and use the merged checkpoint"
         )
+    in_class = {n: [loaded] for n, loaded in base.names.loaded.items() if adapter.of_files}
     replaced = []
     for update in adapter.replaced:
-        name = base.names.loaded[update.name] if adapter.of_files else update.name
+        (name,) = in_class.get(update.name, [update.name])
         key = below_factors(name, tensors)
         tensors[key] = adapter.tensors[update.key]
         replaced.append(Replace(name, key))
@@ -123,6 +124,7 @@ def _by_class(adapter: OpenAdapter) -> OpenAdapter:
     changes = {
         "target_modules": sorted(modules),
         "target_parameters": sorted(parameters) or None,
+        "modules_to_save": modules_to_save(adapter, in_class, base.names.shapes),
         "lora_dropout": 0.0 if parameters else adapter.config.get("lora_dropout") or 0.0,
         "rank_pattern": {re.escape(name): u.rank for name, u in targets.items()},
         "alpha_pattern": {
@@ -135,9 +137,36 @@ def _by_class(adapter: OpenAdapter) -> OpenAdapter:
         tensors=tensors,
         low_rank=low_rank,
         replaced=replaced,
+        tables={in_class.get(k, [k])[0]: info for k, info in adapter.tables.items()},
         of_files=False,
         attention_only=False,
     )
+
+
+def modules_to_save(
+    adapter: OpenAdapter, renamed: Mapping[str, list[str]], tensors: Iterable[str]
+) -> list[str] | None:
+    """The adapter's ``modules_to_save`` where its tensors are ``renamed``, one of all ``tensors``.
+
+    They are the shortest ends of modules' paths by which PEFT saves the same.
+    """
+    before, ends = adapter.config.get("modules_to_save"), list[str]()
+    names = *(update.name for update in adapter.replaced), *adapter.tables
+    saved = {new for n in names if is_saved(n, before) for new in renamed.get(n, [n])}
+    others = [n for n in tensors if n not in saved and not n.endswith(MAY_LACK)]
+    for name in sorted(saved, key=lambda name: (name.count("."), name)):  # outer modules first
+        if name.endswith(MAY_LACK) or is_saved(name, ends):
+            continue
+        parts = name.split(".")[:-1]
+        possible = (".".join(parts[first:]) for first in reversed(range(len(parts))))
+        end = next((end for end in possible if not any(is_saved(o, [end]) for o in others)), None)
+        if end is None:
+            raise AdapterError(
+                f"{adapter.folder}: '{name}' shares its module with tensors that the adapter "
+                "lacks, and modules_to_save would save those, too; merge it with 'merge'"
+            )
+        ends.append(end)
+    return ends or None
 
 
 def _is_layer(model: Any, path: str) -> bool:

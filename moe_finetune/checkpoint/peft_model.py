@@ -6,9 +6,8 @@ only warns. Here every tensor goes where its name says, and none may be missing.
 """
 
 import math
-import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
@@ -209,12 +208,19 @@ def _by_rules(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[list[
             factors = ["embedding_A", "embedding_B"] if embedding else ["A.weight", "B.weight"]
             factors += ["magnitude_vector"] if config.use_dora else []
             expected |= {f"{path}.lora_{factor}" for factor in factors}
-        saved = (re.match(rf"(^|.*\.){m}($|\..*)", path) for m in config.modules_to_save or ())
-        if any(saved):
+        if is_saved(name, config.modules_to_save):
             expected.add(name)
-        elif config.bias == "all" and "bias" in name:
+        elif "bias" in name:
             biases.append(name)
     adapted = {target.path for target in targets}
     for path, _, leaf in (name.rpartition(".") for name in biases):
-        expected.add(f"{path}.base_layer.{leaf}" if path in adapted else f"{path}.{leaf}")
+        if path in adapted and config.bias != "none":
+            expected.add(f"{path}.base_layer.{leaf}")
+        elif config.bias == "all":
+            expected.add(f"{path}.{leaf}")
     return targets, expected
+
+
+def is_saved(name: str, modules_to_save: Iterable[str] | None) -> bool:
+    """Whether PEFT saves the tensor ``name``: one of its modules' paths ends as the config says."""
+    return any(f"{end}." in PREFIX + name for end in modules_to_save or ())

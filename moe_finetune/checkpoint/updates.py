@@ -134,7 +134,7 @@ def open_adapter(path: str | Path, base: Checkpoint, values: bool = True) -> Ope
     else:
         targets, expected = targets_in_class(stored, base.model_config)
     reader = _Reader(stored, base, trained)
-    _check_biases(stored)
+    _check_biases(stored, expected)
     reader.check_keys(expected)
     low_rank = [update for target in targets if (update := reader.low_rank(target)) is not None]
     reader.check_version()
@@ -216,12 +216,17 @@ class _Reader:
         extra = [key for key in stored if key not in expected and not key.endswith(_MAY_ADD)]
         for key in sorted(stored):
             self._check_target(key)
+        layers = {found[0] for key in stored if (found := _LAYER.search(key))}
         for key in sorted(expected - stored):
-            if not key.endswith(MAY_LACK):
-                raise AdapterError(
-                    f"{adapter.folder}: adapter tensor '{key}' is missing, which {CONFIG} requires"
-                    + (did_you_mean(key, extra) if extra else "; copy the adapter again")
-                )
+            if key.endswith(MAY_LACK):
+                continue
+            found, remedy = _LAYER.search(key), "copy the adapter again"
+            if found and found[0] not in layers:
+                remedy = f"it has nothing of that layer; give its own base, or {remedy}"
+            raise AdapterError(
+                f"{adapter.folder}: adapter tensor '{key}' is missing, which {CONFIG} requires"
+                + (did_you_mean(key, extra) if extra else f"; {remedy}")
+            )
         if extra:
             raise AdapterError(
                 f"{adapter.folder / WEIGHTS}: adapter tensor '{min(extra)}' is not among those "
@@ -252,7 +257,7 @@ class _Reader:
                     f"moe_finetune.json lists expert {max(experts)}, but the base has {shape[0]}",
                 )
             grouped, swapped = self._packing(target, a, b)
-        transposed = embedding or target.inputs_first
+        transposed = embedding or (target.inputs_first and len(shape) == 3)  # not the biases
         slots = len(experts or [0])
         sizes = shape[-2:][::-1] if transposed or swapped else shape[-2:]
         self.check_shape(a, self._shape(a), (slots * rank, sizes[1]), name, rank)
@@ -378,11 +383,14 @@ class _Reader:
         return AdapterError(f"{self.adapter.folder}: adapter tensor '{key}': {problem}")
 
 
-def _check_biases(adapter: Adapter) -> None:
-    """Refuse biases that trained and were not saved: PEFT forgets those of ``lora_only``."""
+def _check_biases(adapter: Adapter, expected: set[str]) -> None:
+    """Refuse biases that trained and were not saved: some PEFTs forget those of ``lora_only``."""
     if adapter.config.get("bias") != "lora_only":
         return
-    if not any(key.endswith(".bias") for key in adapter.tensors):
+    stored, trained = (
+        any(key.endswith(".bias") for key in keys) for keys in (adapter.tensors, expected)
+    )
+    if trained and not stored:
         raise AdapterError(
             f"{adapter.folder / CONFIG}: bias is 'lora_only', but PEFT did not save the biases "
             "that trained, and without them the adapter computes something else. Train with bias "

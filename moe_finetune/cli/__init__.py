@@ -14,7 +14,12 @@ import typer
 from moe_finetune.cli import checkpoints, evaluation, experts, interactive, runs  # noqa: F401
 from moe_finetune.cli.app import app, check_alone, split_common
 from moe_finetune.cli.pipes import outlive_readers
-from moe_finetune.errors import MoeFinetuneError, is_machine_failure, reason_of
+from moe_finetune.errors import (
+    MoeFinetuneError,
+    VerificationError,
+    is_machine_failure,
+    reason_of,
+)
 from moe_finetune.io.signals import sigterm_interrupts
 from moe_finetune.io.terminal import OWN, Records, Terminal, use_terminal
 from moe_finetune.io.versions import warn_of_untested
@@ -78,7 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from moe_finetune.recipe.section import hide_secrets
 
         print(f"error: {hide_secrets(str(error))}", file=sys.stderr)  # overrides may contain some
-        return 1 if is_machine_failure(error) else 2
+        failed = isinstance(error, VerificationError) or is_machine_failure(error)
+        return 1 if failed else 2
     except MemoryError:
         if debug:
             raise

@@ -300,6 +300,13 @@ def test_adapter_with_more_layers(adapter, tmp_path):
     refuse(other, adapter, tmp_path, AdapterError, "layers.2", other)
 
 
+def test_adapter_with_fewer_layers(adapter, tmp_path):
+    other = tmp_path / "base" / "qwen3_moe"
+    tiny.model("qwen3_moe", num_hidden_layers=5).save_pretrained(other)
+    parts = ("is missing", "nothing of that layer; give its own base")
+    refuse(other, adapter, tmp_path, AdapterError, *parts)
+
+
 @pytest.mark.parametrize(
     ("experts", "part"),
     [

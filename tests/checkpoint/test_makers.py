@@ -393,8 +393,52 @@ def test_dora_on_single_experts_is_verified_by_tensors(bases, tmp_path, capsys):
         torch.testing.assert_close(tensor, changed[name], rtol=1e-5, atol=1e-5)
 
 
-def test_biases_that_peft_forgot_are_refused_with_the_reason(bases, tmp_path):
-    base = bases("qwen3_moe")
+@pytest.mark.parametrize(
+    ("family", "saved", "ends"),
+    [
+        ("mixtral", "block_sparse_moe.gate", [".block_sparse_moe.gate"]),
+        ("mixtral", "gate", [".block_sparse_moe.gate"]),
+        ("qwen2_moe", "gate", [".mlp.gate", ".mlp.shared_expert_gate"]),
+        ("qwen2_moe", "norm", [".input_layernorm", ".post_attention_layernorm", "model.norm"]),
+    ],
+)
+@pytest.mark.parametrize("with_experts", [False, True])
+def test_modules_to_save_of_transformers_4(family, saved, ends, with_experts, tmp_path):
+    """PEFT saves each module whose path ends so, be it part of a name."""
+    base = tmp_path / "base"
+    tiny_families.model(family).save_pretrained(base)
+    names = ["q_proj", *(["w2", "down_proj"] if with_experts else [])]
+    tensors, changed = on_linears(base, names)
+    for name in changed:
+        if name.removesuffix(".weight").endswith(tuple(ends)):
+            tensors[name] = changed[name] = changed[name] + torch.randn(changed[name].shape) * 0.05
+    config = {"target_modules": names, "modules_to_save": [saved], "peft_version": "0.15.2"}
+    adapter = write(tmp_path / "adapter", config, tensors)
+    merge_adapter(base, adapter, tmp_path / "merged")
+    assert verify_merge(base, adapter, tmp_path / "merged").layers
+    for name, tensor in load_file(tmp_path / "merged" / "model.safetensors").items():
+        torch.testing.assert_close(tensor, changed[name], rtol=1e-5, atol=1e-5)
+
+
+def test_factors_of_the_biases_of_stacks(tmp_path):
+    """gpt-oss's stacks have their inputs first, their biases (E, O) are ordinary matrices."""
+    base, adapter = tmp_path / "gpt_oss", tmp_path / "adapter"
+    model = tiny_families.model("gpt_oss")
+    model.save_pretrained(base)
+    targets = ["mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj"]
+    peft = get_peft_model(model, LoraConfig(r=3, lora_alpha=5, target_parameters=targets))
+    helpers.randomize(peft, 3, 0.05)
+    peft.save_pretrained(adapter)
+    merge_adapter(base, adapter, tmp_path / "merged")
+    assert verify_merge(base, adapter, tmp_path / "merged").layers
+    wanted, merged = peft.merge_and_unload(), helpers.load(tmp_path / "merged")
+    for name, tensor in wanted.state_dict().items():
+        torch.testing.assert_close(merged.state_dict()[name], tensor, rtol=1e-5, atol=1e-5)
+
+
+def test_biases_that_peft_forgot_are_refused_with_the_reason(tmp_path):
+    base = tmp_path / "base"
+    tiny_families.model("qwen2_moe").save_pretrained(base)
     tensors, _ = on_linears(base, SEVEN[:4])
     config = {"target_modules": SEVEN[:4], "bias": "lora_only"}
     adapter = write(tmp_path / "adapter", config, tensors)

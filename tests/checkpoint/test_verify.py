@@ -212,6 +212,24 @@ def test_a_wrong_merge_of_a_small_change_is_seen(in_bfloat16, family, wrong, tmp
         verify_merge(folder / "base", folder / "adapter", merged)
 
 
+def test_a_model_that_peft_cannot_run_has_no_logits(tmp_path):
+    """PhiMoE's router returns a pair, which PEFT's module around it takes for a tensor."""
+    from peft import LoraConfig, get_peft_model
+
+    base, adapter = tmp_path / "phimoe", tmp_path / "adapter"
+    model = tiny_families.model("phimoe")
+    model.save_pretrained(base)
+    peft = get_peft_model(model, LoraConfig(r=3, target_modules="all-linear"))
+    helpers.randomize(peft, 3, 0.05)
+    peft.save_pretrained(adapter)
+    merged = merge_adapter(base, adapter, tmp_path / "merged").output
+    report = verify_merge(base, adapter, merged)
+    assert report.layers is None and "no logits: PEFT cannot run the model" in report.text()
+    damage(merged, "model.layers.1.self_attn.q_proj.weight")
+    with pytest.raises(NumericsError, match=r"q_proj\.weight' is not base \+ adapter"):
+        verify_merge(base, adapter, merged)
+
+
 def test_chosen_experts(bases, adapters, tmp_path):
     base, full = bases("qwen3_moe"), adapters("qwen3_moe")
     small = select(full, base, {1: [9, 2, 5], 2: list(range(11))}, tmp_path / "small")

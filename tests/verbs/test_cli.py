@@ -193,6 +193,11 @@ def test_merge_takes_a_run_or_an_adapter(capsys, adapter, tmp_path):
     # One that was interrupted while it was verified can be verified.
     code, out, err = run(capsys, "merge", adapter, "--output", tmp_path / "b", "--verify")
     assert code == 0 and "is verified, and not written again" in out and "verified: " in out
+    # A check that fails is not wrong input.
+    weights = tmp_path / "b" / name
+    weights.write_bytes(weights.read_bytes()[:-8] + (tmp_path / "a" / name).read_bytes()[-16:-8])
+    code, _, err = run(capsys, "merge", adapter, "--output", tmp_path / "b", "--verify")
+    assert code == 1 and "error: " in err
     code, out, _ = run(capsys, "merge", adapter, "--output", tmp_path / "c", "--dry-run")
     assert code == 0 and "q_proj" in out and not (tmp_path / "c").exists()
 
