@@ -116,7 +116,7 @@ def test_labels_count_instead():
         (labels[:, 1:], r"shape \(2, 4\) for 2 rows of 5"),
     ):
         with pytest.raises(CaptureError, match=message):
-            read_tokens((ids,), {}, labels_BL=wrong, count_labels=True)
+            read_tokens((ids,), {}, labels_BS=wrong, count_labels=True)
 
 
 def test_a_cache_before_the_tokens():
