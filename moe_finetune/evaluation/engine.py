@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from moe_finetune.errors import EvaluationError, MoeFinetuneError, OutputExistsError
+from moe_finetune.errors import EvaluationError, OutputExistsError
 from moe_finetune.evaluation.backends import Backend, open_backend
 from moe_finetune.evaluation.cache import ReplyStore
 from moe_finetune.evaluation.collect import sample_rows, task_result
-from moe_finetune.evaluation.offline import prepare
+from moe_finetune.evaluation.offline import check_chats, of_lm_eval, prepare
 from moe_finetune.evaluation.results import SCHEMA, Results, TaskResult
 from moe_finetune.evaluation.sandbox import Sandbox
 from moe_finetune.evaluation.sandbox.install import no_sandbox
@@ -68,8 +68,7 @@ def evaluate(
     output = Path(output)
     if data_dir is not None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    continued = (output / RESULTS_FILE).is_file() or (output / "cache").is_dir()
-    catalog, leaves = prepare(loaded, data_dir, rehearsed=continued)
+    catalog, leaves = prepare(loaded, data_dir)
     sandbox, trouble = None, ""
     if programs := [t.label for t in loaded.tasks if t.code]:
         trouble = "" if allow_unsafe_local else no_sandbox()
@@ -87,6 +86,7 @@ def evaluate(
         loaded, catalog, active, settings, output, limit, seed, overflow, progress, sandbox, trouble
     )
     try:
+        check_chats(loaded, loaded.tasks, getattr(active.lm, "tokenizer", None))
         return run.go(leaves)
     finally:
         if opened is None:
@@ -158,7 +158,7 @@ class _Run:
                 tasks[entry.label] = result
                 for note in result["notes"]:
                     self._say(f"  {note}")
-        except (MoeFinetuneError, KeyboardInterrupt):
+        except BaseException:
             self._write(tasks, notes, complete=False)
             raise
         return self._write(tasks, notes, complete=True)
@@ -227,7 +227,7 @@ class _Run:
         run: Run = unscored if self.sandbox is None else self.sandbox.run_all
         try:
             # `simple_evaluate` would also run git and pip for a record that is not used.
-            with scored_by(run):
+            with of_lm_eval(self.suite, entry), scored_by(run):
                 raw = lm_eval.evaluate(
                     lm=lm,
                     task_dict=self.catalog.load(entry, leaves, self.seed),

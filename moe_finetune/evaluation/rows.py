@@ -65,6 +65,8 @@ def _exact_match(row: Row) -> Row:
     answer = str(answer)
     if not answer.strip():
         raise ValueError("'answer' is empty")
+    if "\n" in answer.strip():
+        raise ValueError("'answer' has a line break, where a reply ends")
     return row | {"question": _question(row), "answer": answer}
 
 

@@ -47,7 +47,7 @@ class SuiteTask(BaseModel):
     label: str = ""
     template: str | None = None
     version: float | str | None = None
-    shots: int | None = None
+    shots: int | None = Field(default=None, ge=0)
     metric: str
     filter: str = "none"
     source: str = ""
@@ -96,7 +96,7 @@ def eval_root() -> Path:
         Path(sysconfig.get_path("data")) / "share" / "moe-finetune" / "eval",
     ]
     if named := os.environ.get("MOE_FINETUNE_EVAL"):
-        candidates.insert(0, Path(named))
+        candidates = [Path(named)]
     for folder in candidates:
         if (folder / "tasks").is_dir() and (folder / "suites").is_dir():
             return folder

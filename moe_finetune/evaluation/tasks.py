@@ -125,7 +125,7 @@ class Catalog:
     def _resolves(self, name: str) -> bool:
         try:
             return all(leaf in self._index for leaf in self._names(name))
-        except KeyError:
+        except EvaluationError:
             return False
 
     def leaves(self, entry: SuiteTask) -> list[Leaf]:
@@ -191,26 +191,33 @@ class Catalog:
             ) from None
         self._on_hub.add(key)
 
-    def _names(self, name: str) -> Iterator[str]:
+    def _names(self, name: str, groups: tuple[str, ...] = ()) -> Iterator[str]:
+        """The tasks of a name, which may be a tag's or, within ``groups``, a group's."""
+        if name not in self._index or name in groups:
+            what = "contains itself" if name in groups else f"names '{name}', which is no task"
+            raise EvaluationError(
+                f"suite {self.suite.name}: group '{groups[-1] if groups else name}' {what}; "
+                "correct the file that defines it"
+            )
         entry = self._index[name]
         if entry.kind.name == "TAG":
             yield from sorted(entry.tags)
         elif entry.kind.name == "GROUP":
             members: Any = (entry.cfg or {}).get("task") or []
             for member in members if isinstance(members, list) else [members]:
-                yield from self._members(member)
+                yield from self._members(member, (*groups, name))
         else:
             yield name
 
-    def _members(self, member: str | dict[str, Any]) -> Iterator[str]:
+    def _members(self, member: str | dict[str, Any], groups: tuple[str, ...]) -> Iterator[str]:
         """A group's member is a name, a task with overrides, or an inline group."""
         if isinstance(member, str):
-            yield from self._names(member)
+            yield from self._names(member, groups)
         elif isinstance(member.get("task"), list):
             for child in member["task"]:
-                yield from self._members(child)
+                yield from self._members(child, groups)
         else:
-            yield from self._names(member.get("task") or member["group"])
+            yield from self._names(member.get("task") or member["group"], groups)
 
     def _leaf(self, entry: SuiteTask, name: str) -> Leaf:
         from lm_eval.tasks.manager import load_yaml

@@ -24,10 +24,10 @@ def is_taken(folder: Path) -> bool:
 def enter_folder(output: Path, mark: Path, what: str, resume: bool) -> bool:
     """Whether ``output`` contains earlier work to continue.
 
-    ``mark`` is the file in it that is written first, and ``what`` the command's product, such as
-    ``"a study"``; with ``resume``, an empty or missing folder still returns False.
+    ``mark`` is the file or folder in it that is made first, and ``what`` the command's product,
+    such as ``"a study"``; with ``resume``, an empty or missing folder still returns False.
     """
-    if mark.is_file():
+    if mark.exists():
         if resume:
             return True
         raise OutputExistsError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
@@ -19,6 +19,9 @@ from moe_finetune.recipe.validation import check_trainer, from_tree
 Trainer = dict[str, Any]
 FIELDS = "fields of SFTConfig"
 EPOCHS = "num_train_epochs"
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+"""What NumPy, scikit-learn and transformers take as a seed."""
+Size = Annotated[int, Field(ge=1)]
 
 
 class PretrainSection(Section):
@@ -28,7 +31,7 @@ class PretrainSection(Section):
     hidden_size: int = Field(default=128, ge=32, multiple_of=32, description="hidden size")
     intermediate_size: int = Field(default=256, ge=8, description="width of the feed-forwards")
     layers: int = Field(default=4, ge=1, description="number of decoder layers")
-    seed: int = Field(default=0, description="seed of the random weights")
+    seed: Seed = Field(default=0, description="seed of the random weights")
     trainer: Trainer = Field(default={}, description=FIELDS)
 
 
@@ -65,7 +68,7 @@ class TextSection(Section):
     )
     max_length: int = Field(default=2048, ge=8, description="tokens in a training row")
     limit: int | None = Field(default=None, ge=10, description="most texts of a category")
-    seed: int = Field(default=0, description="seed of the split into train, validation and test")
+    seed: Seed = Field(default=0, description="seed of the split into train, validation and test")
 
 
 class ClusterSection(Section):
@@ -76,13 +79,13 @@ class ClusterSection(Section):
     exclusive: bool = Field(
         default=False, description="clusters with pinned categories get no others"
     )
-    sizes: tuple[int, int] | None = Field(
+    sizes: tuple[Size, Size] | None = Field(
         default=None,
         strict=False,
         description="fewest and most categories of a cluster; default: equal, or as pinned",
     )
     restarts: int = Field(default=16, ge=1, description="starts of the clustering; the best stays")
-    seed: int = Field(default=0, description="seed of the clustering")
+    seed: Seed = Field(default=0, description="seed of the clustering")
 
 
 class MergeSection(Section):
@@ -116,7 +119,10 @@ class ArmSection(TrainingSection):
     @field_validator("method", mode="before")
     @classmethod
     def _resolve(cls, value: Any) -> Any:
-        return value if isinstance(value, Method) else resolve_method(value)
+        try:
+            return value if isinstance(value, Method) else resolve_method(value)
+        except RecipeError as problem:  # pydantic then names the arm
+            raise ValueError(str(problem).removeprefix("method.")) from None
 
     @model_validator(mode="after")
     def _fits(self) -> ArmSection:
@@ -158,7 +164,7 @@ class UpcycleRecipe(WholeRecipe):
     finetune: TrainingSection = TrainingSection()
     arms: dict[str, ArmSection] = Field(min_length=1, description="models that are compared")
     evaluation: EvaluationSection = EvaluationSection()
-    seeds: list[int] = Field(
+    seeds: list[Seed] = Field(
         default=[0], min_length=1, description="seeds of experts, routers and fine-tuning"
     )
 

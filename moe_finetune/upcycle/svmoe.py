@@ -59,7 +59,9 @@ def run_upcycle(recipe: UpcycleRecipe, output: str | Path, resume: bool = False)
     output = Path(output)
     # Upcycles wait for each other; beside another verb that writes the folder one is refused.
     with output_lock(output / RECIPE_FILE, wait=True), output_lock(output):
-        if not enter_folder(output, output / RECIPE_FILE, "an upcycle", resume) and resume:
+        products = output / "made"
+        resumed = enter_folder(output, products, "an upcycle", resume)
+        if resume and not resumed:
             raise RecipeError(f"--resume: {output} has no upcycle run; start it without --resume")
         dense = _check_dense(recipe)
         source = dense or local_folder(recipe.dense.pretrained.tokenizer, False)
@@ -69,7 +71,9 @@ def run_upcycle(recipe: UpcycleRecipe, output: str | Path, resume: bool = False)
         _check(recipe, categories)
         if remark := remark_on_repetitions(categories):
             log.warning("%s", remark)
-        write_atomic(output / RECIPE_FILE, recipe.to_yaml())
+        products.mkdir(exist_ok=True)
+        if not resumed:
+            write_atomic(output / RECIPE_FILE, recipe.to_yaml())
     make, pretrain = partial(once, output), recipe.dense.pretrain
 
     # 1. Texts, split 8:1:1 by category and tokenized; a small dense model, unless one is given.
@@ -84,7 +88,7 @@ def run_upcycle(recipe: UpcycleRecipe, output: str | Path, resume: bool = False)
     if pretrain is not None:
         shared["dense"] = make("dense", {**shared, **pretrain.model_dump()}, upcycle.pretrain)
     else:
-        digest = KnownDigests(output / "made" / "digests.json")
+        digest = KnownDigests(products / "digests.json")
         shared["dense"] = checkpoint_hash(upcycle.dense, digest)
         digest.save()
 
@@ -133,6 +137,8 @@ def run_upcycle(recipe: UpcycleRecipe, output: str | Path, resume: bool = False)
         }
         _divide(make, jobs)
     with output_lock(RunFolder(output).page, wait=True):
+        # Not earlier, because what was made with other settings is refused, and keeps its recipe.
+        write_atomic(output / RECIPE_FILE, recipe.to_yaml())
         return write_report(recipe, output)
 
 

@@ -2,6 +2,7 @@
 
 import json
 from random import getstate
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -12,6 +13,7 @@ from moe_finetune.evaluation.backends import Backend
 from moe_finetune.evaluation.engine import evaluate
 from moe_finetune.evaluation.offline import check_suite, prepare
 from moe_finetune.evaluation.suites import Suite
+from tests.support import tiny
 
 EXACT = {"task": "sums", "template": "local_exact_match", "shots": 0, "metric": "exact_match"}
 CHOICE = {"task": "words", "template": "local_loglikelihood", "shots": 0, "metric": "acc"}
@@ -52,6 +54,7 @@ WORDS = {"question": "It is", "choices": ["red", "green", "blue"], "answer": 1}
         (EXACT, ROW | {"answer": None}, ":3: 'answer' must be a text or a number, not None"),
         (EXACT, ROW | {"answer": True}, ":3: 'answer' must be a text or a number, not True"),
         (EXACT, ROW | {"answer": " "}, ":3: 'answer' is empty"),
+        (EXACT, ROW | {"answer": "7\n8"}, ":3: 'answer' has a line break"),
         (EXACT, ROW | {"question": 5}, ":3: 'question' must be a text, not 5"),
         (EXACT, {"answer": "7"}, ":3: 'question' must be a text, not None"),
         (EXACT, ROW, None),
@@ -133,6 +136,96 @@ def test_rows_that_the_task_cannot_read(tmp_path):
     task = {"task": "humaneval_local", "shots": 0, "metric": "pass@1", "filter": "sandbox",
             "code": "humaneval", "files": write(tmp_path, [program])}  # fmt: skip
     refused(tmp_path, task, DataError, "item 0: the item has no 'test' for form 'humaneval'")
+
+
+TASK = {
+    "task": "kinds",
+    "dataset_path": "kinds",
+    "test_split": "test",
+    "output_type": "multiple_choice",
+    "doc_to_text": "{{q}}",
+    "doc_to_choice": "{{c}}",
+    "doc_to_target": "a",
+}
+SUM = {key: value for key, value in TASK.items() if key != "doc_to_choice"} | {
+    "task": "sum",
+    "output_type": "generate_until",
+    "doc_to_target": "{{100 // a}}",
+    "generation_kwargs": {"until": ["\n"]},
+    "metric_list": [{"metric": "exact_match"}],
+}
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A folder of own tasks: two, a group that contains itself, and one of an unknown task."""
+    for folder in ("tasks", "suites"):
+        (tmp_path / "own" / folder).mkdir(parents=True)
+    groups = [{"group": "round", "task": ["kinds", "again"]}, {"group": "again", "task": ["round"]},
+              {"group": "odd", "task": ["kinds", "kind"]}]  # fmt: skip
+    for number, content in enumerate([TASK, SUM, *groups]):
+        (tmp_path / f"own/tasks/{number}.yaml").write_text(yaml.safe_dump(content))
+    monkeypatch.setenv("MOE_FINETUNE_EVAL", str(tmp_path / "own"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("label", ["1", "grey", 3, -1])
+def test_labels_that_are_no_choice(own, label):
+    """lm-eval scores them 0, and warns in a log."""
+    row = {"q": "It is", "c": ["red", "green", "blue"]}
+    good = row | {"a": "red" if isinstance(label, str) else 2}
+    task = {"task": "kinds", "shots": 0, "metric": "acc"}
+    files = write(own, [good, row | {"a": label}])
+    said = f"item 2 of {own / 'rows.jsonl'}: its answer {label!r} is none of its 3 choices, nor a "
+    refused(own, task | {"files": files}, EvaluationError, said)
+    suite = Suite(name="s", tasks=[task | {"files": write(own, [good, good])}], folder=own)
+    assert check_suite(suite)[0].runnable
+
+
+def test_labels_in_csv_are_texts(own):
+    (own / "rows.csv").write_text("q,c,a\nIt is,\"['red', 'blue']\",1\n")
+    task = {"task": "kinds", "shots": 0, "metric": "acc", "files": {"test": "rows.csv"}}
+    refused(own, task, EvaluationError, "number from 0 to 1; CSV has no numbers, so use .jsonl")
+
+
+@pytest.mark.parametrize(
+    ("group", "said"),
+    [
+        ("round", "group 'again' contains itself"),
+        ("odd", "group 'odd' names 'kind', which is no task"),
+    ],
+)
+def test_groups_that_cannot_be_followed(own, group, said):
+    refused(own, {"task": group, "metric": "acc"}, EvaluationError, said)
+
+
+def test_a_chat_without_a_template(tmp_path):
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = None
+    task = EXACT | {"files": write(tmp_path, [ROW]), "chat": True}
+    suite = Suite(name="s", tasks=[EXACT | {"label": "plain", "files": task["files"]}, task],
+                  folder=tmp_path)  # fmt: skip
+    plain, chat = check_suite(suite, tokenizer=tokenizer)
+    assert plain.runnable and not chat.runnable and "set chat: false" in chat.problem
+    opened = Backend("none", SimpleNamespace(tokenizer=tokenizer), "x", "x", {}, 1)
+    with pytest.raises(EvaluationError, match="task 'sums': chat: true, but"):
+        evaluate("x", suite, output=tmp_path / "out", progress=False, opened=opened)
+
+
+def test_a_later_row_and_a_changed_metric(own, checkpoint):
+    """What the first items do not show ends the run with its task, and keeps what was done."""
+    rows = [{"q": f"{n}+1=", "c": ["x", "y"], "a": n % 2} for n in range(5)]
+    fine = {"task": "kinds", "shots": 0, "metric": "acc", "files": write(own, rows)}
+    files = write(own, [row | {"a": 1 - n // 4} for n, row in enumerate(rows)], "late.jsonl")
+    late = {"task": "sum", "shots": 0, "metric": "exact_match", "files": files}
+    output, suite = own / "out", Suite(name="s", tasks=[fine, late], folder=own)
+    with pytest.raises(EvaluationError, match=r"'sum': lm-eval cannot ask it \(ZeroDivisionError"):
+        evaluate(checkpoint, suite, output=output, progress=False, backend="hf")
+    results = json.loads((output / "results.json").read_text())
+    assert list(results["tasks"]) == ["kinds"] and results["unfinished"] == ["sum"]
+    suite = Suite(name="s", tasks=[fine | {"metric": "ac"}], folder=own)
+    with pytest.raises(EvaluationError, match="reports no metric 'ac'"):
+        evaluate(checkpoint, suite, output=output, progress=False, backend="hf")
 
 
 def test_from_the_command_line(tmp_path, checkpoint, capsys):

@@ -53,15 +53,18 @@ def test_what_is_done_is_kept_and_what_changed_is_refused(copied, capsys):
     assert made_at(output) == before
     log = (output / "curves/seed-0.expert-2/metrics.jsonl").read_text()
     assert log.count('"kind": "train"') == 3
+    saved = (output / "recipe.yaml").read_bytes()
     other = ["upcycle", recipe, "router.trainer.max_steps=1", "--output", output, "--resume"]
     code, err = run(capsys, *other)
     assert code == 2 and "seed-0/router: made with other values of trainer" in err
     assert made_at(output) == before and "Nothing was deleted" in err
+    assert (output / "recipe.yaml").read_bytes() == saved
     assert run(capsys, "upcycle", recipe, "--output", output)[0] == 2, "without --resume"
     added = ["arms.more={start: merged, trainer: {max_steps: 1}}", "--output", output, "--resume"]
     assert run(capsys, "upcycle", recipe, *added)[0] == 0
     after = made_at(output)
     assert set(after) - set(before) == {"seed-0/arms/more", "seed-0/measured/more"}
+    assert "more:" in (output / "recipe.yaml").read_text()
     assert {name: after[name] for name in before} == before
 
 
@@ -104,8 +107,7 @@ def start(recipe: Path, output: Path, **environment: str) -> subprocess.Popen:
 def test_a_killed_upcycle_ends_with_the_same_bytes(warm, finished, tmp_path, capsys):
     recipe, whole = finished
     output = tmp_path / "run"
-    output.mkdir()
-    shutil.copy(whole / "recipe.yaml", output)
+    (output / "made").mkdir(parents=True)
     killed = 0
     for product in (
         "seed-0/experts/1",
@@ -132,8 +134,7 @@ def test_processes_of_two_gpus_share_an_upcycle(warm, finished, tmp_path):
     """Each names the device that it sees, makes some of the products, and none is made twice."""
     recipe, whole = finished
     output = tmp_path / "run"
-    output.mkdir()
-    shutil.copy(whole / "recipe.yaml", output)
+    (output / "made").mkdir(parents=True)
     both = [start(recipe, output, CUDA_VISIBLE_DEVICES=str(gpu)) for gpu in (2, 5)]
     logs = [process.communicate()[1] for process in both]
     assert [process.returncode for process in both] == [0, 0], logs
@@ -151,8 +152,7 @@ def test_sigterm_saves_what_trains(warm, finished, tmp_path, capsys):
     experts = {"trainer": {**TRAINER, "max_steps": 2000, "save_steps": 1000}}
     recipe = write_recipe(tmp_path, dense=dense, experts=experts)
     output = tmp_path / "run"
-    output.mkdir()
-    (output / "recipe.yaml").write_text(recipe.read_text())
+    (output / "made").mkdir(parents=True)
     process = start(recipe, output)
     while process.poll() is None and not list(output.glob("work/seed-0/experts/0-*/metrics.jsonl")):
         time.sleep(0.02)

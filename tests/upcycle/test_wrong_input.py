@@ -1,5 +1,7 @@
 """Wrong input of the verb ends with 2; wrong recipes are in training/runs/refusals.json."""
 
+import pytest
+
 from tests.support import tiny
 from tests.upcycle import dense
 from tests.upcycle.small import run, write_recipe
@@ -20,6 +22,15 @@ def test_without_an_earlier_upcycle_resume_ends_with_2(tmp_path, capsys):
     recipe = write_recipe(tmp_path)
     code, err = run(capsys, "upcycle", recipe, "--output", tmp_path / "run", "--resume")
     assert code == 2 and "has no upcycle" in err and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("resume", [[], ["--resume"]])
+def test_a_folder_with_a_recipe_of_the_users_is_left_alone(resume, tmp_path, capsys):
+    recipe = write_recipe(tmp_path)
+    before = recipe.read_bytes()
+    code, err = run(capsys, "upcycle", recipe, "--output", tmp_path, *resume)
+    assert code == 2 and "contains other files; choose another --output" in err
+    assert recipe.read_bytes() == before and not (tmp_path / "made").exists()
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_ends_with_2(tmp_path, capsys):
