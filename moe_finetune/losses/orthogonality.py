@@ -71,7 +71,7 @@ def orthogonality_from_gram(
         float, Field(ge=0, lt=1, description="drop selected experts with at most this weight")
     ] = 0.0,
     eps: Annotated[
-        float, Field(gt=0, description="added to the squared length in the denominator")
+        float, Field(gt=0, description="added to the squared length that `projection` divides by")
     ] = EPS,
 ) -> Tensor:
     """:func:`orthogonality_loss` from the inner products ``⟨y_j, y_k⟩`` of each token."""

@@ -114,7 +114,7 @@ _ALL = (
             "variance": {"weight": _P0_SUM},
         },
         source="P0 eq. 7, 25, summed over tokens as printed; balance: eq. 18 / K",
-        shows="score variance above and output overlap below aux_loss, MaxVio about the same",
+        shows="score variance above, output cosine and expert overlap below aux_loss; MaxVio rises",
         goal=("score_variance", 1),
         recommended={
             "load_balance": {"share": 0.5, "scope": "micro_batch"},
