@@ -227,11 +227,16 @@ def _gradients(model: nn.Module, family: Family) -> Iterator[Check]:
         actual = _run(model)
     needed = {"attention", "router", "routed experts"}
     needed |= {"shared experts"} if places.shared else set()
-    groups = differences(stock, actual, places)
+    groups: dict[str, list[str]] = {}
+    for name in stock:
+        groups.setdefault(group_of(name, places), []).append(name)
     for group in sorted(needed - groups.keys()):
         yield Check(f"gradients, {group}", problem="LoRA reaches none of its modules")
-    for group, difference in groups.items():
-        yield Check(f"gradients, {group}", difference, GRADIENTS)
+    for group, names in sorted(groups.items()):
+        pairs = (
+            torch.cat([gradients[n].flatten() for n in names]) for gradients in (stock, actual)
+        )
+        yield Check(f"gradients, {group}", _difference(*pairs), GRADIENTS)
 
 
 def _merged(stock: Any, family: Family) -> Iterator[Check]:
