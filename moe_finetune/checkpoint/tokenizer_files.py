@@ -234,10 +234,8 @@ def end_tokens(base: Checkpoint, ours: Any) -> dict[str, bytes]:
     stored: Mapping[str, Any] = read_generation(base.folder)
     config = base.model_config.get_text_config()
     base_ends = stored.get("eos_token_id", getattr(config, "eos_token_id", None))
-    base_ends = base_ends if isinstance(base_ends, list) else [base_ends]
-    ends = [ours.eos_token_id, turn_end(ours)]
-    union = [token for token in dict.fromkeys([*ends, *base_ends]) if token is not None]
-    if not union or set(union) == set(base_ends):
+    union = reply_ends(ours, base_ends)
+    if not union or set(union) == set(base_ends if isinstance(base_ends, list) else [base_ends]):
         return {}
     settings = dict(stored)
     if not stored:
@@ -245,6 +243,17 @@ def end_tokens(base: Checkpoint, ours: Any) -> dict[str, bytes]:
         settings = {name: value for name, value in defaults.items() if value is not None}
     settings["eos_token_id"] = union[0] if len(union) == 1 else union
     return {GENERATION: json_text(settings).encode()}
+
+
+def reply_ends(tokenizer: Any, generation_ends: int | list[int] | None) -> list[int]:
+    """Ids of every token that ends a reply, the tokenizer's first.
+
+    They are the tokenizer's end of text, the token with which the chat template ends a turn, and
+    ``generation_ends``, the ``eos_token_id`` of a generation config.
+    """
+    stored = generation_ends if isinstance(generation_ends, list) else [generation_ends]
+    ends = [tokenizer.eos_token_id, turn_end(tokenizer), *stored]
+    return [token for token in dict.fromkeys(ends) if token is not None]
 
 
 def turn_end(tokenizer: Any) -> int | None:

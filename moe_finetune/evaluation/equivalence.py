@@ -19,13 +19,14 @@ import threading
 import time
 
 from moe_finetune.errors import DependencyError
-from moe_finetune.evaluation.extract import math_equal, normalize_math
+from moe_finetune.evaluation.extract import math_equal, names_differ, normalize_math
 
 CPU_SECONDS = 5
 MEMORY_BYTES = 2 << 30
 LONGEST = 1000
 # Computer algebra reads a word as a product of letters, where the order does not matter.
 _WORDS = re.compile(r"[^\W\d_]{3,}(?:[\s,.'-]*[^\W\d_]+)*")
+_DIGITS = re.compile(r"\A[\d.,]+\Z")
 _BASE = re.compile(r"_\{?(\d+)\}?$")
 
 
@@ -49,6 +50,13 @@ def same_answer(answer: str | None, reference: str) -> bool:
     target = normalize_math(reference)
     if not target or not answer.strip() or len(answer) > LONGEST or _WORDS.fullmatch(target):
         return False
+    if names_differ(answer, reference):
+        return False  # math-verify compares what is assigned, whatever to
+    lists = [
+        "," in text for text in map(normalize_math, (answer, reference)) if _DIGITS.search(text)
+    ]
+    if lists in ([True, False], [False, True]):
+        return False  # to math-verify, "3, 400" is 3400
     bases = [_BASE.search(normalize_math(text)) for text in (answer, reference)]
     if bases[0] and (not bases[1] or bases[0][1] != bases[1][1]):
         return False  # math-verify drops the base of a number

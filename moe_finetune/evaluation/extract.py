@@ -8,7 +8,8 @@ sign). Text after the number (units, a period, another sentence) does not matter
 import re
 from fractions import Fraction
 
-_UNSIGNED = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
+# An exponent has at most three digits, so that a number stays small enough to compute.
+_UNSIGNED = r"(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,3}(?!\w))?"
 # A minus is a sign only if no operand precedes it: 10-5 and 10 - 5 contain 10 and 5.
 _SIGN = r"(?<![\w.)\]}%])(?:[-\u2212\u2013](?=\S)|(?<![\w.)\]}%]\s)[-\u2212\u2013]\s)"
 _CURRENCY = r"\\?[$€£¥]\s?"
@@ -19,6 +20,17 @@ _NUMBER = re.compile(
 )
 _STRICT = re.compile(r"####\s*")
 _ANNOUNCED = re.compile(r"answer\s*(?:is|=|:)\s*:?\s*(?:\*\*)?\s*", re.IGNORECASE)
+# What ends an equation in a sentence: punctuation, or a word that begins another statement.
+_ENDS_EQUATION = re.compile(
+    r"[\n;:]|[.,](?=\s|$)|[!?](?=\s+[^\s=]|\s*$)|\b(?:after|and|as|because|but|for|from|given|if|not"
+    r"|or|since|so|that|when|where|which|with)\b",
+    re.IGNORECASE,
+)
+_EQUALS = re.compile(r"(?<![<>=!:])=(?!=)")
+_OPERATOR = re.compile(
+    r"[\w)\]}%]\s*(?:[+/\u00d7\u00f7^\u2212\u2013-]|\*{1,2}|\\(?:times|cdot|div)\b)\s*[\d(\[{$.\\]"
+    r"|\d\s+(?:x|times|plus|minus)\s+\d"
+)
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
@@ -48,6 +60,27 @@ def _number_at(text: str, start: int) -> Fraction | None:
     return _value(match) if match else None
 
 
+def _equation_value(text: str) -> Fraction | None:
+    """The result of the equation with which ``text`` begins: 7 of ``10 - 3 = 7 apples, because``.
+
+    The result is the last side that is a number, not a computation. None without an equation: a
+    number whose sentence goes on to another one ("12, since x = 3") is the answer itself.
+    """
+    end = _ENDS_EQUATION.search(text)
+    sides = _EQUALS.split(text[: end.start()] if end else text)
+    if len(sides) == 1 or sides[0].count("(") > sides[0].count(")"):
+        return None
+    values = [_number_at(side, 0) for side in sides if not _OPERATOR.search(side)]
+    return next((value for value in reversed(values) if value is not None), None)
+
+
+def _announced(text: str, start: int) -> Fraction | None:
+    """The answer at ``start``: the result of an equation, else the number right there."""
+    if (value := _equation_value(text[start:])) is not None:
+        return value
+    return _number_at(text, start)
+
+
 def strict_number(text: str) -> Fraction | None:
     """Return the number right after the first ``####``, or None."""
     mark = _STRICT.search(text)
@@ -58,14 +91,15 @@ def final_number(text: str) -> Fraction | None:
     r"""Return the final answer of a free-form solution, or None.
 
     In this order: the number after ``####``; in the last ``\boxed{}``; after the last "answer is";
-    the last number of the text.
+    the last number of the text. Of an equation there, its result.
     """
-    if (value := strict_number(text)) is not None:
+    if (mark := _STRICT.search(text)) and (value := _announced(text, mark.end())) is not None:
         return value
-    if (inside := boxed(text)) is not None and (found_inside := numbers(inside)):
-        return found_inside[-1]
+    if (inside := boxed(text)) is not None and (inside_numbers := numbers(inside)):
+        result = _equation_value(inside)
+        return inside_numbers[-1] if result is None else result
     for mark in reversed(list(_ANNOUNCED.finditer(text))):
-        if (value := _number_at(text, mark.end())) is not None:
+        if (value := _announced(text, mark.end())) is not None:
             return value
     all_numbers = numbers(text)
     return all_numbers[-1] if all_numbers else None
@@ -91,6 +125,8 @@ def boxed(text: str) -> str | None:
 
 
 _DROP = re.compile(r"\\left|\\right|\\[,;:! ]|\\displaystyle|\\mathrm|\^\{?\\circ\}?|\s|\\?[$%]")
+_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?!\d)")
+_NAME = re.compile(r"\\?[a-zA-Z]+(?:_\{?\w+\}?)?(?:\([^()]*\))?")
 
 
 def normalize_math(answer: str) -> str:
@@ -100,9 +136,10 @@ def normalize_math(answer: str) -> str:
     answer = re.sub(r"\\[dt]frac", r"\\frac", answer)
     answer = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", answer)
     answer = re.sub(r"\\sqrt\s*(\d)", r"\\sqrt{\1}", answer)
-    answer = _DROP.sub("", answer)
-    answer = re.sub(r"^[a-zA-Z]=", "", answer)
-    return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", answer)
+    # Before spaces go: "3, 400" are two numbers, as are those of the point or interval (2,100).
+    answer = answer.replace(r"\!", "").replace("{,}", ",")
+    answer = _THOUSANDS.sub(_joined, answer)
+    return _DROP.sub("", answer)
 
 
 def _text(match: re.Match[str]) -> str:
@@ -110,13 +147,55 @@ def _text(match: re.Match[str]) -> str:
     return "" if match.string[: match.start()].strip() else match[1]
 
 
+def _joined(match: re.Match[str]) -> str:
+    before = match.string[: match.start()]
+    enclosed = any(before.count(a) > before.count(b) for a, b in ("()", "[]", (r"\{", r"\}")))
+    return match[0] if enclosed else match[0].replace(",", "")
+
+
+def assigned(text: str) -> set[str]:
+    """The names of an equation such as ``x = 5``: its sides that are one; empty without one."""
+    sides = _EQUALS.split(normalize_math(text))
+    return {side for side in sides if len(sides) == 2 and _NAME.fullmatch(side)}
+
+
+def names_differ(answer: str, reference: str) -> bool:
+    """Return whether both are equations of a name, and of different ones: ``a=5`` and ``b=5``."""
+    names, others = assigned(answer), assigned(reference)
+    return bool(names and others) and not names & others
+
+
+def _value_of(normalized: str) -> str:
+    """What an equation says its name or computation is; anything else as it is.
+
+    Several equations, as ``x=1,x=2``, are not one.
+    """
+    sides = _EQUALS.split(normalized)
+    if len(sides) == 1 or "," in normalized:
+        return normalized
+    values = [side for side in sides if not _NAME.fullmatch(side)]
+    plain = [side for side in values if _NUMBER.fullmatch(side)]
+    return (plain or values or sides)[-1]
+
+
 def math_equal(answer: str | None, reference: str) -> bool:
-    """Return whether two MATH-style answers are equal after normalization or as numbers."""
+    """Return whether two MATH-style answers are equal after normalization or as numbers.
+
+    Where both are equations, they are compared side by side; where one is, its value counts.
+    """
     if answer is None:
         return False
     normalized, target = normalize_math(answer), normalize_math(reference)
     if normalized == target:
         return bool(normalized)
+    if _EQUALS.search(normalized) and _EQUALS.search(target):
+        return _EQUALS.split(normalized) == _EQUALS.split(target)[::-1]
+    normalized = _value_of(normalized)
+    target = re.sub(r"^[a-zA-Z]=", "", target)
+    if normalized == target:
+        return bool(normalized)
+    if "," in normalized + target:
+        return False  # a list: thousands were joined above
     a, b = _NUMBER.fullmatch(normalized), _NUMBER.fullmatch(target)
     return bool(a and b) and _value(a) is not None and _value(a) == _value(b)  # type: ignore[arg-type]
 

@@ -3,6 +3,9 @@
 One rule for chats in suites, rewards and programs. The answer begins after the last tag that closes
 thoughts. A reply that was cut inside its thoughts, also in later ones, has no answer. A reply that
 never closes the thoughts which its prompt opened, but ended by itself, is an answer as a whole.
+
+Blank lines after thoughts go, the first line's indentation stays: a program's body begins with it.
+Who compares texts strips them.
 """
 
 import re
@@ -12,6 +15,7 @@ from moe_finetune.data.thoughts import ANSWER, OPENING
 _ANSWER = re.compile(ANSWER)
 # Not in quotes: an answer, or a program, may speak of the tags.
 _OPENED = re.compile(rf"(?<![`'\"]){OPENING}")
+_BLANK_LINES = re.compile(r"\A(?:[^\S\n]*\n)+")
 _ENDS_OPEN = re.compile(rf"{OPENING}\s*\Z")
 
 
@@ -34,4 +38,4 @@ def judged(reply: str, prompt: str = "", cut: bool | None = None) -> str | None:
     begun = _OPENED.search(reply, closed) is not None
     if begun if cut is None else cut and (begun or (not closed and opens_thoughts(prompt))):
         return None
-    return reply[closed:].lstrip() if closed else reply
+    return _BLANK_LINES.sub("", reply[closed:]) if closed else reply

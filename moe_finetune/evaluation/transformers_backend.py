@@ -10,6 +10,7 @@ from moe_finetune.checkpoint.dense import DenseCheckpoint
 from moe_finetune.checkpoint.load import forget_generation_defaults, load_model
 from moe_finetune.checkpoint.open import Checkpoint
 from moe_finetune.checkpoint.peft_form import with_adapter
+from moe_finetune.checkpoint.tokenizer_files import reply_ends
 from moe_finetune.checkpoint.updates import OpenAdapter
 from moe_finetune.io.environment import package_versions
 from moe_finetune.moe.hooks import Recorder
@@ -29,8 +30,7 @@ class SpecialsKeptHFLM(HFLM):
     def tok_decode(self, tokens: Any, skip_special_tokens: bool = False) -> str:
         """Decode ``tokens`` up to the first end-of-text token."""
         if isinstance(tokens, list):
-            ends = self.model.generation_config.eos_token_id
-            ends = set(ends if isinstance(ends, list) else [ends])
+            ends = reply_ends(self.tokenizer, self.model.generation_config.eos_token_id)
             stop = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
             tokens = tokens[:stop]
         return self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from moe_finetune.checkpoint.tokenizer_files import reply_ends
 from moe_finetune.data.stages import READ_BY
 from moe_finetune.errors import DataError, DependencyError, RecipeError, did_you_mean
 from moe_finetune.io.rows import short
@@ -53,13 +54,19 @@ def exact_match(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> 
 
     As GSM8K is scored. An answer without a number is compared as text.
     """
-    from moe_finetune.evaluation.extract import final_number, strict_number
+    from moe_finetune.evaluation.extract import (
+        final_number,
+        math_answer,
+        names_differ,
+        strict_number,
+    )
 
     scores = []
     for completion, expected in zip(completions, answer, strict=True):
         text, right = answer_of(completion).strip(), str(expected).strip()
         final = strict_number(right) or final_number(right)
         same = text == right if final is None else final_number(text) == final
+        same = same and not names_differ(math_answer(text) or "", right)
         scores.append(float(same))
     return scores
 
@@ -93,8 +100,12 @@ REWARDS.register("boxed", boxed)
 REWARDS.register("code", code_tests)
 
 
-def _after_thoughts(function: Reward, tokenizer: Any, variables: dict[str, Any]) -> Reward:
+def _after_thoughts(
+    function: Reward, tokenizer: Any, variables: dict[str, Any], ends: Sequence[int]
+) -> Reward:
     """``function`` of the answers that follow the thoughts, read from prompts and tokens.
+
+    A completion whose last token is not one of ``ends``, or padding, was cut.
 
     TRL decodes completions without special tokens, which are what ends the thoughts of some models,
     and a prompt may open thoughts that were cut before they closed.
@@ -113,7 +124,7 @@ def _after_thoughts(function: Reward, tokenizer: Any, variables: dict[str, Any])
                 prompt = tokenizer.apply_chat_template(
                     prompt, tokenize=False, add_generation_prompt=True, **variables
                 )
-            cut = not tokens or tokens[-1] not in (tokenizer.eos_token_id, tokenizer.pad_token_id)
+            cut = not tokens or tokens[-1] not in (*ends, tokenizer.pad_token_id)
             text = tokenizer.decode(tokens if cut else tokens[:-1])
             answer = judged(text, prompt, cut)
             if answer != text:  # otherwise as TRL decoded it
@@ -130,11 +141,14 @@ def reward_functions(
     columns: Sequence[str],
     tokenizer: Any = None,
     variables: dict[str, Any] | None = None,
+    generation_ends: int | list[int] | None = None,
 ) -> list[Reward]:
     """The functions of a recipe's ``rewards:`` over rows with these ``columns``.
 
-    ``tokenizer`` finds the end of a completion's thoughts; ``variables`` are the chat template's.
+    ``tokenizer`` finds the end of a completion's thoughts; ``variables`` are the chat template's,
+    ``generation_ends`` the ``eos_token_id`` of the model's generation config.
     """
+    ends = [] if tokenizer is None else reply_ends(tokenizer, generation_ends)
     functions = []
     for index, name in enumerate(section.name for section in sections):
         try:
@@ -152,7 +166,7 @@ def reward_functions(
             )
         _check_dependencies(name)
         if needed is not None and tokenizer is not None:
-            function = _after_thoughts(function, tokenizer, variables or {})
+            function = _after_thoughts(function, tokenizer, variables or {}, ends)
         functions.append(function)
     return functions
 

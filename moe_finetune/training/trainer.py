@@ -165,7 +165,7 @@ def build_trainer(
             train_dataset=train,
             eval_dataset=validation,
             processing_class=tokenizer,
-            **_stage_arguments(recipe, train.column_names, reference, tokenizer),
+            **_stage_arguments(recipe, train.column_names, reference, tokenizer, model),
         )
     trainer.run_id = read_inputs(RunFolder(output)).get("run")
     for printer in (ProgressCallback, PrinterCallback):  # LiveTable shows what they would print
@@ -197,14 +197,20 @@ def _arguments_from(checkpoint: Path | None, recipe: Recipe, output: Path) -> An
 
 
 def _stage_arguments(
-    recipe: Recipe, columns: list[str], reference: Callable[[], Any] | None, tokenizer: Any
+    recipe: Recipe,
+    columns: list[str],
+    reference: Callable[[], Any] | None,
+    tokenizer: Any,
+    model: Any,
 ) -> dict[str, Any]:
     """A stage's trainer arguments in addition to model, arguments and data."""
     from moe_finetune.training.rewards import reward_functions
 
     if recipe.rewards:
         variables = recipe.trainer.get("chat_template_kwargs")
-        return {"reward_funcs": reward_functions(recipe.rewards, columns, tokenizer, variables)}
+        ends = model.generation_config.eos_token_id
+        functions = reward_functions(recipe.rewards, columns, tokenizer, variables, ends)
+        return {"reward_funcs": functions}
     if reference is not None and STAGES[recipe.stage].reference and recipe.lora is None:
         return {"ref_model": reference()}
     return {}

@@ -54,6 +54,8 @@ GPT_OSS = "<|channel|>analysis<|message|>5?<|end|><|start|>assistant<|channel|>f
         ("<think>a</think>So.\n<think>or 7", "", True, None),
         ("<think>a</think>{}</tool_call><think>or 7", "", True, None),
         ("Sure.\n<think>so it is 7", "", None, None),
+        ("<think>\n5?\n</think>\n \n\n    return 7", "", False, "    return 7"),
+        (GPT_OSS.replace("7", "\r\n  7"), "", False, "  7"),
         ("5?</think>The tag is `<think>`: 7", "<think>", True, "The tag is `<think>`: 7"),
     ],
 )
@@ -85,6 +87,28 @@ def test_rewards_judge_the_answer():
         r"<think>\boxed{7}",
     ]
     assert boxed(texts, ["7"] * 3) == [1, 1, 0]
+
+
+def test_a_reward_reads_the_result_of_an_announced_equation():
+    text = "So the answer is 10 - 3 = 7."
+    assert exact_match([text] * 4, ["7", "10", "3", "5 + 2 = 7"]) == [1, 0, 0, 1]
+    assert exact_match(["b = 5", "a = 5", "5"], ["a=5"] * 3) == [0, 1, 1]
+
+
+@pytest.mark.parametrize(("end", "points"), [("<|im_end|>", 1), ("<|endoftext|>", 1), ("7", 0)])
+def test_a_reply_ended_at_any_token_that_ends_one(end, points):
+    """A base model's tokenizer ends texts; its template's turns and generation have other ends."""
+    tokenizer = tokenizer_of("qwen3_5_think")
+    tokenizer.eos_token = "<|fim_pad|>"
+    listed = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    (reward,) = reward_functions(
+        [RewardSection(name="exact_match")], ["answer"], tokenizer, None, [listed]
+    )
+    ids = tokenizer("7" + end, add_special_tokens=False)["input_ids"]
+    assert len(ids) == 2 and ids[-1] != tokenizer.eos_token_id
+    completion = [{"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}]
+    options = {"prompts": [[ASK]], "completion_ids": [ids], "answer": ["7"]}
+    assert reward(completions=[completion], **options) == [points]
 
 
 def test_rewards_of_a_trainer_read_prompt_and_tokens():
@@ -119,6 +143,14 @@ def test_the_last_program_that_defines_the_function_counts():
     reply = "```python\nclass Node: ...\ndef g(n): return 2\n```\n```\nx = 'longer' * 90000000\n```"
     assert "def g(n)" in mbpp_program(item, reply).code
     assert human_eval_program(doc, "<think>def f").code == doc["prompt"]
+
+
+@pytest.mark.parametrize("thoughts", ["", "<think>\nA loop.\n</think>\n\n", GPT_OSS[:-1]])
+def test_a_body_keeps_its_indentation_after_thoughts(thoughts):
+    doc = {"prompt": "def f(x):\n", "entry_point": "f", "test": ""}
+    names: dict = {}
+    exec(human_eval_program(doc, f"{thoughts}    y = x + 1\n    return y").code, names)
+    assert names["f"](1) == 2
 
 
 RIGHT = "def add(a, b):\n    return a + b"
