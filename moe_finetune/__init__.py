@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from moe_finetune.checkpoint.load import load_model
     from moe_finetune.recipe.schema import Recipe
     from moe_finetune.run import run_recipe
-    from moe_finetune.training.callback import SpecializationCallback
+    from moe_finetune.training.callback.callback import SpecializationCallback
     from moe_finetune.training.specialization import Specialization, measure_strength
 
 # ``python -m moe_finetune...`` has the working folder first on its path: a folder that somebody
@@ -34,7 +34,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Recipe": "moe_finetune.recipe.schema",
     "Specialization": "moe_finetune.training.specialization",
-    "SpecializationCallback": "moe_finetune.training.callback",
+    "SpecializationCallback": "moe_finetune.training.callback.callback",
     "load_model": "moe_finetune.checkpoint.load",
     "measure_strength": "moe_finetune.training.specialization",
     "run_recipe": "moe_finetune.run",

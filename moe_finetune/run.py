@@ -24,7 +24,7 @@ from moe_finetune.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from moe_finetune.checkpoint.open import Checkpoint
-    from moe_finetune.training.start import Inputs
+    from moe_finetune.training.run.checkpoint_and_rows import Inputs
 
 log = logging.getLogger(__name__)
 EVALUATION = {"suite", "backend", "only", "limit", "data_dir", "vllm"}
@@ -51,7 +51,7 @@ def run_recipe(
         RecipeError: ``resume`` with a recipe that trains something different from the run's.
     """
     from moe_finetune.training import ranks
-    from moe_finetune.training.run_folder import begin_run, check_run_folder, discard
+    from moe_finetune.training.run.begin_run import begin_run, check_run_folder
 
     check_versions("a recipe")
     ranks.join_group()
@@ -75,7 +75,7 @@ def run_recipe(
                 stages(recipe, run, inputs, resume)
         except Exception:
             if inputs is not None and first_rank and not resume:
-                discard(run, new_folder)
+                run.discard(new_folder)
             if run.log.exists():
                 terminal().say(f"library output: {run.log}", "warning")
             raise
@@ -90,8 +90,8 @@ def checked_inputs(
     The fingerprints of a resumed run must be those of its start.
     """
     from moe_finetune.training import ranks
-    from moe_finetune.training.inputs import check_inputs, fingerprints
-    from moe_finetune.training.prepare import prepare
+    from moe_finetune.training.before.prepare import prepare
+    from moe_finetune.training.run.input_fingerprints import check_inputs, fingerprints
 
     inputs = prepare(recipe, ignore_memory)
     if ranks.rank() > 0:
@@ -116,7 +116,7 @@ def stages(recipe: Recipe, run: RunFolder, inputs: Inputs | None, resume: bool) 
     ``seconds`` in the summary are totals over all calls for this run.
     """
     from moe_finetune.training import ranks
-    from moe_finetune.training.train import train
+    from moe_finetune.training.run.train import train
 
     started, phase = time.perf_counter(), terminal().phase
     # If it is not open, stages that need no base must not open it: it may be gone.
@@ -177,7 +177,7 @@ def plan_run(
     Raises:
         MoeFinetuneError: the run cannot start; names the key and the remedy.
     """
-    from moe_finetune.training.run_folder import check_run_folder
+    from moe_finetune.training.run.begin_run import check_run_folder
 
     check_versions("a recipe")
     check_run_folder(recipe, RunFolder(output), resume)
@@ -191,7 +191,7 @@ def merge(recipe: Recipe, run: RunFolder, base: Path | Checkpoint | None = None)
     """
     from moe_finetune.checkpoint.merge import merge_adapter
     from moe_finetune.checkpoint.tokenizer_files import has_tokenizer
-    from moe_finetune.training.start import base_folder
+    from moe_finetune.training.run.checkpoint_and_rows import base_folder
 
     if run.merge_done:
         return
@@ -220,7 +220,7 @@ def merge(recipe: Recipe, run: RunFolder, base: Path | Checkpoint | None = None)
 
 def exported_bias(recipe: Recipe, run: RunFolder) -> dict[int, list[float]] | None:
     """The routing bias that the merged checkpoint gets, by decoder layer."""
-    from moe_finetune.checkpoint.adapter import read_bias
+    from moe_finetune.checkpoint.adapter_files import read_bias
 
     return read_bias(run.adapter) if recipe.method.export_bias == "write" else None
 
@@ -229,7 +229,7 @@ def verify(recipe: Recipe, run: RunFolder, base: Path | Checkpoint | None = None
     """Compare the merged checkpoint with base + adapter; raise if they differ."""
     from moe_finetune.checkpoint.open import open_checkpoint
     from moe_finetune.checkpoint.verify import verify_merge
-    from moe_finetune.training.start import base_folder
+    from moe_finetune.training.run.checkpoint_and_rows import base_folder
 
     base, bias = base or base_folder(recipe), exported_bias(recipe, run)
     parts = base, run.adapter, open_checkpoint(run.merged)
@@ -256,7 +256,7 @@ def evaluate_base(recipe: Recipe, run: RunFolder) -> None:
     """
     from moe_finetune.evaluation.base import score_base
     from moe_finetune.evaluation.results import load_results
-    from moe_finetune.training.start import base_folder
+    from moe_finetune.training.run.checkpoint_and_rows import base_folder
 
     section = recipe.evaluation
     assert section is not None

@@ -16,10 +16,10 @@ from moe_finetune.errors import PluginError, RecipeError
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.losses.base import TERMS, LayerContext
 from moe_finetune.models import find_family
-from moe_finetune.models.structure import class_of
+from moe_finetune.models.class_structure import class_of
 from moe_finetune.recipe.schema import recipe_from_tree
-from moe_finetune.recipe.tree import Tree
-from moe_finetune.training.run_folder import begin_run, check_run_folder
+from moe_finetune.recipe.yaml_tree import Tree
+from moe_finetune.training.run.begin_run import begin_run, check_run_folder
 from tests.conftest import ROOT
 from tests.losses.cases import make, record
 from tests.support import registries, unheard
@@ -136,7 +136,7 @@ def test_a_run_notes_the_file_and_resumes_with_the_same(tmp_path, caplog):
     plugins.use_file(write(tmp_path, LOSS + "# changed\n"))
     with pytest.raises(RecipeError, match="give the same file again"):
         check_run_folder(recipe(method=method), run, True)
-    from moe_finetune.models.find import warn_of_plugins
+    from moe_finetune.models.family_lookup import warn_of_plugins
 
     warn_of_plugins(run.path / "adapter")
     assert "was trained with --plugin mine.py" in caplog.text

@@ -13,7 +13,7 @@ from moe_finetune.errors import ObjectiveError, RecipeError, UnsupportedModelErr
 from moe_finetune.losses import TERMS
 from moe_finetune.models import family_of
 from moe_finetune.recipe.sections import RewardSection
-from moe_finetune.training.rewards import REWARDS, reward_functions
+from moe_finetune.training.stages.rewards import REWARDS, reward_functions
 from tests.conftest import ROOT
 from tests.support import registries, tiny
 

@@ -10,7 +10,7 @@ from moe_finetune.errors import RecipeError
 from moe_finetune.io.rows import write_jsonl
 from moe_finetune.io.run_folder import RunFolder, read_log
 from moe_finetune.run import merge, run_recipe
-from moe_finetune.training.start import open_start, start_model
+from moe_finetune.training.run.checkpoint_and_rows import open_start, start_model
 from tests.checkpoint.helpers import adapter as random_adapter
 from tests.support.recipes import recipe_of
 
@@ -77,7 +77,7 @@ def test_the_base_is_opened_once(tiny_checkpoint, tmp_path, monkeypatch):
     from moe_finetune import models
     from moe_finetune.checkpoint import open as opened
     from moe_finetune.models import loading
-    from moe_finetune.training import start
+    from moe_finetune.training.run import checkpoint_and_rows
 
     base, calls, asked = tiny_checkpoint("qwen3_moe"), [], []
     find_family = models.find_family
@@ -96,7 +96,11 @@ def test_the_base_is_opened_once(tiny_checkpoint, tmp_path, monkeypatch):
         monkeypatch.setattr(module, name, call)
 
     for module, name in (
-        *((opened, "read_config"), (opened, "read_headers"), (start, "load_tokenizer")),
+        *(
+            (opened, "read_config"),
+            (opened, "read_headers"),
+            (checkpoint_and_rows, "load_tokenizer"),
+        ),
         *((loading, "load_tokenizer"), (loading, "parse_config"), (loading, "read_config")),
     ):
         counted(module, name)
@@ -138,7 +142,7 @@ def test_a_trained_model_is_reported_when_its_base_is_gone(tiny_checkpoint, tmp_
 def test_the_model_that_trained_is_freed_before_the_merge(tiny_checkpoint, tmp_path, monkeypatch):
     """A merge and its verification must not add to the memory of training."""
     import moe_finetune.run as run_module
-    from moe_finetune.training import train as train_module
+    from moe_finetune.training.run import train as train_module
 
     trained, alive = [], []
     build, merge_stage = train_module.trainable_model, run_module.merge
@@ -166,7 +170,7 @@ def test_the_trained_model_is_gone_when_the_merge_is_verified(
 ):
     """Verify loads models of its own; with the trained one the run took twice a step's memory."""
     from moe_finetune import run as module
-    from moe_finetune.training import train
+    from moe_finetune.training.run import train
 
     write_jsonl(tmp_path / "rows.jsonl", [{"text": "ab " * 9}] * 4)
     method = {"preset": "loss_free", "export_bias": "drop"}

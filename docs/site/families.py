@@ -13,9 +13,9 @@ from itertools import chain
 from pathlib import Path
 
 from moe_finetune.io.config_file import SAME_CLASS
-from moe_finetune.models import FAMILIES, Family, find_family, newer
-from moe_finetune.models.base import CORRECTION_BIASES
-from moe_finetune.models.structure import part_of, without_weights
+from moe_finetune.models import FAMILIES, Family, find_family, newer_families
+from moe_finetune.models.class_structure import part_of, without_weights
+from moe_finetune.models.family import CORRECTION_BIASES
 from tests.published import fixture
 from tests.support import tiny, tiny_families
 from tests.vllm.families import OTHERS, TESTED
@@ -121,7 +121,7 @@ def later() -> Iterator[str]:
     """The table of families whose classes came with a later transformers than the tables' own."""
     yield "| `model_type` | models | transformers | score | trains and merges |"
     yield "| --- | --- | --- | --- | --- |"
-    for family in sorted(newer.FAMILIES, key=lambda family: family.model_type):
+    for family in sorted(newer_families.FAMILIES, key=lambda family: family.model_type):
         shared = " with shared experts" if has_shared(family) else ""
         part = ", the language part" if family.part else ""
         yield (

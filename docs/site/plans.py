@@ -14,7 +14,7 @@ from typing import Any
 
 from moe_finetune.models.loading import load_config
 from moe_finetune.recipe.schema import Recipe, load_recipe
-from moe_finetune.training.memory import GIB, plan_recipe
+from moe_finetune.training.memory.plan import GIB, plan_recipe
 from tests.published import fixture
 
 ROOT = Path(__file__).resolve().parents[2]

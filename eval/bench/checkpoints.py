@@ -7,7 +7,7 @@ import torch
 from geometries import GEOMETRIES
 
 from moe_finetune.io.safetensors_header import build_header
-from moe_finetune.models.structure import shapes_on_disk
+from moe_finetune.models.class_structure import shapes_on_disk
 
 KINDS = {"BF16": torch.bfloat16, "F32": torch.float32}
 

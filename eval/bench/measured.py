@@ -176,7 +176,7 @@ def train(config: Any, recipe: Any, folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     from moe_finetune.lora.targets import add_lora
-    from moe_finetune.training.trainer import build_trainer
+    from moe_finetune.training.run.trainer import build_trainer
 
     rows = STEPS * int(recipe.trainer.get("per_device_train_batch_size", 8))
     rows *= int(recipe.trainer.get("gradient_accumulation_steps", 1))

@@ -16,7 +16,7 @@ from saved import add_save, finish
 from transformers import DeepseekV2Config, DeepseekV3Config, Qwen3MoeConfig
 
 from moe_finetune.recipe.schema import Recipe
-from moe_finetune.training.memory import plan_recipe
+from moe_finetune.training.memory.plan import plan_recipe
 
 _COMMON = {
     "hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 768,

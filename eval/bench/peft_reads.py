@@ -22,7 +22,7 @@ from saved import add_save, finish
 from torch import Tensor
 
 from moe_finetune.models import FAMILIES
-from moe_finetune.models.structure import class_of
+from moe_finetune.models.class_structure import class_of
 from tests.support import tiny, tiny_families
 
 RANK, ALPHA = 4, 12

@@ -111,7 +111,7 @@ def bench_demo(arguments) -> dict:
     """Held-out loss after the demo's fine-tune, and before it, in each format."""
     from moe_finetune.demo.demo import recipe_items
     from moe_finetune.recipe.schema import Recipe, load_recipe
-    from moe_finetune.recipe.tree import recipes_folder
+    from moe_finetune.recipe.yaml_tree import recipes_folder
     from moe_finetune.run import run_recipe
 
     found: dict[str, dict] = {}

@@ -16,7 +16,7 @@ from pathlib import Path
 from saved import add_save, finish
 
 from moe_finetune.demo.demo import recipe_items
-from moe_finetune.recipe.tree import recipes_folder
+from moe_finetune.recipe.yaml_tree import recipes_folder
 
 PROGRAM = [sys.executable, "-m", "moe_finetune.cli"]
 

@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.objective import Objective
 from moe_finetune.losses.presets import PRESETS
-from moe_finetune.moe.grouped import Kernel
-from moe_finetune.moe.hooks import Recorder
+from moe_finetune.moe.experts.grouped_products import Kernel
+from moe_finetune.moe.large.quantized_weights import quantize_model
 from moe_finetune.moe.layers import backbone_of, model_facts
-from moe_finetune.moe.quantized_model import quantize_model
+from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.recipe.method import resolve_method
 from moe_finetune.recipe.sections import LoraSection
-from moe_finetune.training.statistics import TrainingStatistics
+from moe_finetune.training.measures.routing_statistics import TrainingStatistics
 
 ALL_TERMS = {
     "load_balance": {"weight": 1e-3, "variant": "deepseek"},

@@ -17,8 +17,8 @@ from eval.demo.batches import IGNORED, Mixture, batches
 from eval.demo.muon import Muon
 from eval.demo.text import Document
 from moe_finetune.losses.objective import Objective
-from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
+from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.recipe.method import resolve_method
 from recipes.upcycle.tokenizer import train_tokenizer
 

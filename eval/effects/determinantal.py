@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from moe_finetune.errors import CaptureError
-from moe_finetune.moe.biased_choice import Rule, correction_bias, select_again
+from moe_finetune.moe.choice.select_again import Rule, correction_bias, select_again
 from moe_finetune.moe.layers import MoeLayer, moe_layers
 
 

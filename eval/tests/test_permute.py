@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from eval.placement.permute import check, permute_experts
 from moe_finetune.errors import CheckpointError
 from moe_finetune.models import FAMILIES
-from moe_finetune.models.structure import class_of
+from moe_finetune.models.class_structure import class_of
 from moe_finetune.moe.layers import moe_layers
 from tests.checkpoint import helpers
 from tests.families.cases import EACH_KIND, batch

@@ -31,7 +31,7 @@ def convert_checkpoint(source: str | Path, output: str | Path) -> Path:
     Weight files keep names and bytes, and share disk blocks where the file system can;
     ``config.json`` loses ``auto_map``; the tokenizer becomes ``tokenizer.json``.
     """
-    from moe_finetune.checkpoint.files import check_values  # needs torch
+    from moe_finetune.checkpoint.weight_files import check_values  # needs torch
 
     output = Path(output)
     check_output(output)

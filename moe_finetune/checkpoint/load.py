@@ -19,8 +19,8 @@ from moe_finetune.errors import (
 )
 from moe_finetune.io.config_file import check_kernel
 from moe_finetune.models import opened_as
+from moe_finetune.models.class_structure import class_of, meta_model
 from moe_finetune.models.loading import local_folder
-from moe_finetune.models.structure import class_of, meta_model
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +75,9 @@ def load_model(
     if quantize or stored is not None:
         options["device_map"] = {"": one_device(device_map)}
     if quantize:
-        from moe_finetune.moe.quantizer import Nf4Config  # imports many of transformers' modules
+        from moe_finetune.moe.large.quantizer import (
+            Nf4Config,  # imports many of transformers' modules
+        )
 
         options["quantization_config"] = Nf4Config(checkpoint.family)
     if stored is not None:
@@ -131,7 +133,7 @@ def read_weights(
     if "state_dict" in options:
         read, source = type(meta_model(config)).from_pretrained, None
     if expert_ranks > 1:
-        from moe_finetune.moe.spread_loading import load_spread
+        from moe_finetune.moe.large.spread_loading import load_spread
 
         read = partial(load_spread, type(meta_model(config)), expert_ranks)
     try:

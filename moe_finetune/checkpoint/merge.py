@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moe_finetune.checkpoint.adapter import Adapter
-from moe_finetune.checkpoint.bias import plan_bias
-from moe_finetune.checkpoint.compute import Factors, Merged
+from moe_finetune.checkpoint.adapter_files import Adapter
+from moe_finetune.checkpoint.add_updates import Factors, Merged
 from moe_finetune.checkpoint.export import (
     CARD_FILE,
     carried_files,
@@ -19,7 +18,11 @@ from moe_finetune.checkpoint.export import (
     model_card,
     public_name,
 )
-from moe_finetune.checkpoint.files import (
+from moe_finetune.checkpoint.exported_bias import plan_bias
+from moe_finetune.checkpoint.open import Checkpoint, open_checkpoint, stale_head
+from moe_finetune.checkpoint.tokenizer_files import GENERATION, for_merge, is_tokenizer_file
+from moe_finetune.checkpoint.updates import OpenAdapter, Replace, open_adapter, parts_in_files
+from moe_finetune.checkpoint.weight_files import (
     Content,
     Progress,
     check_values,
@@ -27,16 +30,13 @@ from moe_finetune.checkpoint.files import (
     copy_of,
     write_checkpoint,
 )
-from moe_finetune.checkpoint.open import Checkpoint, open_checkpoint, stale_head
-from moe_finetune.checkpoint.tokenizer_files import GENERATION, for_merge, is_tokenizer_file
-from moe_finetune.checkpoint.updates import OpenAdapter, Replace, open_adapter, parts_in_files
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io import check_output, one_writer
 from moe_finetune.io.checkpoint_files import COPY_AGAIN, INDEX, SINGLE, index_text
 from moe_finetune.io.config_file import QUANTIZATION
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.safetensors_header import FLOATS, Header, TensorInfo, build_header
-from moe_finetune.models.base import CORRECTION_BIASES
+from moe_finetune.models.family import CORRECTION_BIASES
 
 # Names of the --dtype option as stored in safetensors.
 STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}

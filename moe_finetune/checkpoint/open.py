@@ -29,14 +29,14 @@ from moe_finetune.io.checkpoint_files import (
 from moe_finetune.io.config_file import QUANTIZATION, UNQUANTIZED
 from moe_finetune.io.safetensors_header import FLOATS, INTEGERS, Header, TensorInfo, read_header
 from moe_finetune.models import Family, check_supported, family_of, find_family
-from moe_finetune.models.places import Places
-from moe_finetune.models.structure import ignored_names, part_of
+from moe_finetune.models.class_structure import ignored_names, part_of
+from moe_finetune.models.module_places import Places
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from moe_finetune.checkpoint.names import Names
-    from moe_finetune.checkpoint.stored import QuantizedTensors
+    from moe_finetune.checkpoint.stored_tensors import QuantizedTensors
+    from moe_finetune.checkpoint.tensor_names import Names
 
 log = logging.getLogger(__name__)
 ADAPTER_CONFIG = "adapter_config.json"
@@ -113,7 +113,7 @@ def open_checkpoint(
     Only headers are read unless ``values`` is set: then NaN and infinity are refused. ``stored``:
     also accept a quantized checkpoint.
     """
-    from moe_finetune.checkpoint.names import Names  # needs torch, this file does not
+    from moe_finetune.checkpoint.tensor_names import Names  # needs torch, this file does not
     from moe_finetune.models.loading import parse_config
 
     if isinstance(path, Checkpoint):
@@ -135,7 +135,7 @@ def open_checkpoint(
     if form is None:
         _check_unpacked(folder, tensors)
     else:
-        from moe_finetune.checkpoint.stored import QuantizedTensors
+        from moe_finetune.checkpoint.stored_tensors import QuantizedTensors
 
         quantized = QuantizedTensors(tensors, form)
         tensors = quantized.tensors
@@ -156,7 +156,7 @@ def check_only_weights(folder: Path, files: Mapping[str, Header]) -> None:
     """
     read_generation(folder)
     if (folder / INDEX).is_file() and SINGLE not in files and (folder / SINGLE).is_file():
-        from moe_finetune.checkpoint.files import fingerprint
+        from moe_finetune.checkpoint.weight_files import fingerprint
 
         single = read_header(folder / SINGLE, CheckpointError).tensors.values()
         if fingerprint(single) != fingerprint(tensors_of(dict(files)).values()):
@@ -196,7 +196,7 @@ def check_folder(folder: Path, config: Any, values: bool = True) -> None:
     """Check tensors and, with ``values``, their values before weights are loaded, also of dense
     models.
     """
-    from moe_finetune.checkpoint.names import Names
+    from moe_finetune.checkpoint.tensor_names import Names
 
     if find_family(config.model_type, part_of(config)) is not None:
         open_checkpoint(folder, values)
@@ -212,7 +212,7 @@ def check_folder(folder: Path, config: Any, values: bool = True) -> None:
 
 
 def _check_values(tensors: Mapping[str, TensorInfo]) -> None:
-    from moe_finetune.checkpoint.files import check_values
+    from moe_finetune.checkpoint.weight_files import check_values
 
     check_values(tensors.values(), CheckpointError)
 

@@ -16,15 +16,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moe_finetune.checkpoint.adapter_layout import as_a, as_b
-from moe_finetune.checkpoint.compute import Factors
-from moe_finetune.checkpoint.files import Computed, computed
-from moe_finetune.checkpoint.names import Place
+from moe_finetune.checkpoint.add_updates import Factors
+from moe_finetune.checkpoint.factor_layout import as_a, as_b
 from moe_finetune.checkpoint.peft_model import MAY_LACK, fill, is_saved, wrap
+from moe_finetune.checkpoint.tensor_names import Place
 from moe_finetune.checkpoint.updates import LowRank, OpenAdapter, Replace
+from moe_finetune.checkpoint.weight_files import Computed, computed
 from moe_finetune.errors import AdapterError
 from moe_finetune.io.safetensors_header import TensorInfo
-from moe_finetune.models.structure import meta_model
+from moe_finetune.models.class_structure import meta_model
 
 # PEFT 0.21 treats modules with these names as parts of the expert stacks.
 _TAKEN = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_finetune.checkpoint.adapter import CONFIG, PREFIX, Adapter
-from moe_finetune.checkpoint.files import read_tensor
-from moe_finetune.checkpoint.names import on_meta
+from moe_finetune.checkpoint.adapter_files import CONFIG, PREFIX, Adapter
+from moe_finetune.checkpoint.tensor_names import on_meta
+from moe_finetune.checkpoint.weight_files import read_tensor
 from moe_finetune.errors import AdapterError, reason_of
 
 # A router's buffer is saved only where the router trains.
@@ -38,7 +38,7 @@ def wrap(model: Any, adapter: Adapter) -> Any:
     """``model`` with PEFT's modules for the adapter's config, with initial values."""
     from peft import PeftModel, PeftModelForCausalLM
 
-    from moe_finetune.moe.lora_factors import quiet_patterns
+    from moe_finetune.moe.experts.lora_factors import quiet_patterns
 
     config = lora_config(adapter)
     kind = PeftModelForCausalLM if config.task_type == "CAUSAL_LM" else PeftModel

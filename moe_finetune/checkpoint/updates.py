@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from moe_finetune.checkpoint.adapter import (
+from moe_finetune.checkpoint.adapter_files import (
     CONFIG,
     WEIGHTS,
     Adapter,
@@ -21,7 +21,8 @@ from moe_finetune.checkpoint.adapter import (
     read_adapter,
     read_bias,
 )
-from moe_finetune.checkpoint.adapter_layout import (
+from moe_finetune.checkpoint.exported_bias import check_bias
+from moe_finetune.checkpoint.factor_layout import (
     as_a,
     as_b,
     before_019,
@@ -33,11 +34,10 @@ from moe_finetune.checkpoint.adapter_layout import (
     vectors_of_a,
     vectors_of_b,
 )
-from moe_finetune.checkpoint.bias import check_bias
-from moe_finetune.checkpoint.files import Computed, computed, read_tensor
-from moe_finetune.checkpoint.names import Place
 from moe_finetune.checkpoint.open import Checkpoint
 from moe_finetune.checkpoint.peft_model import MAY_LACK, Target, targets_by_name, targets_in_class
+from moe_finetune.checkpoint.tensor_names import Place
+from moe_finetune.checkpoint.weight_files import Computed, computed, read_tensor
 from moe_finetune.errors import AdapterError, did_you_mean
 
 # PEFT also saves these where the vocabulary has grown or LoRA is on one of them.

@@ -18,21 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_finetune.checkpoint import by_hand
-from moe_finetune.checkpoint.adapter import Adapter, read_adapter
-from moe_finetune.checkpoint.bias import plan_bias
-from moe_finetune.checkpoint.files import DTYPES, digest, read_tensor
-from moe_finetune.checkpoint.names import on_meta
+from moe_finetune.checkpoint import verify_by_hand
+from moe_finetune.checkpoint.adapter_files import Adapter, read_adapter
+from moe_finetune.checkpoint.exported_bias import plan_bias
 from moe_finetune.checkpoint.open import Checkpoint, only_weights, open_checkpoint
 from moe_finetune.checkpoint.peft_form import peft_form, with_adapter
 from moe_finetune.checkpoint.peft_model import LoraModule, modules_of, wrap
+from moe_finetune.checkpoint.tensor_names import on_meta
 from moe_finetune.checkpoint.updates import OpenAdapter, open_adapter
+from moe_finetune.checkpoint.weight_files import DTYPES, digest, read_tensor
 from moe_finetune.errors import AdapterError, VerificationError, is_machine_failure, reason_of
 from moe_finetune.io.checkpoint_files import tensors_of
-from moe_finetune.models.base import CORRECTION_BIASES
-from moe_finetune.models.shrink import first_layers, of_first_layers
-from moe_finetune.models.structure import class_of, meta_model
-from moe_finetune.moe.observed import undisturbed
+from moe_finetune.models.class_structure import class_of, meta_model
+from moe_finetune.models.family import CORRECTION_BIASES
+from moe_finetune.models.small_configs import first_layers, of_first_layers
+from moe_finetune.moe.recorder.observed import undisturbed
 
 SLACK = 2.0**-20
 """Bound on the rounding of the float32 sum itself, over the sum's largest parts."""
@@ -154,7 +154,7 @@ def changes(stored: Adapter, adapter: OpenAdapter) -> Iterator[Change]:
     """
     base, form = adapter.base, adapter
     if adapter.of_files and not any(update.experts for update in adapter.low_rank):
-        for name, values in by_hand.matrices(stored):
+        for name, values in verify_by_hand.matrices(stored):
             path = name.removesuffix(".weight")
             keys = f"{path}.lora_magnitude_vector", f"{path}.base_layer.weight"
             norms_O, saved = (
@@ -167,7 +167,7 @@ def changes(stored: Adapter, adapter: OpenAdapter) -> Iterator[Change]:
             wrapped = wrap(on_meta(base.model_config), form)
         modules = list(modules_of(wrapped))
         if form.tensors != stored.tensors:
-            by_hand.check_layer(stored, base, modules, form)
+            verify_by_hand.check_layer(stored, base, modules, form)
         for module in modules:
             chosen = (u.experts for u in adapter.low_rank if u.name == module.loaded)
             yield from _of_module(module, form, next(chosen, None))

@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with sigterm_interrupts(), ours.starting(verb):
             use_inherited()
             if common.plugins:
-                from moe_finetune.recipe.tree import find_recipe
+                from moe_finetune.recipe.yaml_tree import find_recipe
             for plugin in common.plugins:
                 use(str(find_recipe(Path(plugin))))
             return app(arguments, prog_name="moe-finetune", standalone_mode=False) or 0
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MoeFinetuneError as error:
         if debug:
             raise
-        from moe_finetune.recipe.section import hide_secrets
+        from moe_finetune.recipe.section_base import hide_secrets
 
         print(f"error: {hide_secrets(str(error))}", file=sys.stderr)  # overrides may contain some
         failed = isinstance(error, VerificationError) or is_machine_failure(error)

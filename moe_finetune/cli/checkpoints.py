@@ -17,7 +17,7 @@ from moe_finetune.io.versions import untested
 
 if TYPE_CHECKING:
     from moe_finetune.recipe.schema import Recipe
-    from moe_finetune.training.check import FamilyCheck
+    from moe_finetune.training.self_test.family_check import FamilyCheck
 
 
 class Tokenizer(StrEnum):
@@ -76,7 +76,7 @@ def inspect(
 
     from moe_finetune.errors import RecipeError
     from moe_finetune.recipe.schema import load_recipe
-    from moe_finetune.training.inspect import inspect_checkpoint, inspect_dense
+    from moe_finetune.training.before.inspect_checkpoint import inspect_checkpoint, inspect_dense
 
     checkpoint = str(checkpoint_in(checkpoint))
     if prove:
@@ -105,10 +105,10 @@ def _prove(checkpoint: str, recipe: Recipe | None) -> FamilyCheck:
     from moe_finetune.models.loading import open_config
 
     if recipe is not None:
-        from moe_finetune.training.prove import prove
+        from moe_finetune.training.self_test.prove_recipe import prove
 
         return prove(*open_config(checkpoint), recipe)
-    from moe_finetune.training.check import check_family
+    from moe_finetune.training.self_test.family_check import check_family
 
     return check_family(*open_config(checkpoint))
 
@@ -148,7 +148,7 @@ def convert(
         if to is AdapterForm.vllm:
             _print_serve_line(checkpoint, base, folder)
         return
-    from moe_finetune.checkpoint.adapter import CONFIG
+    from moe_finetune.checkpoint.adapter_files import CONFIG
     from moe_finetune.checkpoint.convert import convert_checkpoint
     from moe_finetune.errors import AdapterError
     from moe_finetune.models.loading import local_folder
@@ -163,7 +163,7 @@ def convert(
 
 
 def _print_serve_line(source: str, base: str | None, folder: Path) -> None:
-    from moe_finetune.checkpoint.adapter import read_adapter
+    from moe_finetune.checkpoint.adapter_files import read_adapter
     from moe_finetune.checkpoint.open import open_checkpoint
     from moe_finetune.vllm.adapters import serve_line
 
@@ -188,8 +188,8 @@ def _adapter_and_base(source: Path, base: str | None) -> tuple[Path, Path]:
 
 
 def _convert_adapter(source: Path, to: AdapterForm, base: str | None, output: Path) -> Path:
-    from moe_finetune.checkpoint.packings import as_peft, as_per_expert, convert_adapter
-    from moe_finetune.models.find import warn_of_plugins
+    from moe_finetune.checkpoint.write_adapter import as_peft, as_per_expert, convert_adapter
+    from moe_finetune.models.family_lookup import warn_of_plugins
     from moe_finetune.vllm.adapters import convert_for_vllm
 
     warn_of_plugins(source)
@@ -234,11 +234,11 @@ def merge(
 
     Example: moe-finetune merge runs/erc --verify --output merged/erc
     """
-    from moe_finetune.checkpoint.adapter import read_bias
+    from moe_finetune.checkpoint.adapter_files import read_bias
     from moe_finetune.checkpoint.merge import merge_adapter
     from moe_finetune.checkpoint.open import open_checkpoint
     from moe_finetune.checkpoint.tokenizer_files import has_tokenizer
-    from moe_finetune.models.find import warn_of_plugins
+    from moe_finetune.models.family_lookup import warn_of_plugins
 
     warn_of_plugins(source)  # the base is elsewhere
     verify = verify or bool(untested())
@@ -281,7 +281,7 @@ def merge(
 
 def base_of(adapter: Path) -> Path:
     """The folder of the base checkpoint and revision that an adapter names."""
-    from moe_finetune.checkpoint.adapter import read_adapter
+    from moe_finetune.checkpoint.adapter_files import read_adapter
     from moe_finetune.errors import AdapterError, CheckpointError
     from moe_finetune.models.loading import local_folder
 

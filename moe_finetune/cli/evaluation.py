@@ -131,7 +131,7 @@ def evaluate(
     with output_lock(output):
         from moe_finetune.evaluation.engine import evaluate as run_suite
         from moe_finetune.evaluation.results import results_text
-        from moe_finetune.recipe.tree import load_tree
+        from moe_finetune.recipe.yaml_tree import load_tree
 
         with library_log(output / "eval.log"):
             results = run_suite(

@@ -52,7 +52,7 @@ def init(
         raise RecipeError(f"--gpu: must be the GiB of one GPU, such as 24, not {gpu:g}")
     from moe_finetune.losses.presets import PRESETS
     from moe_finetune.report.outcome import listed, program
-    from moe_finetune.training.init import (
+    from moe_finetune.training.before.starter_recipe import (
         Answers,
         check_method,
         describe,
@@ -119,6 +119,6 @@ def preview(
     from moe_finetune.recipe.schema import load_recipe
 
     recipe = load_recipe(*split_items(items))
-    from moe_finetune.training.preview import preview as show  # after wrong keys are known
+    from moe_finetune.training.before.preview import preview as show  # after wrong keys are known
 
     print(show(recipe, rows, sys.stdout.isatty()))

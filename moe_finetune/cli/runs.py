@@ -13,7 +13,7 @@ from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.io.terminal import terminal
 
 if TYPE_CHECKING:
-    from moe_finetune.recipe.tree import Tree
+    from moe_finetune.recipe.yaml_tree import Tree
 
 
 class Backend(enum.StrEnum):
@@ -91,7 +91,7 @@ def train(
     Example: moe-finetune train recipes/models/qwen3_30b_a3b.yaml recipes/methods/erc.yaml
     data.train=my.jsonl trainer.max_steps=50 --output runs/erc
     """
-    from moe_finetune.recipe.tree import load_tree
+    from moe_finetune.recipe.yaml_tree import load_tree
 
     tree = load_tree(*split_items(items))
     try:
@@ -119,8 +119,8 @@ def _train(
     tree: "Tree", output: Path, resume: bool, dry_run: bool, ignore_memory: bool
 ) -> Path | None:
     from moe_finetune.errors import DataError, RecipeError
+    from moe_finetune.recipe.explain_errors import placed
     from moe_finetune.recipe.schema import recipe_from_tree
-    from moe_finetune.recipe.validation import placed
 
     recipe = recipe_from_tree(tree)
     from moe_finetune.run import plan_run, run_recipe  # after wrong keys are known

@@ -15,7 +15,7 @@ from moe_finetune.io.folder import is_taken
 from moe_finetune.io.progress import RunProgress, Watch
 from moe_finetune.io.run_folder import RESULTS_FILE, RunFolder
 from moe_finetune.io.terminal import terminal
-from moe_finetune.recipe.tree import recipes_folder
+from moe_finetune.recipe.yaml_tree import recipes_folder
 from moe_finetune.report import write_report
 from moe_finetune.report.outcome import end_run, next_commands
 from moe_finetune.vllm.engine import engines_environment

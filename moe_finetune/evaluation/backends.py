@@ -18,9 +18,9 @@ from moe_finetune.vllm.engine import open_vllm, shutdown
 from moe_finetune.vllm.install import is_cpu_build, require_vllm
 
 if TYPE_CHECKING:
-    from moe_finetune.checkpoint.dense import DenseCheckpoint
+    from moe_finetune.checkpoint.dense_checkpoint import DenseCheckpoint
     from moe_finetune.checkpoint.open import Checkpoint
-    from moe_finetune.moe.hooks import Recorder
+    from moe_finetune.moe.recorder.hooks import Recorder
 
 BACKENDS = ("vllm", "hf", "server")
 
@@ -101,7 +101,7 @@ def open_backend(
             raise DependencyError(f"backend 'server' needs lm-eval[api]: {error}") from None
         lm, settings, identity = open_server(checkpoint, base_url, model, seed)
         return Backend("server", lm, identity, str(checkpoint), settings, 64, notes)
-    from moe_finetune.checkpoint.dense import is_dense, open_dense, refuse_adapter
+    from moe_finetune.checkpoint.dense_checkpoint import is_dense, open_dense, refuse_adapter
     from moe_finetune.checkpoint.open import open_checkpoint
     from moe_finetune.checkpoint.updates import check_adapter
     from moe_finetune.models.loading import local_folder

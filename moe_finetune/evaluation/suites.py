@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moe_finetune.errors import EvaluationError, did_you_mean
 from moe_finetune.io.yaml_file import read_yaml
-from moe_finetune.recipe.tree import find_recipe
-from moe_finetune.recipe.validation import describe
+from moe_finetune.recipe.explain_errors import describe
+from moe_finetune.recipe.yaml_tree import find_recipe
 
 _NAME, _LONGEST = re.compile(r"\w[\w .+-]*"), 120
 

@@ -6,15 +6,15 @@ from typing import Any
 import torch
 from lm_eval.models.huggingface import HFLM
 
-from moe_finetune.checkpoint.dense import DenseCheckpoint
+from moe_finetune.checkpoint.dense_checkpoint import DenseCheckpoint
 from moe_finetune.checkpoint.load import forget_generation_defaults, load_model
 from moe_finetune.checkpoint.open import Checkpoint
 from moe_finetune.checkpoint.peft_form import with_adapter
 from moe_finetune.checkpoint.tokenizer_files import reply_ends
 from moe_finetune.checkpoint.updates import OpenAdapter
 from moe_finetune.io.environment import package_versions
-from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import family_in
+from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.routing.tracing_checkpoint import stored_bias
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import Any
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel, field_validator
 
-from moe_finetune.training.callback import SpecializationCallback
+from moe_finetune.training.callback.callback import SpecializationCallback
 
 SECTION = "specialization"
 

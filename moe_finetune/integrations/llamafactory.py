@@ -13,7 +13,7 @@ from typing import Any
 
 from moe_finetune.errors import MoeFinetuneError, RecipeError
 from moe_finetune.io.yaml_file import read_yaml
-from moe_finetune.training.callback import SpecializationCallback
+from moe_finetune.training.callback.callback import SpecializationCallback
 
 SECTION = "specialization"
 

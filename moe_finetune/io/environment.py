@@ -2,10 +2,13 @@
 
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
+from pathlib import Path
 from typing import Any
 
+from moe_finetune.io.atomic import write_atomic
 from moe_finetune.io.versions import untested
 from moe_finetune.plugins import loaded_files
 
@@ -57,6 +60,11 @@ def describe_environment() -> dict[str, Any]:
         "cuda": torch.version.cuda if cuda else None,
         "plugins": loaded_files(),
     }
+
+
+def write_environment(path: Path) -> None:
+    """Write a run's software versions and hardware to its ``environment.json``."""
+    write_atomic(path, json.dumps(describe_environment(), indent=2) + "\n")
 
 
 def _processor() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,18 @@ class RunFolder:
         return self.merged.exists() and (
             not self.adapter.exists() or "merge" in self.read_summary()
         )
+
+    def discard(self, new_folder: bool) -> None:
+        """Remove what a failed start wrote, unless training has; the whole folder if it is new."""
+        products = (self.metrics, self.steps, *self.weights)
+        if any(path.exists() for path in products) or any(self.checkpoints.glob("checkpoint-*")):
+            return
+        for folder in (self.routing, self.checkpoints):
+            shutil.rmtree(folder, ignore_errors=True)
+        for file in (self.recipe, self.inputs, self.environment, self.summary, self.log):
+            file.unlink(missing_ok=True)
+        if new_folder and not any(self.path.iterdir()):
+            self.path.rmdir()
 
     def read_summary(self) -> dict[str, Any]:
         remedy = "delete the file and repeat the command with --resume"

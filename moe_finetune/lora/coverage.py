@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_finetune.io.tables import aligned
 from moe_finetune.models import family_of_model
-from moe_finetune.models.places import Places
+from moe_finetune.models.module_places import Places
 
 if TYPE_CHECKING:
     from torch import nn
@@ -134,7 +134,7 @@ def _adapted(model: nn.Module) -> Iterator[tuple[Any, float]]:
     from peft.tuners.lora.layer import LoraLayer, ParamWrapper
     from peft.utils.other import ModulesToSaveWrapper
 
-    from moe_finetune.moe.lora_selected import SelectedExpertsLora
+    from moe_finetune.moe.experts.lora_on_chosen import SelectedExpertsLora
 
     for module in model.modules():
         if isinstance(module, SelectedExpertsLora):

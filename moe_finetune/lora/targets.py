@@ -21,9 +21,9 @@ from torch import nn
 
 from moe_finetune.errors import DataError, RecipeError
 from moe_finetune.lora.select import ExpertSelection
+from moe_finetune.moe.experts.lora_factors import parameter_wrappers, quiet_patterns
+from moe_finetune.moe.experts.lora_on_chosen import SelectedExpertsLora, materialize
 from moe_finetune.moe.layers import causal_lm, family_in, moe_layers, places_in
-from moe_finetune.moe.lora_factors import parameter_wrappers, quiet_patterns
-from moe_finetune.moe.lora_selected import SelectedExpertsLora, materialize
 from moe_finetune.quantization.weight import quantized
 
 if TYPE_CHECKING:

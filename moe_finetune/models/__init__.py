@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import UnsupportedModelError
-from moe_finetune.models import composites, newer, table
-from moe_finetune.models.base import FAMILIES, Family
-from moe_finetune.models.find import DENSE, find_family, using
-from moe_finetune.models.structure import part_of
+from moe_finetune.models import composites, family_table, newer_families
+from moe_finetune.models.class_structure import part_of
+from moe_finetune.models.family import FAMILIES, Family
+from moe_finetune.models.family_lookup import DENSE, find_family, using
 from moe_finetune.plugins import installed_names
 from moe_finetune.registry import old_declaration
 
-ROWS = (*table.CORE, *table.FAMILIES, *composites.FAMILIES, *newer.FAMILIES)
+ROWS = (*family_table.CORE, *family_table.FAMILIES, *composites.FAMILIES, *newer_families.FAMILIES)
 """The package's families, those of newer transformers versions included."""
 
 OURS = tuple(family for family in ROWS if family.available)
@@ -103,7 +103,7 @@ def family_of_model(model: Any) -> Family:
 
 
 def _refusal(config: dict[str, Any]) -> str:
-    from moe_finetune.models.suggestion import suggestion
+    from moe_finetune.models.suggest_plugin import suggestion
 
     model_type = config.get("model_type")
     parts = [f.part for f in FAMILIES.values() if f.part and f.model_type == model_type]

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
-from moe_finetune.models import table
-from moe_finetune.models.base import UNREAD_POSITIONS, Family, Rows
-from moe_finetune.models.rows import limited_groups, requires, scaled, sigmoid, softmax, yes
+from moe_finetune.models import family_table
+from moe_finetune.models.family import UNREAD_POSITIONS, Family, Rows
+from moe_finetune.models.family_rows import limited_groups, requires, scaled, sigmoid, softmax, yes
 
 _OF_THE_CONFIG = [field.name for field in fields(Family) if callable(field.default)]
 
@@ -38,7 +38,7 @@ def _of_language(fact: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda config: fact(config.get_text_config())
 
 
-_ALONE: dict[str, Family] = {f.model_type: f for f in (*table.CORE, *table.FAMILIES)}
+_ALONE: dict[str, Family] = {f.model_type: f for f in (*family_table.CORE, *family_table.FAMILIES)}
 
 
 _DEEPSEEK_OCR2 = softmax(

@@ -31,7 +31,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
-from moe_finetune.models.table import check_deepseek
+from moe_finetune.models.family_table import check_deepseek
 
 # Declared for another config, but reads only fields that this one has too.
 _MLP: Any = DeepseekV2MLP

@@ -16,8 +16,8 @@ from moe_finetune.io.hub import check_hub, commit_of, opened_commit
 from moe_finetune.io.json_file import read_object
 from moe_finetune.models import Family, check_supported, family_of
 from moe_finetune.models.chat_template import check_template
-from moe_finetune.models.find import warn_of_plugins
-from moe_finetune.models.structure import first_line
+from moe_finetune.models.class_structure import first_line
+from moe_finetune.models.family_lookup import warn_of_plugins
 from moe_finetune.models.tiktoken_tokenizer import RANKS_FILE, load_tiktoken
 
 if TYPE_CHECKING:

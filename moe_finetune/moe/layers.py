@@ -11,13 +11,13 @@ from moe_finetune.errors import CaptureError
 from moe_finetune.losses.base import ModelFacts
 from moe_finetune.losses.record import Projection, ProjectionFactors
 from moe_finetune.models import Family, family_of_model
-from moe_finetune.models.places import Places
-from moe_finetune.models.structure import unknown_flags
+from moe_finetune.models.class_structure import unknown_flags
+from moe_finetune.models.module_places import Places
 from moe_finetune.moe.checkpointing import inside
 from moe_finetune.moe.context import ForwardContext
-from moe_finetune.moe.experts import ExpertsResult
-from moe_finetune.moe.gated import OwnGate
-from moe_finetune.moe.lora_factors import parameter_wrappers, variants
+from moe_finetune.moe.experts.forward import ExpertsResult
+from moe_finetune.moe.experts.gated import OwnGate
+from moe_finetune.moe.experts.lora_factors import parameter_wrappers, variants
 
 
 @dataclass(eq=False)

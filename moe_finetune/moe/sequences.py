@@ -3,7 +3,7 @@
 transformers' classes separate them only by the attention mask built from positions. That fails if
 the class builds its mask without positions, with a cache, and in modules that carry something else
 from token to token (states, convolutions, compressed keys). A family declares these in
-:class:`~moe_finetune.models.base.Rows`, and this module corrects the forward: it builds the mask
+:class:`~moe_finetune.models.family.Rows`, and this module corrects the forward: it builds the mask
 for the class, and runs each such module one sequence at a time.
 
 Shape legend: B rows, S positions of a row, T = B x S, Q sequences of similar length, N tokens of
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.masking_utils import create_masks_for_generate
 
-from moe_finetune.models.base import Rows
+from moe_finetune.models.family import Rows
 
 _OF_KERNELS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Keyword arguments that tell kernels where sequences start in a packed row."""

@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from moe_finetune.errors import RecipeError
-from moe_finetune.recipe.section import leaves
+from moe_finetune.recipe.section_base import leaves
 from moe_finetune.recipe.stages import STAGES
 
 BEST = "load_best_model_at_end"

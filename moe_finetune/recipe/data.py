@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from moe_finetune.io.split_files import has_validation
-from moe_finetune.recipe.section import Section
+from moe_finetune.recipe.section_base import Section
 
 Format = Literal["auto", "messages", "prompt_completion", "text"]
 SECTIONS: Any = Field(default=None, description="default: that of the `data` section")

@@ -9,9 +9,9 @@ from pydantic.functional_serializers import field_serializer
 
 from moe_finetune.errors import RecipeError, did_you_mean
 from moe_finetune.io.terminal import terminal
-from moe_finetune.recipe.section import Section
-from moe_finetune.recipe.tree import Tree, merge_mappings, recipes_folder
-from moe_finetune.recipe.validation import describe
+from moe_finetune.recipe.explain_errors import describe
+from moe_finetune.recipe.section_base import Section
+from moe_finetune.recipe.yaml_tree import Tree, merge_mappings, recipes_folder
 
 if TYPE_CHECKING:
     from moe_finetune.losses.base import TermOptions

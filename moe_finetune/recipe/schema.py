@@ -19,9 +19,10 @@ from moe_finetune.errors import PluginError, RecipeError
 from moe_finetune.plugins import use_installed
 from moe_finetune.recipe.conflicts import conflicts
 from moe_finetune.recipe.data import DataSection, Paths
-from moe_finetune.recipe.early import check_early
+from moe_finetune.recipe.early_check import check_early
+from moe_finetune.recipe.explain_errors import check_trainer, from_tree
 from moe_finetune.recipe.method import Method, resolve_method, without_unusable_share
-from moe_finetune.recipe.section import WholeRecipe
+from moe_finetune.recipe.section_base import WholeRecipe
 from moe_finetune.recipe.sections import (
     EvaluationSection,
     ExportSection,
@@ -32,8 +33,7 @@ from moe_finetune.recipe.sections import (
     RouterSection,
 )
 from moe_finetune.recipe.stages import STAGES, Name
-from moe_finetune.recipe.tree import Tree, load_tree, merge_mappings
-from moe_finetune.recipe.validation import check_trainer, from_tree
+from moe_finetune.recipe.yaml_tree import Tree, load_tree, merge_mappings
 
 
 class Recipe(WholeRecipe):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from moe_finetune.recipe.data import DataSection as DataSection
-from moe_finetune.recipe.section import Section
+from moe_finetune.recipe.section_base import Section
 
 # transformers' attention kernels; it would also accept a hub id and download code.
 Attention = Literal[

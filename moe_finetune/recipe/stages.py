@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from moe_finetune.recipe.section import Section
+from moe_finetune.recipe.section_base import Section
 
 Name = Literal["sft", "pretrain", "dpo", "grpo"]
 Form = Literal["tokens", "preference", "prompts"]

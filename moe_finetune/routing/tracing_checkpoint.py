@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moe_finetune.moe.bias import BiasBalancer
+from moe_finetune.moe.choice.loss_free_bias import BiasBalancer
 
 if TYPE_CHECKING:
     from moe_finetune.checkpoint.open import Checkpoint
@@ -52,8 +52,8 @@ def stored_bias(model: Any, adapter: Path) -> BiasBalancer | None:
     """The loss-free bias that an adapter was trained with, for use on ``model``, or None."""
     import torch
 
-    from moe_finetune.checkpoint.adapter import read_bias
-    from moe_finetune.moe.biased_choice import Rule
+    from moe_finetune.checkpoint.adapter_files import read_bias
+    from moe_finetune.moe.choice.select_again import Rule
     from moe_finetune.moe.layers import model_facts, moe_layers
 
     stored = read_bias(adapter)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from moe_finetune.errors import RecipeError, StudyError, did_you_mean
 from moe_finetune.recipe.schema import Recipe, recipe_from_tree
-from moe_finetune.recipe.tree import Key, Tree, load_tree
+from moe_finetune.recipe.yaml_tree import Key, Tree, load_tree
 from moe_finetune.study.recipe import NOT_VARIED, StudyRecipe
 
 REFERENCES: tuple[Literal["baseline", "curves"], ...] = ("baseline", "curves")

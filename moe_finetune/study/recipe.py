@@ -26,10 +26,10 @@ from typing import Any, Literal
 from pydantic import Field, PrivateAttr, field_validator
 
 from moe_finetune.errors import StudyError, did_you_mean
+from moe_finetune.recipe.explain_errors import from_tree
 from moe_finetune.recipe.schema import Recipe
-from moe_finetune.recipe.section import Section
-from moe_finetune.recipe.tree import Tree, find_recipe, load_tree, recipes_folder
-from moe_finetune.recipe.validation import from_tree
+from moe_finetune.recipe.section_base import Section
+from moe_finetune.recipe.yaml_tree import Tree, find_recipe, load_tree, recipes_folder
 
 NOT_VARIED = "trainer.seed"
 

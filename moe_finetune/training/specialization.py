@@ -25,21 +25,21 @@ from torch import Tensor, nn
 
 from moe_finetune.errors import CaptureError, ObjectiveError, QuantizationError
 from moe_finetune.losses.objective import Objective
-from moe_finetune.moe.bias import BiasBalancer
+from moe_finetune.moe.choice.loss_free_bias import BiasBalancer
+from moe_finetune.moe.choice.noise import TrainingNoise
 from moe_finetune.moe.context import CONTEXT_KEY
-from moe_finetune.moe.grouped import Kernel
-from moe_finetune.moe.hooks import Observer, Recorder
+from moe_finetune.moe.experts.grouped_products import Kernel
 from moe_finetune.moe.layers import backbone_of, causal_lm, family_in, in_mode, model_facts
-from moe_finetune.moe.noise import TrainingNoise
 from moe_finetune.moe.perturbation import Perturbation
+from moe_finetune.moe.recorder.hooks import Observer, Recorder
 from moe_finetune.quantization.weight import quantized
 from moe_finetune.recipe.method import Method, resolve_method
-from moe_finetune.training.bias import KeptBias
-from moe_finetune.training.packed import packing_problem
-from moe_finetune.training.preconditions import check_forward
-from moe_finetune.training.reach import STEPS, check_reach, fingerprints, unmoved_since
-from moe_finetune.training.statistics import TrainingStatistics
-from moe_finetune.training.strength import StrengthMeter
+from moe_finetune.training.measures.loss_shares import StrengthMeter
+from moe_finetune.training.measures.routing_statistics import TrainingStatistics
+from moe_finetune.training.reached_weights import STEPS, check_reach, fingerprints, unmoved_since
+from moe_finetune.training.refuse_launch import check_forward
+from moe_finetune.training.refuse_packing import packing_problem
+from moe_finetune.training.save_and_resume.saved_bias import KeptBias
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,8 @@ class Specialization:
         model: a supported causal language model, with or without PEFT.
         method: the name of a preset, a ``method:`` mapping, or a resolved method.
         dropout: LoRA dropout inside the routed and shared experts (PEFT has none there).
-        kernel: how the experts' products run, see :class:`~moe_finetune.moe.hooks.Recorder`.
+        kernel: how the experts' products run, see
+            :class:`~moe_finetune.moe.recorder.hooks.Recorder`.
         accumulation: micro-batches per optimizer step; assign to ``accumulation`` before a shorter
             window.
         total_steps: optimizer steps of the run, for schedules.

@@ -125,7 +125,7 @@ def _of_split(
 ) -> dict[str, Any]:
     from moe_finetune.data.batches import fill
     from moe_finetune.moe.layers import model_facts
-    from moe_finetune.moe.observed import observed
+    from moe_finetune.moe.recorder.observed import observed
 
     length, section = recipe.texts.max_length, recipe.evaluation
     categories = range(len(texts.categories))

@@ -23,7 +23,7 @@ from moe_finetune.io import check_output, one_writer
 from moe_finetune.io.checkpoint_files import INDEX, index_text
 from moe_finetune.io.safetensors_header import ITEM_BYTES, Header, TensorInfo, build_header
 from moe_finetune.models import FAMILIES
-from moe_finetune.models.structure import patterns_on_disk
+from moe_finetune.models.class_structure import patterns_on_disk
 from moe_finetune.upcycle.dense import DenseFacts
 from moe_finetune.upcycle.experts import (
     FEED_FORWARD,
@@ -36,7 +36,7 @@ from moe_finetune.upcycle.experts import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moe_finetune.checkpoint.files import Content
+    from moe_finetune.checkpoint.weight_files import Content
 
 SHARD_BYTES = 4_000_000_000
 _CHUNK = 4 << 20  # elements
@@ -63,7 +63,7 @@ class Average:
     def __call__(self, target: TensorInfo) -> Iterator[Tensor]:
         import torch
 
-        from moe_finetune.checkpoint.files import DTYPES, read_elements
+        from moe_finetune.checkpoint.weight_files import DTYPES, read_elements
 
         wide = torch.float32 if ITEM_BYTES[target.dtype] == 2 else torch.float64
         size = math.prod(target.shape)
@@ -85,7 +85,7 @@ class RandomRows:
     def __call__(self, target: TensorInfo) -> Iterator[Tensor]:
         import torch
 
-        from moe_finetune.checkpoint.files import DTYPES
+        from moe_finetune.checkpoint.weight_files import DTYPES
 
         generator = torch.Generator().manual_seed(self.seed)
         values = torch.randn(target.shape, generator=generator) * self.std
@@ -115,7 +115,8 @@ def merge_experts(
         top_k: experts per token.
         router_std: standard deviation of the routers' weights.
         seed: of the routers.
-        workers: threads; default: see :func:`~moe_finetune.checkpoint.files.write_checkpoint`.
+        workers: threads; default: see
+            :func:`~moe_finetune.checkpoint.weight_files.write_checkpoint`.
         shard_bytes: largest size of a weight file in bytes, unless one tensor is larger.
 
     Raises:
@@ -124,7 +125,7 @@ def merge_experts(
         UnsupportedModelError: no MoE exists for the model type.
         OutputExistsError, OutputBusyError, DiskSpaceError: before anything is written.
     """
-    from moe_finetune.checkpoint.files import write_checkpoint
+    from moe_finetune.checkpoint.weight_files import write_checkpoint
 
     started = time.perf_counter()
     output = Path(output)
@@ -173,7 +174,7 @@ def plan(
     experts: Sequence[Expert], router_std: float, seed: int
 ) -> Iterable[tuple[str, str, tuple[int, ...], Content]]:
     """Yield every tensor of the MoE in file order: name, dtype, shape, content."""
-    from moe_finetune.checkpoint.files import copy_of
+    from moe_finetune.checkpoint.weight_files import copy_of
 
     facts = experts[0].facts
     stored = names_in_files(facts, len(experts))

@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from moe_finetune.errors import RecipeError, did_you_mean
+from moe_finetune.recipe.explain_errors import check_trainer, from_tree
 from moe_finetune.recipe.method import Method, resolve_method
-from moe_finetune.recipe.section import Section, WholeRecipe
+from moe_finetune.recipe.section_base import Section, WholeRecipe
 from moe_finetune.recipe.stages import STAGES
-from moe_finetune.recipe.tree import load_tree
-from moe_finetune.recipe.validation import check_trainer, from_tree
+from moe_finetune.recipe.yaml_tree import load_tree
 
 Trainer = dict[str, Any]
 FIELDS = "fields of SFTConfig"

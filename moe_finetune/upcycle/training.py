@@ -65,10 +65,10 @@ def run_job(job: Job, work_folder: Path, output: Path, curve: Path | None = None
     from moe_finetune.checkpoint.load import load_model
     from moe_finetune.lora.targets import add_lora
     from moe_finetune.models.loading import load_tokenizer
-    from moe_finetune.training.callback import add_callbacks
-    from moe_finetune.training.guards import StopOnSignal
-    from moe_finetune.training.resume import find_checkpoint
-    from moe_finetune.training.save import save_trained
+    from moe_finetune.training.callback.callback import add_callbacks
+    from moe_finetune.training.callback.early_ends import StopOnSignal
+    from moe_finetune.training.save_and_resume.resumable_trainer import find_checkpoint
+    from moe_finetune.training.save_and_resume.save_trained import save_trained
     from moe_finetune.upcycle.dense import load_dense
 
     recipe = job.recipe
@@ -116,9 +116,9 @@ def build(
     from moe_finetune.losses.inject import CollectedLosses
     from moe_finetune.moe.layers import backbone_of, moe_layers
     from moe_finetune.recipe.stages import STAGES
-    from moe_finetune.training.callback import SpecializationCallback, add_callbacks
-    from moe_finetune.training.run_folder import RunLog
-    from moe_finetune.training.trainer import trainer_of, training_arguments
+    from moe_finetune.training.callback.callback import SpecializationCallback, add_callbacks
+    from moe_finetune.training.run.trainer import trainer_of, training_arguments
+    from moe_finetune.training.run_log import RunLog
 
     plain: Any = trainer_of(STAGES["sft"])
 

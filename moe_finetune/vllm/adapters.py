@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from moe_finetune.errors import AdapterError
 
 if TYPE_CHECKING:
-    from moe_finetune.checkpoint.adapter import Adapter
+    from moe_finetune.checkpoint.adapter_files import Adapter
     from moe_finetune.checkpoint.open import Checkpoint
     from moe_finetune.checkpoint.updates import OpenAdapter
     from moe_finetune.io.safetensors_header import TensorInfo
@@ -23,7 +23,7 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 def convert_for_vllm(adapter: OpenAdapter) -> tuple[dict[str, Any], Mapping[str, TensorInfo]]:
     """Config and tensors of ``adapter`` as vLLM reads them."""
-    from moe_finetune.checkpoint.adapter import BIAS_FILE
+    from moe_finetune.checkpoint.adapter_files import BIAS_FILE
     from moe_finetune.checkpoint.peft_form import peft_form
 
     folder = adapter.folder

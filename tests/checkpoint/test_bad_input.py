@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from moe_finetune.checkpoint.adapter import write_metadata
-from moe_finetune.checkpoint.files import check_values
+from moe_finetune.checkpoint.adapter_files import write_metadata
 from moe_finetune.checkpoint.load import load_model
 from moe_finetune.checkpoint.merge import merge_adapter
+from moe_finetune.checkpoint.weight_files import check_values
 from moe_finetune.errors import (
     AdapterError,
     CheckpointError,

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import yaml
 
-from moe_finetune.checkpoint.adapter import write_metadata
+from moe_finetune.checkpoint.adapter_files import write_metadata
 from moe_finetune.checkpoint.export import license_of, write_card
 from moe_finetune.checkpoint.merge import merge_adapter
 from tests.checkpoint import helpers

@@ -18,10 +18,10 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from moe_finetune.checkpoint import updates
-from moe_finetune.checkpoint.adapter_layout import as_a
+from moe_finetune.checkpoint.factor_layout import as_a
 from moe_finetune.checkpoint.merge import merge_adapter
-from moe_finetune.checkpoint.packings import as_peft, convert_adapter
 from moe_finetune.checkpoint.verify import verify_merge
+from moe_finetune.checkpoint.write_adapter import as_peft, convert_adapter
 from moe_finetune.cli import main
 from moe_finetune.errors import AdapterError, NumericsError
 from tests.checkpoint import helpers

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from moe_finetune.checkpoint.load import load_model
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.open import open_checkpoint
-from moe_finetune.checkpoint.packings import as_peft, convert_adapter
 from moe_finetune.checkpoint.verify import verify_merge
+from moe_finetune.checkpoint.write_adapter import as_peft, convert_adapter
 from moe_finetune.errors import (
     AdapterError,
     MoeFinetuneError,

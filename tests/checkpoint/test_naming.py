@@ -17,8 +17,8 @@ from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.models import FAMILIES
+from moe_finetune.models.class_structure import class_of
 from moe_finetune.models.loading import load_config
-from moe_finetune.models.structure import class_of
 from tests.checkpoint.golden import check_changed
 from tests.quantization.models import check_quantized
 from tests.support import tiny

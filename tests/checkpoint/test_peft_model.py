@@ -4,13 +4,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_finetune.checkpoint.adapter import read_adapter
+from moe_finetune.checkpoint.adapter_files import read_adapter
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.checkpoint.peft_form import with_adapter
 from moe_finetune.checkpoint.updates import open_adapter
 from moe_finetune.errors import AdapterError
 from moe_finetune.lora.targets import add_lora
-from moe_finetune.models.structure import class_of
+from moe_finetune.models.class_structure import class_of
 from moe_finetune.recipe.sections import LoraSection
 from tests.support import tiny_families
 from tests.support.tiny_adapter import random_factors

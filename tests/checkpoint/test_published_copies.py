@@ -6,7 +6,7 @@ import logging
 import pytest
 from safetensors.torch import load_file, save_file
 
-from moe_finetune.checkpoint.bias import router_name
+from moe_finetune.checkpoint.exported_bias import router_name
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.io.rows import write_jsonl
 from moe_finetune.run import run_recipe

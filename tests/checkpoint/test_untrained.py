@@ -10,7 +10,7 @@ from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.open import MTP, OTHER, open_checkpoint
 from moe_finetune.errors import CheckpointError
 from moe_finetune.models import FAMILIES
-from moe_finetune.training.inspect import inspect_checkpoint
+from moe_finetune.training.before.inspect_checkpoint import inspect_checkpoint
 from tests.quantization.formats import as_fp8, packs, rewrite
 from tests.support import names_on_disk
 from tests.support.tiny_adapter import adapted

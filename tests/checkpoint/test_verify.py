@@ -13,7 +13,7 @@ from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.checkpoint.updates import open_adapter
 from moe_finetune.checkpoint.verify import compare_logits, verify_merge
 from moe_finetune.errors import CheckpointError, NumericsError
-from moe_finetune.models.shrink import first_layers
+from moe_finetune.models.small_configs import first_layers
 from tests.checkpoint import helpers
 from tests.checkpoint.helpers import select
 from tests.support import names_on_disk, tiny, tiny_families

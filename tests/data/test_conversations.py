@@ -17,7 +17,7 @@ from moe_finetune.data.tokenize import set_chat_template, tokenize_row
 from moe_finetune.data.turns import each_answer
 from moe_finetune.errors import DataError
 from moe_finetune.recipe.sections import DataSection
-from moe_finetune.training.preview import marked
+from moe_finetune.training.before.preview import marked
 from tests.data import prefix_rendering
 from tests.data.golden import ALIASED, PARTS, TEMPLATES, THOUGHT
 from tests.data.loading import load_dataset_for

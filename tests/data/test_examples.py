@@ -12,7 +12,7 @@ from moe_finetune.data.sources import draw
 from moe_finetune.data.tokenize import CHAT_TEMPLATES, IGNORED, tokenize_row
 from moe_finetune.errors import DataError
 from moe_finetune.recipe.sections import DataSection
-from moe_finetune.training.preview import marked
+from moe_finetune.training.before.preview import marked
 from tests.data.loading import CHAT, load_dataset_for, prepare, texts
 from tests.support import tiny
 

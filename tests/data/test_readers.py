@@ -9,7 +9,7 @@ from moe_finetune.data.examples import load_examples
 from moe_finetune.data.sources import SourceReader, listed
 from moe_finetune.errors import DataError
 from moe_finetune.recipe.schema import Recipe
-from moe_finetune.training.sample import sample_examples
+from moe_finetune.training.measures.routing_samples import sample_examples
 from tests.data.loading import load_dataset_for
 from tests.support import tiny
 

@@ -16,7 +16,7 @@ from moe_finetune.data.stages import ids_of, load_stage_rows
 from moe_finetune.errors import DataError
 from moe_finetune.recipe.sections import DataSection
 from moe_finetune.recipe.stages import STAGES
-from moe_finetune.training import trainer as run_trainer
+from moe_finetune.training.run import trainer as run_trainer
 from tests.support import tiny
 from tests.support.conversations import (
     ASK,

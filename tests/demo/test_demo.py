@@ -8,7 +8,7 @@ import pytest
 
 from moe_finetune import cli
 from moe_finetune.demo.demo import METHODS, checkpoint
-from moe_finetune.recipe.tree import recipes_folder
+from moe_finetune.recipe.yaml_tree import recipes_folder
 
 ARGUMENTS = ["demo", "--backend", "hf", "--steps", "2", "--output"]
 

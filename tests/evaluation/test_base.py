@@ -88,7 +88,9 @@ def test_a_base_that_cannot_be_scored_is_a_warning(evaluated, monkeypatch, tmp_p
     def fail(*_, **__):
         raise EvaluationError("it does not fit")
 
-    monkeypatch.setattr("moe_finetune.training.start.base_folder", lambda recipe: tmp_path)
+    monkeypatch.setattr(
+        "moe_finetune.training.run.checkpoint_and_rows.base_folder", lambda recipe: tmp_path
+    )
     monkeypatch.setattr(module, "score_base", fail)
     evaluate_base(load_recipe(recipe_file), run)
     said = capsys.readouterr().err

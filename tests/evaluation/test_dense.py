@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moe_finetune import cli
-from moe_finetune.checkpoint.dense import open_dense
+from moe_finetune.checkpoint.dense_checkpoint import open_dense
 from moe_finetune.errors import CheckpointError, EvaluationError
 from moe_finetune.evaluation.backends import open_backend
-from moe_finetune.models.find import DENSE
+from moe_finetune.models.family_lookup import DENSE
 from tests.evaluation.local import write_suite
 from tests.support import tiny
 from tests.support.parity import parity

@@ -13,7 +13,7 @@ from moe_finetune.evaluation.suites import SuiteTask
 from moe_finetune.evaluation.thoughts import judged, opens_thoughts
 from moe_finetune.io.rows import read_rows
 from moe_finetune.recipe.sections import RewardSection
-from moe_finetune.training.rewards import boxed, exact_match, reward_functions
+from moe_finetune.training.stages.rewards import boxed, exact_match, reward_functions
 from tests.evaluation.completions_server import Handler
 from tests.support import tiny
 from tests.support.conversations import ASK, tokenizer_of

@@ -2,12 +2,12 @@
 
 import torch
 
-from moe_finetune.models import FAMILIES, OURS, composites, table
+from moe_finetune.models import FAMILIES, OURS, composites, family_table
 from tests.support import tiny_adapter
 from tests.support import tiny_families as tiny
 
 COMPOSITES = [family.name for family in composites.FAMILIES]
-NAMES = [family.name for family in OURS if family not in table.CORE]
+NAMES = [family.name for family in OURS if family not in family_table.CORE]
 NEEDS_A_FILE = {"supervised_routing"}
 STANDARD_WEIGHTS = [name for name in NAMES if FAMILIES[name].own_weights is None]
 

@@ -18,15 +18,15 @@ from moe_finetune.lora.coverage import lora_coverage
 from moe_finetune.losses.inject import PerTermLosses
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.models import FAMILIES, family_of
-from moe_finetune.models.places import Places
-from moe_finetune.models.structure import class_of
-from moe_finetune.moe.bias import BiasBalancer
-from moe_finetune.moe.biased_choice import Rule, select_with_bias
-from moe_finetune.moe.hooks import Recorder
+from moe_finetune.models.class_structure import class_of
+from moe_finetune.models.module_places import Places
+from moe_finetune.moe.choice.loss_free_bias import BiasBalancer
+from moe_finetune.moe.choice.select_again import Rule, select_with_bias
 from moe_finetune.moe.layers import model_facts, moe_layers
+from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.recipe.method import resolve_method
-from moe_finetune.training import reach
-from moe_finetune.training.check import check_family
+from moe_finetune.training import reached_weights
+from moe_finetune.training.self_test.family_check import check_family
 from tests.checkpoint.golden import check_changed
 from tests.families.cases import (
     EACH_KIND,
@@ -217,7 +217,7 @@ def test_every_preset_reaches(family):
         if not own.endswith(tiny.BIASES)
     }, "something else trains in full, or the selection bias does"
     objective = objective_of(options, facts)
-    reach.check_reach(model, objective)
+    reached_weights.check_reach(model, objective)
     acting = reaching(model, objective)
     assert len(acting) >= 8 and all(acting[name] for name in set(acting) - {"erc"})
 

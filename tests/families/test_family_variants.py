@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.errors import UnsupportedModelError
 from moe_finetune.models import FAMILIES
-from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts, moe_layers
+from moe_finetune.moe.recorder.hooks import Recorder
 from tests.families.cases import adapted, batch, run
 from tests.support import tiny_families as tiny
 from tests.support.objectives import objective_of

@@ -12,7 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moe_finetune.errors import UnsupportedModelError
 from moe_finetune.models import FAMILIES
-from moe_finetune.models.suggestion import suggestion
+from moe_finetune.models.suggest_plugin import suggestion
 from tests.support import places, tiny_families
 
 GOLDEN = json.loads(Path(__file__).with_name("places.json").read_text())
@@ -45,7 +45,7 @@ def test_the_class_shows_what_it_did(family):
 
 
 def test_a_class_that_shows_no_attention_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr("moe_finetune.models.places.MIXERS", ("mamba",))
+    monkeypatch.setattr("moe_finetune.models.module_places.MIXERS", ("mamba",))
     config = tiny_families.config("glm4_moe", num_hidden_layers=5)
     with pytest.raises(UnsupportedModelError, match=r"Glm4MoeForCausalLM: no linear layer of att"):
         FAMILIES["glm4_moe"].places(config)
@@ -55,7 +55,7 @@ def test_a_class_that_shows_no_attention_is_refused_by_name(monkeypatch):
 
 
 def test_a_module_next_to_the_block_that_is_not_known_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr("moe_finetune.models.places.SHARED", ())
+    monkeypatch.setattr("moe_finetune.models.module_places.SHARED", ())
     config = tiny_families.config("gemma4_text", vocab_size=408)
     with pytest.raises(UnsupportedModelError, match=r"Gemma4ForCausalLM: .mlp. of its layers is n"):
         FAMILIES["gemma4_text"].places(config)
@@ -65,7 +65,7 @@ def test_a_block_with_two_possible_routers_is_refused_by_name(monkeypatch):
     """As Qwen3-Next-80B: a shared expert's weight has as many rows as the router."""
     config = tiny_families.config("qwen2_moe", num_experts=5, shared_expert_intermediate_size=5)
     assert FAMILIES["qwen2_moe"].places(config).router_path == "mlp.gate"
-    monkeypatch.setattr("moe_finetune.models.structure.ROUTERS", ())
+    monkeypatch.setattr("moe_finetune.models.class_structure.ROUTERS", ())
     config = tiny_families.config("qwen2_moe", num_experts=6, shared_expert_intermediate_size=6)
     with pytest.raises(UnsupportedModelError, match=r"Qwen2MoeForCausalLM: .*gate.weight and shar"):
         FAMILIES["qwen2_moe"].places(config)

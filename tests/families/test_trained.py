@@ -4,10 +4,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moe_finetune.checkpoint.adapter import BIAS_FILE
+from moe_finetune.checkpoint.adapter_files import BIAS_FILE
 from moe_finetune.losses.presets import PRESETS
-from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
+from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.training.specialization import Specialization
 from tests.families.cases import EACH_KIND, NEEDS_A_FILE, STANDARD_WEIGHTS, adapted, batch
 from tests.support import tiny_families as tiny

@@ -9,11 +9,11 @@ import torch
 from moe_finetune.lora.select import ExpertSelection, select_experts
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.models import FAMILIES
-from moe_finetune.moe.lora_selected import SelectedExpertsLora
+from moe_finetune.moe.experts.lora_on_chosen import SelectedExpertsLora
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.routing.trace import RoutingTrace
 from moe_finetune.routing.tracing import trace_model
-from moe_finetune.training.check import watch
+from moe_finetune.training.self_test.family_check import watch
 from tests.families.cases import EACH_KIND
 from tests.support import tiny_families as tiny
 

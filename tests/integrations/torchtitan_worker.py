@@ -25,8 +25,8 @@ from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 from torchtitan.models.qwen3 import model_registry
 
 from moe_finetune.losses import functional
-from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
+from moe_finetune.moe.recorder.hooks import Recorder
 from tests.support import tiny
 from tests.support.objectives import objective_of
 

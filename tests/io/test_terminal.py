@@ -163,7 +163,7 @@ def test_common_options_stand_anywhere_before_two_dashes():
 
 
 def test_training_lines(on):
-    from moe_finetune.training.run_folder import LiveTable
+    from moe_finetune.training.run_log import LiveTable
 
     now = SimpleNamespace(global_step=0, max_steps=12, is_world_process_zero=True)
     logs = {"loss": 2.5, "num_tokens": 70.0, "losses/load_balance": 8.31, "routing/entropy": 0.66,

@@ -14,8 +14,8 @@ from moe_finetune.errors import OutputBusyError
 from moe_finetune.io import output_lock
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.recipe.schema import recipe_from_tree
-from moe_finetune.recipe.tree import Tree
-from moe_finetune.training.run_folder import check_run_folder
+from moe_finetune.recipe.yaml_tree import Tree
+from moe_finetune.training.run.begin_run import check_run_folder
 from moe_finetune.upcycle.merge import merge_experts
 
 NOWHERE = "nowhere-at-all"

@@ -5,7 +5,7 @@ from peft import LoraConfig, get_peft_model
 from moe_finetune.lora.coverage import GROUPS, group_of, lora_coverage
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.models import FAMILIES, family_of
-from moe_finetune.models.structure import meta_model
+from moe_finetune.models.class_structure import meta_model
 from moe_finetune.recipe.sections import LoraSection
 from tests.support import tiny
 

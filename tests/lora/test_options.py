@@ -11,11 +11,11 @@ import torch
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.lora.targets import add_lora, lora_config
-from moe_finetune.moe.hooks import Recorder
-from moe_finetune.moe.lora_factors import expert_factors, parameter_wrappers
+from moe_finetune.moe.experts.lora_factors import expert_factors, parameter_wrappers
+from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.recipe.sections import LoraSection
-from moe_finetune.training.save import write_adapter
-from moe_finetune.training.weights import trained_weights
+from moe_finetune.training.save_and_resume.gathered_weights import trained_weights
+from moe_finetune.training.save_and_resume.save_trained import write_adapter
 from tests.checkpoint.helpers import load, logits, with_adapter
 from tests.support import tiny
 

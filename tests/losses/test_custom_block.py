@@ -7,8 +7,8 @@ import torch
 from torch.nn.functional import silu
 
 from moe_finetune.losses import RoutingRecord, functional, inject
-from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts, moe_layers, stacks
+from moe_finetune.moe.recorder.hooks import Recorder
 from tests.support import tiny
 from tests.support.objectives import objective_of
 

@@ -6,8 +6,8 @@ import torch
 
 from moe_finetune.losses import TERMS
 from moe_finetune.losses.presets import PRESETS
-from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
+from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.recipe.method import resolve_method
 from tests.support import tiny
 from tests.support.objectives import objective_of

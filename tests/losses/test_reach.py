@@ -6,8 +6,8 @@ from safetensors.torch import save_file
 
 from moe_finetune.losses import TERMS
 from moe_finetune.losses.base import LayerContext, PreviousLayer
-from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
+from moe_finetune.moe.recorder.hooks import Recorder
 from tests.support import tiny
 
 # term-form: options, trained inside the last MoE layer, and whether the gradient flows below it

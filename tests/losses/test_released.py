@@ -11,8 +11,8 @@ from moe_finetune.errors import ObjectiveError, RecipeError
 from moe_finetune.losses.base import TERMS, LayerContext, ModelFacts
 from moe_finetune.losses.functional import softmax_variance_loss, span_orthogonality_loss
 from moe_finetune.losses.presets import PRESETS
-from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
+from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.recipe.method import resolve_method
 from tests.conftest import ROOT
 from tests.losses import reference

@@ -8,8 +8,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from moe_finetune import models
 from moe_finetune.errors import UnsupportedModelError
 from moe_finetune.models import family_of
-from moe_finetune.models.find import warn_of_plugins
-from moe_finetune.models.suggestion import suggestion
+from moe_finetune.models.family_lookup import warn_of_plugins
+from moe_finetune.models.suggest_plugin import suggestion
 from tests.support import unheard
 
 
@@ -58,7 +58,7 @@ def test_a_type_that_transformers_lacks_has_none():
         family_of({"model_type": "llama"})  # not: did you mean 'jamba'?
 
 
-@pytest.mark.parametrize("row", models.newer.FAMILIES, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", models.newer_families.FAMILIES, ids=lambda row: row.name)
 def test_a_type_of_a_later_transformers_names_the_version(row):
     if row.available:
         assert models.find_family(row.model_type, row.part or None) is row

@@ -39,7 +39,7 @@ EVERY_TERM = {
 @pytest.fixture(autouse=True)
 def once(monkeypatch):
     """Leave out the checks before the first step, which cost more than the step."""
-    monkeypatch.setattr("moe_finetune.training.reach._of", lambda _: torch.zeros(3))
+    monkeypatch.setattr("moe_finetune.training.reached_weights._of", lambda _: torch.zeros(3))
 
 
 def adapted(base, dtype, router="full"):

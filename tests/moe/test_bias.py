@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from moe_finetune.metrics import max_violation
-from moe_finetune.moe.bias import BiasBalancer
-from moe_finetune.moe.biased_choice import Rule, select_with_bias
-from moe_finetune.moe.hooks import Recorder
+from moe_finetune.moe.choice.loss_free_bias import BiasBalancer
+from moe_finetune.moe.choice.select_again import Rule, select_with_bias
 from moe_finetune.moe.layers import model_facts, moe_layers
+from moe_finetune.moe.recorder.hooks import Recorder
 from tests.support import tiny
 
 FAMILIES = tiny.FAMILY_NAMES

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
+from moe_finetune.moe.recorder.hooks import Recorder
 from tests.moe.cases import TERMS, adapted, assert_close, gradients
 from tests.support import tiny
 from tests.support.near_ties import adapted as near_tied_model

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from moe_finetune.moe import by_token, grouped
-from moe_finetune.moe import experts as experts_module
-from moe_finetune.moe.experts import Experts, LoraFactors, run_experts
+from moe_finetune.moe.experts import forward as experts_module
+from moe_finetune.moe.experts import grouped_products, sums_by_token
+from moe_finetune.moe.experts.forward import Experts, LoraFactors, run_experts
 
 TOKENS, EXPERTS, SELECTED, HIDDEN, WIDTH, RANK = 23, 7, 3, 10, 6, 2
 IDLE = 4  # an expert that no token selects
@@ -118,8 +118,8 @@ def pieces(request, monkeypatch):
     row = HIDDEN * 8
     rows = {"whole": 10**6, "an expert at a time": 1, "a few": 25}[request.param]
     tokens = {"whole": 10**6, "an expert at a time": 1, "a few": 5}[request.param]
-    monkeypatch.setattr(grouped, "PART_BYTES", rows * row)
-    monkeypatch.setattr(by_token, "CACHED_BYTES", tokens * SELECTED * row)
+    monkeypatch.setattr(grouped_products, "PART_BYTES", rows * row)
+    monkeypatch.setattr(sums_by_token, "CACHED_BYTES", tokens * SELECTED * row)
 
 
 @pytest.mark.parametrize("needs", NEEDS, ids=lambda needs: "+".join(sorted(needs)) or "none")
@@ -150,7 +150,7 @@ def test_a_layer_that_runs_again_with_other_experts_has_their_gradients(
     given = inputs(("up_factors", "down_factors"), train_experts=True)
     given["index"] = given["index"].clone()
     if grouped_kernel:  # whose rows must be aligned
-        monkeypatch.setattr(grouped, "DEQUANTIZED_BYTES", 1)
+        monkeypatch.setattr(grouped_products, "DEQUANTIZED_BYTES", 1)
         monkeypatch.setattr(experts_module, "dequantized_when_read", lambda weight: in_chunks)
         given = aligned(given)
     other = given["index"].clone()
@@ -213,8 +213,8 @@ def far(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
 
 def test_parts_cover_all_rows_once():
     index = torch.tensor([[0, 5], [5, 2], [0, 5]])
-    groups = grouped.Groups.of(index, EXPERTS, grouped=False, in_chunks=False)
-    parts = groups.parts(grouped.PART_BYTES // 2, matrix_bytes=1)
+    groups = grouped_products.Groups.of(index, EXPERTS, grouped=False, in_chunks=False)
+    parts = groups.parts(grouped_products.PART_BYTES // 2, matrix_bytes=1)
     assert [part.rows for part in parts] == [slice(0, 2), slice(2, 3), slice(3, 6)]
     assert [part.experts for part in parts] == [slice(0, 2), slice(2, 5), slice(5, 7)]
     assert [part.sizes for part in parts] == [[2, 0], [1, 0, 0], [3, 0]]

@@ -8,8 +8,8 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moe_finetune.errors import CaptureError, ForeignKernelError
-from moe_finetune.models.structure import follows_interface
-from moe_finetune.moe.hooks import Recorder
+from moe_finetune.models.class_structure import follows_interface
+from moe_finetune.moe.recorder.hooks import Recorder
 from tests.support import tiny
 
 

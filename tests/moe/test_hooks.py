@@ -9,8 +9,8 @@ from peft import LoraConfig, get_peft_model
 
 from moe_finetune.errors import CaptureError
 from moe_finetune.moe.context import CONTEXT_KEY, ForwardContext, ForwardPlan
-from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
+from moe_finetune.moe.recorder.hooks import Recorder
 from tests.moe.cases import TERMS, adapted, assert_close, gradients
 from tests.support import tiny
 from tests.support.objectives import objective_of

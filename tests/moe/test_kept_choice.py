@@ -10,10 +10,10 @@ import torch
 
 from moe_finetune.errors import CaptureError
 from moe_finetune.losses.presets import PRESETS
-from moe_finetune.models import newer
-from moe_finetune.moe.hooks import Recorder
-from moe_finetune.moe.kept_choice import in_backward
+from moe_finetune.models import newer_families
+from moe_finetune.moe.choice.kept_choice import in_backward
 from moe_finetune.moe.layers import backbone_of, moe_layers
+from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.training.specialization import Specialization
 from tests.families.cases import NEEDS_A_FILE
 from tests.moe.cases import TERMS, gradients
@@ -22,7 +22,7 @@ from tests.support.near_ties import adapted, far, step
 
 pytestmark = pytest.mark.usefixtures("p0_released")
 
-LATER = [family.name for family in newer.FAMILIES if family.available]
+LATER = [family.name for family in newer_families.FAMILIES if family.available]
 EVERY_TERM = {
     name: {"weight": 1e-3 if name == "z_loss" else 0.1}
     for name in (

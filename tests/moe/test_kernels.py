@@ -12,8 +12,8 @@ from moe_finetune.errors import CaptureError
 from moe_finetune.lora.select import ExpertSelection
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.presets import PRESETS
-from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
+from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.specialization import Specialization
 from tests.support import tiny
@@ -89,11 +89,11 @@ def assert_equal(grouped, loop):
 @pytest.fixture
 def calls(monkeypatch):
     """How many grouped products ran."""
-    from moe_finetune.moe import grouped
+    from moe_finetune.moe.experts import grouped_products
 
-    original, seen = grouped.grouped_mm, []
+    original, seen = grouped_products.grouped_mm, []
     monkeypatch.setattr(
-        grouped, "grouped_mm", lambda *a, **k: (seen.append(1), original(*a, **k))[1]
+        grouped_products, "grouped_mm", lambda *a, **k: (seen.append(1), original(*a, **k))[1]
     )
     return seen
 
@@ -122,7 +122,7 @@ def test_grouped_equals_loop(family, table, calls, no_reach):
 @pytest.fixture
 def no_reach(monkeypatch):
     """Leave out the checks before the first step: they read values, and cost more than the step."""
-    monkeypatch.setattr("moe_finetune.training.reach._of", lambda _: torch.zeros(3))
+    monkeypatch.setattr("moe_finetune.training.reached_weights._of", lambda _: torch.zeros(3))
 
 
 WAITS = {

@@ -4,7 +4,7 @@ import json
 import pytest
 import torch
 
-from moe_finetune.checkpoint.adapter import read_adapter, read_metadata
+from moe_finetune.checkpoint.adapter_files import read_adapter, read_metadata
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.checkpoint.verify import verify_merge
@@ -13,8 +13,8 @@ from moe_finetune.lora.coverage import lora_coverage
 from moe_finetune.lora.select import ExpertSelection
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.models.loading import load_tokenizer
-from moe_finetune.moe.hooks import Recorder
-from moe_finetune.moe.lora_selected import SelectedExpertsLora, selected_experts
+from moe_finetune.moe.experts.lora_on_chosen import SelectedExpertsLora, selected_experts
+from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.recipe.schema import load_recipe
 from moe_finetune.recipe.sections import LoraSection
 from tests.checkpoint.helpers import load, with_adapter
@@ -155,7 +155,7 @@ def test_experts_alone(selection):
 def test_trained_saved_merged(family, tmp_path, tiny_checkpoint, selection):
     from transformers import set_seed
 
-    from moe_finetune.training.save import save_trained
+    from moe_finetune.training.save_and_resume.save_trained import save_trained
 
     base, lora = tiny_checkpoint(family), selection(family)
     set_seed(3)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from moe_finetune.lora.targets import add_lora
-from moe_finetune.moe.hooks import Recorder
-from moe_finetune.moe.noise import TrainingNoise, drops_second_choice
+from moe_finetune.moe.choice.noise import TrainingNoise, drops_second_choice
+from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.recipe.method import Perturbations
 from moe_finetune.recipe.sections import LoraSection
 from tests.support import tiny

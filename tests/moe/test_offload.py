@@ -5,15 +5,15 @@ import torch
 
 from moe_finetune.errors import CaptureError, RecipeError
 from moe_finetune.lora.targets import add_lora
-from moe_finetune.moe.hooks import Recorder
-from moe_finetune.moe.layers import moe_layers
-from moe_finetune.moe.offload import (
+from moe_finetune.moe.experts.offloaded_stack import OffloadedStack
+from moe_finetune.moe.large.offload import (
     CudaTransfers,
     check_offload,
     offload_experts,
 )
-from moe_finetune.moe.offloaded_stack import OffloadedStack
-from moe_finetune.moe.quantized_model import quantize_model
+from moe_finetune.moe.large.quantized_weights import quantize_model
+from moe_finetune.moe.layers import moe_layers
+from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.quantization.weight import quantized as is_quantized
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.specialization import Specialization

@@ -9,10 +9,10 @@ import torch
 from moe_finetune.errors import CaptureError
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.tensors import packed_index
-from moe_finetune.moe import pinned_choice
-from moe_finetune.moe.bias import BiasBalancer
-from moe_finetune.moe.hooks import Recorder
-from moe_finetune.moe.pinned_choice import PinsChoice, RecordsChoice, empty_choice
+from moe_finetune.moe.choice import pinned_choice
+from moe_finetune.moe.choice.loss_free_bias import BiasBalancer
+from moe_finetune.moe.choice.pinned_choice import PinsChoice, RecordsChoice, empty_choice
+from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.recipe.sections import LoraSection
 from tests.support import tiny
 

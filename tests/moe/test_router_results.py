@@ -7,11 +7,11 @@ from torch.nn.functional import linear
 
 from moe_finetune.errors import CaptureError
 from moe_finetune.models import FAMILIES
-from moe_finetune.moe.hooks import Recorder
+from moe_finetune.moe.experts.lora_factors import stored_router_weight
 from moe_finetune.moe.layers import moe_layers
-from moe_finetune.moe.lora_factors import stored_router_weight
-from moe_finetune.moe.router_results import STANDARD, named_results
-from moe_finetune.training.check import batch, watch
+from moe_finetune.moe.recorder.hooks import Recorder
+from moe_finetune.moe.recorder.router_results import STANDARD, named_results
+from moe_finetune.training.self_test.family_check import batch, watch
 from tests.support import tiny, tiny_families
 
 E, K, T = 8, 3, 5

@@ -8,8 +8,8 @@ import torch
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from moe_finetune.models import FAMILIES
-from moe_finetune.models.base import Rows
-from moe_finetune.moe.hooks import Recorder
+from moe_finetune.models.family import Rows
+from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.moe.sequences import separate
 from moe_finetune.training.specialization import Specialization
 from tests.support import tiny, tiny_adapter, tiny_families

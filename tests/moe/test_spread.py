@@ -8,8 +8,8 @@ import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moe_finetune.errors import CaptureError, RecipeError, UnsupportedModelError
-from moe_finetune.moe.hooks import Recorder
-from moe_finetune.moe.spread import check_spread, spread_experts, spread_modules
+from moe_finetune.moe.large.spread_experts import check_spread, spread_experts, spread_modules
+from moe_finetune.moe.recorder.hooks import Recorder
 from tests.support import tiny
 
 

@@ -6,8 +6,8 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from moe_finetune.errors import CaptureError
 from moe_finetune.losses.record import RoutingRecord
-from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
+from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.moe.tokens import read_tokens
 from tests.support import tiny
 from tests.support.objectives import objective_of

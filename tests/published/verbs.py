@@ -13,11 +13,11 @@ from moe_finetune.checkpoint.updates import open_adapter
 from moe_finetune.errors import MoeFinetuneError
 from moe_finetune.lora import targets
 from moe_finetune.lora.targets import add_lora
+from moe_finetune.models.class_structure import meta_model
 from moe_finetune.models.loading import load_config
-from moe_finetune.models.structure import meta_model
 from moe_finetune.recipe.schema import Recipe, recipe_from_tree
-from moe_finetune.recipe.tree import Tree
-from moe_finetune.training.inspect import inspect_checkpoint
+from moe_finetune.recipe.yaml_tree import Tree
+from moe_finetune.training.before.inspect_checkpoint import inspect_checkpoint
 from tests.published import fixture, generate
 from tests.published.fixture import Published
 

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 
 from moe_finetune import load_model
-from moe_finetune.models import table
+from moe_finetune.models import family_table
 from moe_finetune.quantization.weight import QuantizedWeight, quantized
 from tests.support import tiny, tiny_families
 
-FAMILIES = (*tiny.FAMILY_NAMES, *(family.name for family in table.FAMILIES))
+FAMILIES = (*tiny.FAMILY_NAMES, *(family.name for family in family_table.FAMILIES))
 
 
 def save(family: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:

@@ -23,7 +23,7 @@ from moe_finetune.lora.targets import add_lora
 from moe_finetune.quantization.weight import local_weight
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.sections import LoraSection
-from moe_finetune.recipe.tree import Tree
+from moe_finetune.recipe.yaml_tree import Tree
 from moe_finetune.training import ranks
 from tests.support import fsdp, tiny, tiny_families
 from tests.support.ranks import furthest

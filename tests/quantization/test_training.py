@@ -13,7 +13,7 @@ from moe_finetune.cli import main
 from moe_finetune.errors import QuantizationError
 from moe_finetune.losses import erc
 from moe_finetune.losses.presets import PRESETS
-from moe_finetune.moe import grouped
+from moe_finetune.moe.experts import grouped_products
 from moe_finetune.quantization import weight
 from moe_finetune.quantization.weight import QuantizedWeight, quantized
 from moe_finetune.recipe.method import resolve_method
@@ -114,7 +114,7 @@ def test_experts_are_dequantised_a_few_at_a_time(
     whole = gradients(model, method, "grouped")
     stacks = {tuple(p.shape) for p in model.parameters() if quantized(p) and p.dim() == 3}
     largest = max(rows * columns for _, rows, columns in stacks)
-    monkeypatch.setattr(grouped, "DEQUANTIZED_BYTES", per_chunk * largest * 4)
+    monkeypatch.setattr(grouped_products, "DEQUANTIZED_BYTES", per_chunk * largest * 4)
     # ERC reads gate rows: half of each matrix that is dequantized.
     monkeypatch.setattr(erc, "WIDENED_BYTES", per_chunk * largest * 4 // 2)
     dequantized_sizes.clear()
@@ -131,11 +131,13 @@ def test_experts_without_tokens_are_not_dequantised(dequantized_sizes):
     packed = QuantizedWeight.of(values)
     index_TK = torch.tensor([[7, 2], [2, 4], [7, 4]])
     hidden_TH = torch.randn(3, 32, generator=torch.Generator().manual_seed(5))
-    groups = grouped.Groups.of(index_TK, 9, grouped=True, in_chunks=True)
+    groups = grouped_products.Groups.of(index_TK, 9, grouped=True, in_chunks=True)
     for per_chunk, calls in ((2, [2 * 512, 512]), (9, [3 * 512])):
         parts = groups._chunks(groups.bounds, per_chunk)
         dequantized_sizes.clear()
-        rows = [grouped.rows_times(hidden_TH[part.tokens_P], packed.mT, part) for part in parts]
+        rows = [
+            grouped_products.rows_times(hidden_TH[part.tokens_P], packed.mT, part) for part in parts
+        ]
         assert dequantized_sizes == calls
         expected = torch.stack(
             [

@@ -5,8 +5,8 @@ import torch
 
 from moe_finetune.lora.coverage import lora_coverage
 from moe_finetune.lora.targets import add_lora
-from moe_finetune.models.shrink import of_first_layers
-from moe_finetune.models.structure import meta_model
+from moe_finetune.models.class_structure import meta_model
+from moe_finetune.models.small_configs import of_first_layers
 from tests.published import fixture
 from tests.support.documents import script
 

@@ -10,8 +10,8 @@ from moe_finetune.errors import RecipeError
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.recipe.method import resolve_method
 from moe_finetune.recipe.schema import Recipe, load_recipe, recipe_from_tree
-from moe_finetune.recipe.section import hide_secrets
-from moe_finetune.recipe.tree import Tree, load_tree
+from moe_finetune.recipe.section_base import hide_secrets
+from moe_finetune.recipe.yaml_tree import Tree, load_tree
 
 BASE = """\
 model: {path: some/model}

@@ -166,8 +166,8 @@ def test_an_adapter_changes_what_is_recorded(tmp_path, tiny_checkpoint, texts):
 
 
 def test_a_loss_free_bias_acts(tmp_path, tiny_checkpoint, texts):
-    from moe_finetune.checkpoint.adapter import BIAS_FILE
-    from moe_finetune.training.state import save_state
+    from moe_finetune.checkpoint.adapter_files import BIAS_FILE
+    from moe_finetune.training.save_and_resume.state_files import save_state
 
     base = tiny_checkpoint("olmoe")
     adapter = random_adapter(base, tmp_path / "adapter", scale=1e-4)

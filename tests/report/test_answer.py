@@ -13,7 +13,7 @@ from moe_finetune.losses import TERMS
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.metrics.words import Word
 from moe_finetune.recipe.method import resolve_method
-from moe_finetune.recipe.tree import merge_mappings
+from moe_finetune.recipe.yaml_tree import merge_mappings
 from moe_finetune.report.context import Report
 from moe_finetune.report.runs import read_runs
 from moe_finetune.report.sections.answer import ANSWER
@@ -21,7 +21,7 @@ from moe_finetune.report.sections.curves import CURVES
 from moe_finetune.report.sections.experts import LEADING, Change
 from moe_finetune.report.sections.goal import _advice
 from moe_finetune.report.sections.strength import STRENGTH
-from moe_finetune.training.sample import MEASURED
+from moe_finetune.training.measures.routing_samples import MEASURED
 from tests.report.folders import write_run
 
 METRICS = {"expert_overlap": 0.4, "score_variance": 0.02, "entropy": 2.2, "max_violation": 0.5}

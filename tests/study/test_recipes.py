@@ -10,8 +10,8 @@ from moe_finetune.evaluation.suites import load_suite, select
 from moe_finetune.lora.coverage import lora_coverage
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.models import opened_as
-from moe_finetune.models.fresh import fresh_config
-from moe_finetune.models.structure import meta_model
+from moe_finetune.models.class_structure import meta_model
+from moe_finetune.models.from_scratch import fresh_config
 from moe_finetune.study import expand, load_study
 from tests.published import fixture
 

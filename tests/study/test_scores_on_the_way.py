@@ -15,8 +15,8 @@ from moe_finetune.report.runs import read_run
 from moe_finetune.run import lost_steps, plan_run, run_recipe
 from moe_finetune.study import load_results as load_study_results
 from moe_finetune.study import load_study, run_study
-from moe_finetune.training.save import save_trained
-from moe_finetune.training.train import KeepSteps
+from moe_finetune.training.run.train import KeepSteps
+from moe_finetune.training.save_and_resume.save_trained import save_trained
 from tests.support import tiny
 from tests.training.resume.harness import train
 

@@ -8,7 +8,7 @@ from transformers import AddedToken
 
 from moe_finetune.data.rows import Former
 from moe_finetune.data.tokenize import IGNORED, tokenize_row
-from moe_finetune.training.preview import marked
+from moe_finetune.training.before.preview import marked
 from tests.support import tiny
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}

@@ -2,7 +2,7 @@
 
 import functools
 
-from moe_finetune.models.structure import patterns_on_disk
+from moe_finetune.models.class_structure import patterns_on_disk
 from tests.support.places import config, places
 
 EXPERTS = ("gate", "up", "down")

@@ -5,7 +5,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from trl.models import enable_selective_activation_checkpointing
 
-from moe_finetune.moe.kept_choice import in_backward
+from moe_finetune.moe.choice.kept_choice import in_backward
 from moe_finetune.moe.layers import backbone_of, moe_layers
 from moe_finetune.training.specialization import Specialization
 from tests.moe.cases import gradients

@@ -3,7 +3,7 @@
 from typing import Any
 
 from moe_finetune.models import FAMILIES
-from moe_finetune.models.places import Places
+from moe_finetune.models.module_places import Places
 from tests.support import tiny, tiny_families
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_finetune.recipe.schema import Recipe, recipe_from_tree
-from moe_finetune.recipe.tree import Tree, merge_mappings
+from moe_finetune.recipe.yaml_tree import Tree, merge_mappings
 
 
 def recipe_of(base: Path, rows: Path | str, /, **sections: Any) -> Recipe:

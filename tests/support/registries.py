@@ -8,7 +8,7 @@ from moe_finetune import plugins
 from moe_finetune.losses.base import TERMS
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.models import FAMILIES
-from moe_finetune.training.rewards import REWARDS
+from moe_finetune.training.stages.rewards import REWARDS
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moe_finetune.models import FAMILIES
-from moe_finetune.models.structure import class_of
+from moe_finetune.models.class_structure import class_of
 from tests.support.tiny_composites import AROUND
 
 EXPERTS, TOP_K, HIDDEN, WIDTH, LAYERS = 10, 3, 96, 40, 4

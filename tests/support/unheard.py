@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
 
-from moe_finetune.models.base import Family, expert_groups
+from moe_finetune.models.family import Family, expert_groups
 from tests.support import tiny, tiny_families
 
 

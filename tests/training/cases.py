@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.recipe.sections import LoraSection
-from moe_finetune.training.guards import FiniteTrainer
-from moe_finetune.training.resume import ResumableTrainer
+from moe_finetune.training.callback.early_ends import FiniteTrainer
+from moe_finetune.training.save_and_resume.resumable_trainer import ResumableTrainer
 from tests.support import tiny
 from tests.support.tiny_adapter import random_factors
 

@@ -129,7 +129,7 @@ def test_an_interrupt_that_has_said_how_to_go_on_is_not_said_again(capsys, monke
     def stop(*_, **__):
         raise KeyboardInterrupt("saved; repeat the command")  # as training says it
 
-    monkeypatch.setattr("moe_finetune.training.inspect.inspect_dense", stop)
+    monkeypatch.setattr("moe_finetune.training.before.inspect_checkpoint.inspect_dense", stop)
     assert run(capsys, "inspect", "x") == (130, "", "")
 
 
@@ -345,8 +345,8 @@ def test_merge_writes_the_bias_that_was_trained(capsys, tmp_path, tiny_checkpoin
     import torch
     from safetensors.torch import load_file
 
-    from moe_finetune.checkpoint.adapter import BIAS_FILE
-    from moe_finetune.training.state import save_state
+    from moe_finetune.checkpoint.adapter_files import BIAS_FILE
+    from moe_finetune.training.save_and_resume.state_files import save_state
 
     bias = {f"bias.{layer}": torch.rand(12) for layer in (1, 2)}
     folders = {}

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_finetune.checkpoint.adapter import BASE_KEY
-from moe_finetune.checkpoint.files import fingerprint
+from moe_finetune.checkpoint.adapter_files import BASE_KEY
 from moe_finetune.checkpoint.load import load_model
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.checkpoint.updates import check_adapter
+from moe_finetune.checkpoint.weight_files import fingerprint
 from moe_finetune.cli import main
 from moe_finetune.errors import AdapterError, CheckpointError
 from moe_finetune.upcycle.dense import load_dense
@@ -297,8 +297,8 @@ def test_a_fingerprint_is_of_contents_and_not_of_files(tmp_path, monkeypatch):
     tiny.model("olmoe").save_pretrained(tmp_path / "many", max_shard_size="900KB")
     tiny.model("olmoe", seed=1).save_pretrained(tmp_path / "other")
     for whole in (1 << 30, 0):
-        monkeypatch.setattr("moe_finetune.checkpoint.files._WHOLE_BYTES", whole)
-        monkeypatch.setattr("moe_finetune.checkpoint.files._known_prints", {})
+        monkeypatch.setattr("moe_finetune.checkpoint.weight_files._WHOLE_BYTES", whole)
+        monkeypatch.setattr("moe_finetune.checkpoint.weight_files._known_prints", {})
         one, many, other = (
             fingerprint(open_checkpoint(tmp_path / name).tensors.values())
             for name in ("one", "many", "other")

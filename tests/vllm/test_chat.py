@@ -8,7 +8,7 @@ from moe_finetune.io.rows import write_jsonl
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.models.loading import load_tokenizer
 from moe_finetune.recipe.schema import recipe_from_tree
-from moe_finetune.recipe.tree import Tree
+from moe_finetune.recipe.yaml_tree import Tree
 from moe_finetune.run import run_recipe
 from tests.support import tiny
 from tests.support.vllm_server import complete_each, needs_vllm

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import save_file
 
 from moe_finetune import cli
-from moe_finetune.checkpoint.adapter import read_adapter
+from moe_finetune.checkpoint.adapter_files import read_adapter
 from moe_finetune.checkpoint.open import open_checkpoint
-from moe_finetune.checkpoint.packings import convert_adapter
 from moe_finetune.checkpoint.updates import open_adapter
+from moe_finetune.checkpoint.write_adapter import convert_adapter
 from moe_finetune.errors import AdapterError, CheckpointError, EvaluationError, RecipeError
 from moe_finetune.evaluation.backends import open_backend
 from moe_finetune.evaluation.server import server_models
@@ -346,7 +346,7 @@ def test_vllm_reads_a_converted_adapter(tmp_path, tiny_checkpoint):
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 
-    from moe_finetune.checkpoint.packings import as_per_expert
+    from moe_finetune.checkpoint.write_adapter import as_per_expert
 
     base = tiny_checkpoint("qwen3_moe")
     adapter = random_adapter(base, tmp_path / "adapter", target_parameters=list(EXPERTS))

@@ -15,7 +15,7 @@ import yaml
 from swift.callbacks import callbacks_map
 
 from moe_finetune.errors import RecipeError
-from moe_finetune.training.callback import SpecializationCallback
+from moe_finetune.training.callback.callback import SpecializationCallback
 
 VARIABLE = "SPECIALIZATION"
 

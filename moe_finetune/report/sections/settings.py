@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from moe_finetune.recipe.section import SECRET
+from moe_finetune.recipe.section_base import SECRET
 from moe_finetune.report.context import Cell, Report, Section, group, table
 from moe_finetune.report.markup import DASH, Markup, is_number, join, number, tag
 

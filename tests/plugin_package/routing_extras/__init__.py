@@ -2,7 +2,7 @@
 
 from moe_finetune.losses.base import TERMS, Term
 from moe_finetune.losses.tensors import mean_over_tokens
-from moe_finetune.training.rewards import REWARDS
+from moe_finetune.training.stages.rewards import REWARDS
 
 
 class LogitSpread(Term):

@@ -6,8 +6,8 @@ from datasets import Dataset
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.recipe.stages import STAGES
-from moe_finetune.training.callback import SpecializationCallback
-from moe_finetune.training.trainer import trainer_of
+from moe_finetune.training.callback.callback import SpecializationCallback
+from moe_finetune.training.run.trainer import trainer_of
 from tests.support import tiny
 
 TEMPERATURE = 0.8

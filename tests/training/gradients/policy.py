@@ -3,8 +3,8 @@
 import torch
 
 from moe_finetune.losses.base import LayerContext, PreviousLayer
-from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
+from moe_finetune.moe.recorder.hooks import Recorder
 from tests.support.objectives import objective_of
 
 COMMON = {

@@ -19,11 +19,12 @@ from moe_finetune.data.stages import load_for_stage
 from moe_finetune.errors import CaptureError
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.recipe.schema import recipe_from_tree
-from moe_finetune.recipe.tree import Tree
-from moe_finetune.training import grpo, ranks
-from moe_finetune.training.grpo import EXPERTS, MISSING
-from moe_finetune.training.rewards import REWARDS
-from moe_finetune.training.trainer import build_trainer
+from moe_finetune.recipe.yaml_tree import Tree
+from moe_finetune.training import ranks
+from moe_finetune.training.run.trainer import build_trainer
+from moe_finetune.training.stages import grpo_trainer
+from moe_finetune.training.stages.grpo_trainer import EXPERTS, MISSING
+from moe_finetune.training.stages.rewards import REWARDS
 from tests.support import tiny, vllm_capture
 
 PROMPTS = ["what is 1+1?", "seven", "what is 1+2?", "a few words more than that"]
@@ -87,7 +88,7 @@ def train(
     model.name_or_path = str(base)
     output = folder / "run"
     output.mkdir(exist_ok=True)
-    facts, checked = grpo.model_facts, grpo.check_rolled_out
+    facts, checked = grpo_trainer.model_facts, grpo_trainer.check_rolled_out
     trainer, callback = build_trainer(asked, output, model, tokenizer, data, None)
     used, compute = [], trainer._compute_loss
 
@@ -111,7 +112,7 @@ def train(
     except CaptureError as error:
         return {"error": str(error)}
     finally:
-        grpo.model_facts, grpo.check_rolled_out = facts, checked
+        grpo_trainer.model_facts, grpo_trainer.check_rolled_out = facts, checked
         callback.close()
     logs = [row for row in trainer.state.log_history if "loss" in row]
     return {"logs": logs, "used": used}
@@ -124,8 +125,8 @@ def rows(change: Callable[[list[np.ndarray]], list[np.ndarray]]) -> Callable[[An
     """Replay other experts than those that vLLM returned."""
 
     def spoil(trainer):
-        checked = grpo.check_rolled_out
-        grpo.check_rolled_out = lambda *given: change(checked(*given))
+        checked = grpo_trainer.check_rolled_out
+        grpo_trainer.check_rolled_out = lambda *given: change(checked(*given))
 
     return spoil
 
@@ -149,13 +150,13 @@ def returned(change: Callable[[np.ndarray], np.ndarray | None]) -> Callable[[Any
 
 def dense_layer_first(trainer: Any) -> None:
     """Read the experts one decoder layer too low, where the first one is dense."""
-    facts = grpo.model_facts
+    facts = grpo_trainer.model_facts
 
     def lower(model):
         right = facts(model)
         return replace(right, moe_layers=tuple(layer - 1 for layer in right.moe_layers))
 
-    grpo.model_facts = lower
+    grpo_trainer.model_facts = lower
 
 
 def busy_engine(trainer: Any) -> None:

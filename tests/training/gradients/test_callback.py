@@ -10,11 +10,11 @@ from trl import SFTConfig, SFTTrainer
 from moe_finetune import SpecializationCallback
 from moe_finetune.errors import ObjectiveError, RecipeError
 from moe_finetune.lora.targets import add_lora
-from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
+from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.recipe.sections import LoraSection
-from moe_finetune.training.reach import check_reach
-from moe_finetune.training.run_folder import RunLog
+from moe_finetune.training.reached_weights import check_reach
+from moe_finetune.training.run_log import RunLog
 from tests.support import tiny
 from tests.support.objectives import objective_of
 from tests.training.cases import adapted, arguments, collate, rows

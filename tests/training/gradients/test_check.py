@@ -10,8 +10,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from moe_finetune import plugins
 from moe_finetune.cli import main
 from moe_finetune.models import FAMILIES
-from moe_finetune.models.base import Rows, expert_groups
-from moe_finetune.training.check import check_family
+from moe_finetune.models.family import Rows, expert_groups
+from moe_finetune.training.self_test.family_check import check_family
 from tests.support import tiny, tiny_families, unheard
 
 GLM = FAMILIES["glm4_moe"]

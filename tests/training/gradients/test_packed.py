@@ -18,10 +18,10 @@ from moe_finetune import cli
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.evaluation.transformers_backend import open_transformers
 from moe_finetune.models import FAMILIES, using
-from moe_finetune.models.base import Rows
+from moe_finetune.models.family import Rows
 from moe_finetune.recipe.schema import load_recipe
-from moe_finetune.training.callback import SpecializationCallback
-from moe_finetune.training.packed import packing_problem
+from moe_finetune.training.callback.callback import SpecializationCallback
+from moe_finetune.training.refuse_packing import packing_problem
 from moe_finetune.training.specialization import Specialization
 from tests.support import tiny, tiny_families
 

@@ -22,9 +22,9 @@ from moe_finetune import SpecializationCallback
 from moe_finetune.errors import ObjectiveError
 from moe_finetune.recipe.method import resolve_method
 from moe_finetune.recipe.schema import recipe_from_tree
-from moe_finetune.recipe.tree import Tree
-from moe_finetune.training.preconditions import check_arguments
-from moe_finetune.training.prepare import check_launch
+from moe_finetune.recipe.yaml_tree import Tree
+from moe_finetune.training.before.prepare import check_launch
+from moe_finetune.training.refuse_launch import check_arguments
 from moe_finetune.training.specialization import Specialization
 from tests.support import tiny
 from tests.training.cases import JUDGED, PAIRS, adapted, arguments, collate, rows

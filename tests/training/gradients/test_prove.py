@@ -10,14 +10,14 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moe_finetune.cli import main
 from moe_finetune.models import FAMILIES
-from moe_finetune.models.shrink import shrunk_config
-from moe_finetune.models.structure import meta_model, sites
-from moe_finetune.moe import kept_choice
+from moe_finetune.models.class_structure import meta_model, sites
+from moe_finetune.models.small_configs import shrunk_config
 from moe_finetune.moe.checkpointing import RunsAgain
+from moe_finetune.moe.choice import kept_choice
 from moe_finetune.recipe.schema import recipe_from_tree
-from moe_finetune.recipe.tree import Tree, merge_mappings
-from moe_finetune.training import callback
-from moe_finetune.training.prove import prove
+from moe_finetune.recipe.yaml_tree import Tree, merge_mappings
+from moe_finetune.training.callback import callback
+from moe_finetune.training.self_test.prove_recipe import prove
 from moe_finetune.training.specialization import Specialization
 from tests.support import tiny, tiny_families
 
@@ -105,8 +105,8 @@ def test_a_small_model_has_every_class_of_layers_with_experts():
 
 
 def test_a_config_without_a_small_model_is_said(monkeypatch, tiny_checkpoint, capsys):
-    monkeypatch.setattr("moe_finetune.models.shrink.SMALL", 0)
-    monkeypatch.setattr("moe_finetune.models.shrink._attempts", lambda *_: iter(()))
+    monkeypatch.setattr("moe_finetune.models.small_configs.SMALL", 0)
+    monkeypatch.setattr("moe_finetune.models.small_configs._attempts", lambda *_: iter(()))
     assert main(["inspect", str(tiny_checkpoint("olmoe")), "--prove"]) == 0
     assert capsys.readouterr().out.startswith("not compared: this config.json cannot be reduced")
 

@@ -11,10 +11,10 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
 from moe_finetune import SpecializationCallback
 from moe_finetune.lora.targets import add_lora
-from moe_finetune.moe.bias import BiasBalancer
-from moe_finetune.moe.hooks import Recorder
+from moe_finetune.moe.choice.loss_free_bias import BiasBalancer
+from moe_finetune.moe.experts.active_adapter import TrainedAdapter
 from moe_finetune.moe.layers import model_facts
-from moe_finetune.moe.lora_active import TrainedAdapter
+from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.recipe.sections import LoraSection
 from tests.support import tiny
 from tests.training.cases import JUDGED, PAIRS

@@ -5,12 +5,12 @@ import torch
 from transformers import TrainerCallback
 
 from moe_finetune.errors import CaptureError, RecipeError
-from moe_finetune.models.base import FAMILIES
-from moe_finetune.moe.hooks import Recorder
+from moe_finetune.models.family import FAMILIES
+from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.recipe.schema import recipe_from_tree
-from moe_finetune.recipe.tree import Tree
-from moe_finetune.training.checkpoint import checkpoints
-from moe_finetune.training.grpo import EXPERTS, MISSING, check_replay
+from moe_finetune.recipe.yaml_tree import Tree
+from moe_finetune.training.save_and_resume.training_state import checkpoints
+from moe_finetune.training.stages.grpo_trainer import EXPERTS, MISSING, check_replay
 from tests.training.gradients.grpo import TEMPERATURE, student, trainer_for, weights_of
 
 CHANGED = "routing/changed_from_old_policy"

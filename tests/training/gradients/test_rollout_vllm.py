@@ -20,8 +20,8 @@ import torch
 
 from moe_finetune.errors import CaptureError, RecipeError
 from moe_finetune.losses.base import ModelFacts
-from moe_finetune.training.grpo import PinsExperts, Scoring
-from moe_finetune.training.rollout_vllm import (
+from moe_finetune.training.stages.grpo_trainer import PinsExperts, Scoring
+from moe_finetune.training.stages.vllm_rollouts import (
     ask_server,
     check_rolled_out,
     check_server,

@@ -9,8 +9,8 @@ from eval.bench.measured import LiveBytes
 from moe_finetune import measure_strength
 from moe_finetune.errors import ObjectiveError
 from moe_finetune.moe.layers import backbone_of
+from moe_finetune.training.measures.term_gradients import TermGradients
 from moe_finetune.training.specialization import Specialization
-from moe_finetune.training.term_gradients import TermGradients
 from tests.support import tiny
 from tests.training.cases import adapted
 from tests.training.strength.strength import BATCHES, agree, by_hand

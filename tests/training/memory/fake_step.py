@@ -2,7 +2,7 @@
 
 It runs under the recipe's losses, LoRA, checkpointing and TRL's head as on a GPU, with shapes,
 dtypes and lifetimes of the run, but no values and no memory. The experts run as with the GPU's
-grouped kernel. What the formula of ``moe_finetune.training.step_bytes`` is compared with.
+grouped kernel. What the formula of ``moe_finetune.training.memory.step_bytes`` is compared with.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from trl.kernels import ChunkedLogProbFunction
 from eval.bench.measured import LiveBytes
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.objective import Objective
-from moe_finetune.models.structure import meta_model
-from moe_finetune.moe import by_token, grouped, hooks
+from moe_finetune.models.class_structure import meta_model
 from moe_finetune.moe.checkpointing import checkpoint_layers
-from moe_finetune.moe.hooks import Recorder
+from moe_finetune.moe.choice.noise import TrainingNoise
+from moe_finetune.moe.experts import grouped_products, sums_by_token
 from moe_finetune.moe.layers import backbone_of, causal_lm, in_mode, model_facts
-from moe_finetune.moe.noise import TrainingNoise
+from moe_finetune.moe.recorder import hooks
+from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES, checkpointing
-from moe_finetune.training.memory import MemoryPlan, plan_recipe, quiet
-from moe_finetune.training.step_bytes import (
+from moe_finetune.training.memory.plan import MemoryPlan, plan_recipe, quiet
+from moe_finetune.training.memory.step_bytes import (
     AFTER_MEASURING,
     BACKWARD,
     COLUMNS,
@@ -73,7 +74,7 @@ def step_peaks(model: Any, recipe: Recipe, device: Device, sharded: bool = False
             module.rope_type = "default"
         elif isinstance(rope, dict):
             module.rope_type = dict.fromkeys(rope, "default")
-    tokens_at_once, attention = by_token.CACHED_BYTES, functional.scaled_dot_product_attention
+    tokens_at_once, attention = sums_by_token.CACHED_BYTES, functional.scaled_dot_product_attention
     tiles: Any = nullcontext()
     if device == "cuda":  # takes all tokens at once, fuses attention and folds logits in place
         tokens_at_once, attention = 2**62, lambda q, k, v, *_, **__: _Fused.apply(q, k, v)
@@ -89,9 +90,9 @@ def step_peaks(model: Any, recipe: Recipe, device: Device, sharded: bool = False
         # A row is one sequence; fake positions have no values to show it.
         patch.object(hooks, "separate", lambda kwargs, *_: (kwargs, None, False)),
         # The real operator's rules for fake tensors support only bfloat16.
-        patch.object(grouped, "grouped_mm", _grouped_mm),
-        patch.object(grouped, "_aligned", lambda _: True),
-        patch.object(by_token, "CACHED_BYTES", tokens_at_once),
+        patch.object(grouped_products, "grouped_mm", _grouped_mm),
+        patch.object(grouped_products, "_aligned", lambda _: True),
+        patch.object(sums_by_token, "CACHED_BYTES", tokens_at_once),
         patch.object(functional, "scaled_dot_product_attention", attention),
         tiles,
         LiveBytes() as live,
@@ -221,5 +222,5 @@ def fake_plan(config: Any, recipe: Recipe, device: Device) -> MemoryPlan:
     def peaks(*_: Any) -> dict[str, int]:
         return step_peaks(adapted_model(config, recipe, device), recipe, device)
 
-    with patch("moe_finetune.training.memory.step_bytes", peaks):
+    with patch("moe_finetune.training.memory.plan.step_bytes", peaks):
         return plan_recipe(config, recipe, device)

@@ -6,9 +6,9 @@ import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moe_finetune.recipe.schema import recipe_from_tree
-from moe_finetune.recipe.tree import Tree, merge_mappings
-from moe_finetune.training.memory import BOUND, stored_bytes
-from moe_finetune.training.step_bytes import step_bytes
+from moe_finetune.recipe.yaml_tree import Tree, merge_mappings
+from moe_finetune.training.memory.plan import BOUND, stored_bytes
+from moe_finetune.training.memory.step_bytes import step_bytes
 from tests.published.fixture import FOLDER
 from tests.training.memory.fake_step import adapted_model, step_peaks
 

@@ -12,10 +12,10 @@ from eval.bench.measured import LiveBytes
 from moe_finetune.cli import app
 from moe_finetune.errors import RecipeError
 from moe_finetune.lora.targets import add_lora
-from moe_finetune.models.structure import meta_model
+from moe_finetune.models.class_structure import meta_model
 from moe_finetune.moe.layers import backbone_of
 from moe_finetune.recipe.schema import Recipe
-from moe_finetune.training.memory import (
+from moe_finetune.training.memory.plan import (
     GIB,
     plan_recipe,
     quantized_bytes,
@@ -23,7 +23,7 @@ from moe_finetune.training.memory import (
     state_bytes,
     stored_bytes,
 )
-from moe_finetune.training.step_bytes import MicroBatch, micro_batch
+from moe_finetune.training.memory.step_bytes import MicroBatch, micro_batch
 from tests.support import tiny
 
 
@@ -94,7 +94,7 @@ def test_weights_are_those_of_the_model(family, monkeypatch):
     whole = sum(2 * torch.Size(shape).numel() for shape in experts.values())
     largest = max(2 * torch.Size(shape).numel() for shape in experts.values())
     assert packed.opened == largest  # all experts of a stack fit into one chunk
-    monkeypatch.setattr("moe_finetune.training.memory.DEQUANTIZED_BYTES", largest // 2)
+    monkeypatch.setattr("moe_finetune.training.memory.plan.DEQUANTIZED_BYTES", largest // 2)
     assert stored_bytes(model, recipe(model={"quantization": "nf4"})).opened == largest // 2
     away = stored_bytes(model, recipe(model={"offload": "experts"}))
     assert away.host == whole and away.staged == 2 * whole // len(layers)

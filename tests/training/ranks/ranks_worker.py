@@ -19,8 +19,8 @@ from moe_finetune.plugins import use_file
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training import ranks
-from moe_finetune.training.trainer import build_trainer
-from moe_finetune.training.weights import trained_weights
+from moe_finetune.training.run.trainer import build_trainer
+from moe_finetune.training.save_and_resume.gathered_weights import trained_weights
 from tests.conftest import ROOT
 from tests.support import tiny
 from tests.support.tiny_adapter import random_factors

@@ -19,12 +19,12 @@ from transformers import Trainer, TrainingArguments
 
 from moe_finetune import SpecializationCallback
 from moe_finetune.lora.targets import add_lora
-from moe_finetune.moe.spread import spread_experts
+from moe_finetune.moe.large.spread_experts import spread_experts
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training import ranks
-from moe_finetune.training.resume import ResumableTrainer
-from moe_finetune.training.shards import is_sharded, leave_experts
-from moe_finetune.training.weights import trained_weights, whole_model
+from moe_finetune.training.save_and_resume.gathered_weights import trained_weights, whole_model
+from moe_finetune.training.save_and_resume.resumable_trainer import ResumableTrainer
+from moe_finetune.training.save_and_resume.sharded_state import is_sharded, leave_experts
 from tests.support import fsdp, tiny
 
 WORLDS = (4, 2, 1)

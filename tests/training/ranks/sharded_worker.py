@@ -25,12 +25,12 @@ from moe_finetune.errors import ObjectiveError
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses import TERMS
 from moe_finetune.losses.presets import PRESETS
+from moe_finetune.moe.large.spread_experts import spread_experts, spread_modules
 from moe_finetune.moe.layers import moe_layers
-from moe_finetune.moe.spread import spread_experts, spread_modules
 from moe_finetune.plugins import use_file
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training import ranks
-from moe_finetune.training.shards import check_all_sharded
+from moe_finetune.training.save_and_resume.sharded_state import check_all_sharded
 from moe_finetune.training.specialization import Specialization
 from tests.conftest import ROOT
 from tests.support import tiny

@@ -27,12 +27,12 @@ from moe_finetune.data.stages import load_for_stage
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.stages import STAGES
-from moe_finetune.recipe.tree import Tree
+from moe_finetune.recipe.yaml_tree import Tree
 from moe_finetune.training import ranks
-from moe_finetune.training.rewards import REWARDS
-from moe_finetune.training.shards import is_sharded
-from moe_finetune.training.trainer import build_trainer
-from moe_finetune.training.weights import plain_name
+from moe_finetune.training.run.trainer import build_trainer
+from moe_finetune.training.save_and_resume.gathered_weights import plain_name
+from moe_finetune.training.save_and_resume.sharded_state import is_sharded
+from moe_finetune.training.stages.rewards import REWARDS
 from tests.support import fsdp, tiny
 from tests.support.tiny_adapter import random_factors
 

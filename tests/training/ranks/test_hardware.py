@@ -36,7 +36,7 @@ def test_one_process_trains_on_one_of_several_gpus(tmp_path, monkeypatch, caplog
     from trl import SFTConfig
 
     from moe_finetune.recipe.schema import Recipe
-    from moe_finetune.training.trainer import training_arguments
+    from moe_finetune.training.run.trainer import training_arguments
 
     start = SFTConfig.__post_init__
 

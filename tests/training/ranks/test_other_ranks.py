@@ -7,8 +7,8 @@ import pytest
 from safetensors.torch import load_file
 
 from moe_finetune.errors import CheckpointError
-from moe_finetune.training.checkpoint import verify_checkpoint
-from moe_finetune.training.shards import FOLDER, stored
+from moe_finetune.training.save_and_resume.sharded_state import FOLDER, stored
+from moe_finetune.training.save_and_resume.training_state import verify_checkpoint
 from tests.support.ranks import run_ranks
 from tests.training.ranks.resume_worker import HALF, KILLED, METHODS, WORLDS
 

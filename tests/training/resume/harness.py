@@ -155,7 +155,7 @@ def _die_at(pattern: str) -> None:
 
 
 def _signal_at(step: int, number: int) -> None:
-    from moe_finetune.training.callback import SpecializationCallback
+    from moe_finetune.training.callback.callback import SpecializationCallback
 
     before = SpecializationCallback.on_step_end
 

@@ -11,7 +11,15 @@ from transformers import TrainerState
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io import write_small
 from moe_finetune.io.run_folder import RunFolder, read_log
-from moe_finetune.training.checkpoint import (
+from moe_finetune.training.run_log import RunLog
+from moe_finetune.training.save_and_resume.resumable_trainer import find_checkpoint
+from moe_finetune.training.save_and_resume.state_files import (
+    accumulation,
+    pack_rank,
+    rank_file,
+    read_rank,
+)
+from moe_finetune.training.save_and_resume.training_state import (
     FORMAT,
     MANIFEST,
     OtherFormatError,
@@ -21,9 +29,6 @@ from moe_finetune.training.checkpoint import (
     verify_checkpoint,
     write_manifest,
 )
-from moe_finetune.training.resume import find_checkpoint
-from moe_finetune.training.run_folder import RunLog
-from moe_finetune.training.state import accumulation, pack_rank, rank_file, read_rank
 
 PARTS = [
     lambda folder: write_small(folder, "one.bin", b"first" * 11),

@@ -10,8 +10,8 @@ from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.models.loading import load_tokenizer
 from moe_finetune.recipe.sections import LoraSection
-from moe_finetune.training.resume import ResumableTrainer
-from moe_finetune.training.weights import live_weights, model_weights
+from moe_finetune.training.save_and_resume.gathered_weights import live_weights, model_weights
+from moe_finetune.training.save_and_resume.resumable_trainer import ResumableTrainer
 from moe_finetune.vllm.serve import open_merged
 from tests.support import tiny
 from tests.training.cases import collate, rows

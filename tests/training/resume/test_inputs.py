@@ -13,11 +13,11 @@ from moe_finetune.io.rows import write_jsonl
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.models import loading
 from moe_finetune.recipe.schema import recipe_from_tree
-from moe_finetune.recipe.tree import Tree
+from moe_finetune.recipe.yaml_tree import Tree
 from moe_finetune.run import plan_run, run_recipe
-from moe_finetune.training.checkpoint import checkpoints
-from moe_finetune.training.inputs import fingerprints
-from moe_finetune.training.start import open_start
+from moe_finetune.training.run.checkpoint_and_rows import open_start
+from moe_finetune.training.run.input_fingerprints import fingerprints
+from moe_finetune.training.save_and_resume.training_state import checkpoints
 from tests.checkpoint.helpers import adapter
 
 ROWS = [{"text": f"word {number} " * 5} for number in range(7)]
@@ -110,8 +110,8 @@ def test_each_input_has_a_fingerprint_of_its_content(folder, change):
 
 def test_every_expert_of_a_stacked_tensor_counts(tmp_path):
     """Also of a checkpoint so large that only parts of each tensor are read."""
-    from moe_finetune.checkpoint import files
-    from moe_finetune.training.inputs import _of_slices
+    from moe_finetune.checkpoint import weight_files
+    from moe_finetune.training.run.input_fingerprints import _of_slices
 
     save_file({"w": torch.zeros(9, 5, 4), "flat": torch.zeros(7)}, tmp_path / "a.safetensors")
     infos = list(files_of(tmp_path / "a.safetensors"))
@@ -121,7 +121,7 @@ def test_every_expert_of_a_stacked_tensor_counts(tmp_path):
         weights[expert] = 1
         save_file({"w": weights, "flat": torch.zeros(7)}, tmp_path / "a.safetensors")
         seen.add(_of_slices(infos))
-    assert len(seen) == 10 and files._SLICE_BYTES == 4096
+    assert len(seen) == 10 and weight_files._SLICE_BYTES == 4096
 
 
 def files_of(file):

@@ -9,7 +9,7 @@ import signal
 
 import pytest
 
-from moe_finetune.training.checkpoint import checkpoints, newest_checkpoint
+from moe_finetune.training.save_and_resume.training_state import checkpoints, newest_checkpoint
 from tests.training.resume.harness import SAVE, SAVE_STEPS, adapter_hash, logged, train
 
 pytestmark = pytest.mark.faults

@@ -11,10 +11,10 @@ from moe_finetune import SpecializationCallback
 from moe_finetune.errors import CheckpointError, NumericsError
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.recipe.sections import LoraSection
-from moe_finetune.training import resume
-from moe_finetune.training.checkpoint import checkpoints
-from moe_finetune.training.resume import ResumableTrainer
-from moe_finetune.training.weights import live_weights
+from moe_finetune.training.save_and_resume import resumable_trainer
+from moe_finetune.training.save_and_resume.gathered_weights import live_weights
+from moe_finetune.training.save_and_resume.resumable_trainer import ResumableTrainer
+from moe_finetune.training.save_and_resume.training_state import checkpoints
 from tests.support import tiny
 from tests.training.cases import Guarded, collate, guarded, rows
 
@@ -149,14 +149,14 @@ def test_nothing_is_pickled_and_no_pickle_is_read(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch, caplog):
-    write = resume.write_adapter
+    write = resumable_trainer.write_adapter
 
     def full(config, weights, folder):
         write(config, weights, folder)
         if folder.name == "checkpoint-4":
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(resume, "write_adapter", full)
+    monkeypatch.setattr(resumable_trainer, "write_adapter", full)
     trainer(tmp_path, method="none").train()
     assert [p.name for p in checkpoints(tmp_path)] == [f"checkpoint-{n}" for n in (7, 6, 2)]
     warning = next(r.message for r in caplog.records if "could not be saved" in r.message)

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from moe_finetune.io.run_folder import RunFolder
-from moe_finetune.training.checkpoint import write_manifest
-from moe_finetune.training.guards import Interrupted, StopOnSignal
+from moe_finetune.training.callback.early_ends import Interrupted, StopOnSignal
+from moe_finetune.training.save_and_resume.training_state import write_manifest
 
 
 def events(stop):

@@ -8,10 +8,10 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from moe_finetune import SpecializationCallback
-from moe_finetune.checkpoint.adapter import BIAS_FILE, read_bias
+from moe_finetune.checkpoint.adapter_files import BIAS_FILE, read_bias
 from moe_finetune.errors import AdapterError, CaptureError, ObjectiveError
 from moe_finetune.lora.targets import add_lora
-from moe_finetune.moe.hooks import Recorder
+from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.specialization import Specialization
 from tests.support import tiny

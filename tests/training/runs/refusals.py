@@ -20,7 +20,7 @@ from unittest.mock import patch
 import yaml
 
 from moe_finetune import cli
-from moe_finetune.recipe.tree import merge_mappings
+from moe_finetune.recipe.yaml_tree import merge_mappings
 from tests.support import tiny
 from tests.support.goldens import lines_of
 from tests.upcycle.small import write_recipe
@@ -119,7 +119,7 @@ def answer(case: str) -> list[str]:
     loaded = AssertionError("weights were loaded")
     with (
         patch("moe_finetune.checkpoint.load.load_model", side_effect=loaded),
-        patch("moe_finetune.models.fresh.fresh_model", side_effect=loaded),
+        patch("moe_finetune.models.from_scratch.fresh_model", side_effect=loaded),
         patch.dict("os.environ", environment),
         redirect_stdout(out),
         redirect_stderr(err),

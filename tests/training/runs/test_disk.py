@@ -9,8 +9,8 @@ from moe_finetune.errors import DiskSpaceError
 from moe_finetune.io import folder
 from moe_finetune.io.rows import write_jsonl
 from moe_finetune.run import plan_run, run_recipe
-from moe_finetune.training import train
-from moe_finetune.training.start import checkpoints_at_once
+from moe_finetune.training.run import train
+from moe_finetune.training.run.step_count import checkpoints_at_once
 from tests.support.recipes import recipe_of
 
 

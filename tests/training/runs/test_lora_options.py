@@ -10,11 +10,11 @@ from moe_finetune.errors import AdapterError
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.sections import LoraSection
-from moe_finetune.recipe.tree import Tree
+from moe_finetune.recipe.yaml_tree import Tree
 from moe_finetune.run import run_recipe
-from moe_finetune.training.prepare import prepare
-from moe_finetune.training.train import continue_adapter
-from moe_finetune.training.trainer import build_trainer
+from moe_finetune.training.before.prepare import prepare
+from moe_finetune.training.run.train import continue_adapter
+from moe_finetune.training.run.trainer import build_trainer
 from tests.checkpoint import helpers
 from tests.checkpoint.helpers import EXPERTS, load, logits
 from tests.support import tiny

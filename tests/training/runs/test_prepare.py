@@ -14,10 +14,10 @@ from moe_finetune.models.loading import parse_config
 from moe_finetune.recipe.schema import Recipe, load_recipe
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.run import plan_run
-from moe_finetune.training import trainer as stage_trainer
-from moe_finetune.training.prepare import CHECKS, Parts, prepare
-from moe_finetune.training.start import open_start
-from moe_finetune.training.train import KeepSteps
+from moe_finetune.training.run import trainer as stage_trainer
+from moe_finetune.training.before.prepare import CHECKS, Parts, prepare
+from moe_finetune.training.run.checkpoint_and_rows import open_start
+from moe_finetune.training.run.train import KeepSteps
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import pytest
 from moe_finetune.data.rows import Former
 from moe_finetune.data.sources import read_rows
 from moe_finetune.recipe.schema import recipe_from_tree
-from moe_finetune.recipe.tree import Tree
-from moe_finetune.training.preview import histogram, marked, preview
-from moe_finetune.training.start import describe_steps
+from moe_finetune.recipe.yaml_tree import Tree
+from moe_finetune.training.before.preview import histogram, marked, preview
+from moe_finetune.training.run.step_count import describe_steps
 from tests.support import tiny
 
 

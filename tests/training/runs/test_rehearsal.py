@@ -5,9 +5,9 @@ import torch
 
 from moe_finetune.errors import RecipeError
 from moe_finetune.recipe.schema import recipe_from_tree
-from moe_finetune.recipe.tree import Tree
-from moe_finetune.training.rehearsal import rehearse, rehearsing, to_rehearse
-from moe_finetune.training.start import open_start
+from moe_finetune.recipe.yaml_tree import Tree
+from moe_finetune.training.before.toy_step import rehearse, rehearsing, to_rehearse
+from moe_finetune.training.run.checkpoint_and_rows import open_start
 from tests.support import tiny
 
 USUAL_SFT = {"max_steps": 3, "save_steps": 2, "learning_rate": 1e-4, "warmup_steps": 1}

@@ -6,7 +6,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from moe_finetune.io.rows import write_jsonl
 from moe_finetune.io.run_folder import read_log
 from moe_finetune.recipe.schema import recipe_from_tree
-from moe_finetune.recipe.tree import Tree
+from moe_finetune.recipe.yaml_tree import Tree
 from moe_finetune.run import run_recipe
 
 

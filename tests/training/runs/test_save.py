@@ -7,12 +7,12 @@ import torch
 from safetensors.torch import load_file
 
 from moe_finetune.errors import RecipeError, UnsupportedModelError
-from moe_finetune.moe.bias import BiasBalancer
+from moe_finetune.moe.choice.loss_free_bias import BiasBalancer
 from moe_finetune.moe.layers import model_facts
 from moe_finetune.recipe.schema import recipe_from_tree
-from moe_finetune.recipe.tree import Tree
-from moe_finetune.training.prepare import prepare
-from moe_finetune.training.save import save_trained
+from moe_finetune.recipe.yaml_tree import Tree
+from moe_finetune.training.before.prepare import prepare
+from moe_finetune.training.save_and_resume.save_trained import save_trained
 from tests.support import tiny
 
 BIAS = "model.layers.{}.mlp.gate.e_score_correction_bias"

@@ -14,12 +14,12 @@ from moe_finetune.data.examples import load_examples
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.metrics import coherence_barrier, mutual_coherence
 from moe_finetune.metrics.experts import separation
-from moe_finetune.moe.hooks import Recorder
+from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
 from moe_finetune.recipe.sections import DataSection, LoraSection
 from moe_finetune.routing.sums import squared_cosine
-from moe_finetune.training import sample as sampling
-from moe_finetune.training.sample import (
+from moe_finetune.training.measures import routing_samples as sampling
+from moe_finetune.training.measures.routing_samples import (
     Sample,
     evaluation_metrics,
     evaluation_sample,
@@ -150,7 +150,7 @@ def test_a_sample_keeps_to_its_limit(model):
 
 
 def test_embeddings_are_drawn_over_all_rows_alike_in_every_layer(model, monkeypatch):
-    monkeypatch.setattr("moe_finetune.training.sample.MAX_EMBEDDINGS", 30)
+    monkeypatch.setattr("moe_finetune.training.measures.routing_samples.MAX_EMBEDDINGS", 30)
     sample = Sample(model_facts(model), max_tokens=90)
     rows = [{"input_ids": list(range(4 + 20 * n, 24 + 20 * n))} for n in range(5)]  # the last cut
     seen = records(model, rows)

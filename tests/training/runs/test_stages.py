@@ -13,9 +13,9 @@ from moe_finetune.errors import DataError, RecipeError
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.sections import RewardSection
 from moe_finetune.recipe.stages import STAGES
-from moe_finetune.recipe.tree import Tree
+from moe_finetune.recipe.yaml_tree import Tree
 from moe_finetune.run import plan_run, run_recipe
-from moe_finetune.training.rewards import REWARDS, reward_functions
+from moe_finetune.training.stages.rewards import REWARDS, reward_functions
 from tests.support import tiny
 
 PAIRS = [

@@ -8,8 +8,8 @@ from transformers import Trainer, TrainingArguments
 
 from moe_finetune import SpecializationCallback
 from moe_finetune.losses.base import LayerContext, PreviousLayer
-from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts, moe_layers
+from moe_finetune.moe.recorder.hooks import Recorder
 from tests.support import tiny
 from tests.support.objectives import objective_of
 from tests.training.cases import adapted, collate, rows

@@ -6,7 +6,7 @@ import torch
 from transformers import Trainer
 
 from moe_finetune import SpecializationCallback
-from moe_finetune.training.guards import CollapseWatch
+from moe_finetune.training.callback.early_ends import CollapseWatch
 from tests.support import tiny
 from tests.training.cases import arguments, collate, rows
 

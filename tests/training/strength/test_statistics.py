@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
+from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.routing.measures import router_geometry
-from moe_finetune.training.statistics import TrainingStatistics
+from moe_finetune.training.measures.routing_statistics import TrainingStatistics
 from tests.support import tiny
 
 NAMES = ("routing/router_cosine", "routing/noise_level")

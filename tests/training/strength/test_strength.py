@@ -42,7 +42,7 @@ def test_a_share_that_no_weight_gives_is_refused():
 def test_whispers_and_drowning_are_said(caplog):
     terms = {"variance": {"weight": 1e-5}, "z_loss": {"weight": 9.0}, "dpp": {"share": 0.3}}
     rows = measure_strength(adapted(), {"terms": terms}, BATCHES)
-    said = [r.getMessage() for r in caplog.records if r.name.endswith("training.strength")]
+    said = [r.getMessage() for r in caplog.records if r.name.endswith("measures.loss_shares")]
     whisper, drowned = (r for r in said if "dpp" not in r)
     assert "variance: at weight 1e-05" in whisper and "too little to show" in whisper
     assert f"weight {rows[0]['weight_for_10_percent']:.3g} would be 10 %" in whisper

@@ -1,0 +1,106 @@
+"""What an adapter's own tensors say, read for verification without the code that merges read by.
+
+Here are the names of transformers 4 and, for one matrix at a time, the makers' packings of stacks.
+
+Shape legend: n experts with factors, r rank, O rows and I columns of a matrix.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_finetune.checkpoint.adapter_files import Adapter
+from moe_finetune.checkpoint.open import Checkpoint
+from moe_finetune.checkpoint.peft_model import LoraModule
+from moe_finetune.checkpoint.weight_files import read_tensor
+from moe_finetune.errors import VerificationError
+
+_TOLERANCE = 1e-5
+
+
+def matrices(stored: Adapter) -> Iterator[tuple[str, Tensor]]:
+    """The change of each matrix of the files that has a module of its own, and its name there."""
+    for key in stored.tensors:
+        path, lora, factor = key.partition(".lora_")
+        if lora and factor in ("A.weight", "embedding_A"):
+            change = _product(stored, key) * _scale(stored.config, path, stored.tensors[key].shape)
+            yield f"{path}.weight", change
+
+
+def check_layer(
+    stored: Adapter, base: Checkpoint, modules: list[LoraModule], form: Adapter
+) -> None:
+    """Check what PEFT's ``modules`` change in one layer, with the factors that ``form`` gives."""
+    stacks = [m for m in modules if getattr(m.module, "num_experts", 1) > 1]
+    layer = (stacks or modules)[0].loaded.rpartition(".")[0]
+    for module in (m for m in modules if m.loaded.startswith(f"{layer}.")):
+        key, (*_, rows, columns) = _key(stored, base, module), base.names.shapes[module.loaded]
+        stated = _of_stack if module in stacks else _of_matrix
+        changes_OI = stated(stored, key, module, (rows, columns))
+        for by_peft_OI, by_hand_OI in zip(module.deltas(form), changes_OI, strict=True):
+            if float((by_peft_OI - by_hand_OI).norm()) > _TOLERANCE * float(by_hand_OI.norm()):
+                raise VerificationError(
+                    f"{stored.folder}: '{key}' says another change of '{module.loaded}' than PEFT "
+                    "makes of it; report this as a bug"
+                )
+
+
+def _key(stored: Adapter, base: Checkpoint, module: LoraModule) -> str:
+    """The key of the module's first factor: under the model's name, or that of the files."""
+    files = [name.removesuffix(".weight") for name in base.names.files[module.loaded]]
+    ends = (".lora_A.weight", ".lora_embedding_A")
+    return next(p + e for p in (module.path, *files) for e in ends if p + e in stored.tensors)
+
+
+def _of_matrix(stored: Adapter, key: str, module: LoraModule, _: Any) -> Iterator[Tensor]:
+    yield _product(stored, key) * float(module.module.scaling["default"])
+
+
+def _of_stack(
+    stored: Adapter, key: str, module: LoraModule, shape: tuple[int, int]
+) -> Iterator[Tensor]:
+    config, chosen = stored.config, stored.metadata.experts
+    ids = list(range(module.module.num_experts))
+    version = re.match(r"(\d+)\.(\d+)", str(config.get("peft_version") or "0.17"))
+    old = chosen is None and version is not None and (int(version[1]), int(version[2])) < (0, 19)
+    turned = old or getattr(module.module.get_base_layer(), "is_transposed", False)
+    if chosen is not None:
+        ids = list(chosen[int(key.split(".layers.")[1].split(".")[0])])
+    a, b = _pair(stored, key)
+    for expert in range(module.module.num_experts):
+        if expert not in ids:
+            yield torch.zeros(shape)
+            continue
+        n, slot = len(ids), ids.index(expert)
+        b_Yr = b.chunk(n, 1)[slot] if _grouped(config, module) else b[:, slot::n]
+        change_YX = b_Yr @ a.chunk(n)[slot] * float(module.module.scaling["default"])
+        square = shape[0] == shape[1]
+        yield change_YX.T if change_YX.shape != shape or (square and turned) else change_YX
+
+
+def _grouped(config: dict[str, Any], module: LoraModule) -> bool:
+    of_stacks = (config.get("unsloth_fused_expert_lora") or {}).get("parameters") or {}
+    recorded = [facts for name, facts in of_stacks.items() if module.loaded.endswith(name)]
+    return next(iter(recorded), config).get("lora_B_layout") == "grouped_by_expert"
+
+
+def _pair(stored: Adapter, key: str) -> tuple[Tensor, Tensor]:
+    a, b = (read_tensor(stored.tensors[k]).float() for k in (key, "B".join(key.rsplit("A", 1))))
+    return a, b
+
+
+def _product(stored: Adapter, key: str) -> Tensor:
+    a, b = _pair(stored, key)
+    return (b @ a).T if key.endswith("embedding_A") else b @ a
+
+
+def _scale(config: dict[str, Any], path: str, shape: tuple[int, ...]) -> float:
+    from peft.utils.other import get_pattern_key
+
+    alphas: dict[str, float] = config.get("alpha_pattern") or {}
+    alpha: float = alphas.get(get_pattern_key(list(alphas), path), config["lora_alpha"])
+    return alpha / (math.sqrt(shape[0]) if config.get("use_rslora") else shape[0])

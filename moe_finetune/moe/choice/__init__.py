@@ -1,0 +1,1 @@
+"""Which experts a token gets: biases, kept and pinned choices, noise."""

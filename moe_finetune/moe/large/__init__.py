@@ -1,0 +1,1 @@
+"""One large model: experts spread over ranks, offloaded, quantized."""

@@ -1,0 +1,1 @@
+"""Hooks that record what MoE layers compute, and remove themselves."""

@@ -1,0 +1,41 @@
+"""What is wrong with a recipe's keys, before torch and TRL are imported."""
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, create_model
+
+from moe_finetune.errors import RecipeError
+from moe_finetune.recipe.explain_errors import check_trainer, from_tree, placed
+from moe_finetune.recipe.stages import STAGES
+from moe_finetune.recipe.trainer_source import section_in_source
+from moe_finetune.recipe.yaml_tree import Tree
+
+_AFTER_IMPORT = ("method", "trainer")
+"""Keys whose rules need the losses or TRL."""
+
+
+def check_early(tree: Tree, recipe: type[BaseModel]) -> None:
+    """Refuse unknown keys and values of the wrong type; does nothing if TRL is imported already.
+
+    Args:
+        recipe: the class whose fields are the keys.
+    """
+    if "trl" in sys.modules:
+        return
+    fields: dict[str, Any] = {
+        name: (Any, None) if name in _AFTER_IMPORT else (field.annotation, field)
+        for name, field in recipe.model_fields.items()
+    }
+    problems: list[str] = []
+    try:
+        from_tree(create_model("Recipe", __base__=recipe.__base__, **fields), tree)
+    except RecipeError as error:
+        problems = str(error).split("\n")
+    stage, trainer = STAGES.get(str(tree.values.get("stage") or "sft")), tree.values.get("trainer")
+    if isinstance(trainer, Mapping) and stage is not None and section_in_source(stage) is not None:
+        lines = check_trainer(trainer, stage, section_in_source)
+        problems += [placed(tree, line) for line in lines]
+    if problems:
+        raise RecipeError("\n".join(problems))

@@ -1,0 +1,1 @@
+"""Before a run: what is checked, tried and shown, with no weights read."""

@@ -1,0 +1,299 @@
+"""Everything that is checked before a run begins: no weights are read, and no file is written."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import pyarrow.compute as pc
+import torch
+from datasets import disable_progress_bars, enable_progress_bars
+from datasets.utils import are_progress_bars_disabled
+from torch import nn
+
+from moe_finetune.data.stages import load_for_stage
+from moe_finetune.errors import DataError, MoeFinetuneError, RecipeError
+from moe_finetune.lora.coverage import lora_coverage
+from moe_finetune.lora.targets import add_lora
+from moe_finetune.losses.objective import Objective
+from moe_finetune.models import opened_as
+from moe_finetune.models.class_structure import class_of
+from moe_finetune.moe.large.spread_experts import check_spread
+from moe_finetune.moe.layers import model_facts
+from moe_finetune.recipe.schema import Recipe
+from moe_finetune.recipe.stages import STAGES
+from moe_finetune.training import ranks
+from moe_finetune.training.before import refuse_recipe
+from moe_finetune.training.before.refuse_recipe import in_one_line
+from moe_finetune.training.before.toy_step import Rehearsal, rehearsing
+from moe_finetune.training.memory.plan import (
+    GIB,
+    MemoryPlan,
+    machine_bytes,
+    plan_model,
+    quiet,
+    stored_bytes,
+)
+from moe_finetune.training.reached_weights import check_reach
+from moe_finetune.training.refuse_launch import check_launch, expert_ranks
+from moe_finetune.training.run.checkpoint_and_rows import Inputs, Start, announce, open_start
+from moe_finetune.training.run.train import continued
+from moe_finetune.training.run.trainer import build_trainer, training_arguments
+from moe_finetune.training.save_and_resume.save_trained import training_tokenizer
+from moe_finetune.training.stages.grpo_trainer import check_engine, check_replay, check_rollouts
+from moe_finetune.training.stages.rewards import reward_functions
+
+log = logging.getLogger(__name__)
+ROWS = 8
+"""Number of rows that the trainer on the meta device gets."""
+Built = TypeVar("Built")
+
+
+def prepare(recipe: Recipe, ignore_memory: bool = False) -> Inputs:
+    """Check ``recipe``, this machine, its checkpoint and its rows.
+
+    Args:
+        ignore_memory: allow a run that exceeds this machine's memory.
+    """
+    with ExitStack() as stack:
+        parts = Parts(recipe, ignore_memory, stack)
+        for check in CHECKS:
+            check.call(*(getattr(parts, need) for need in check.needs))
+    announce(parts.inputs)
+    return parts.inputs
+
+
+class Parts:
+    """The parts of a run that checks need, each made when the first one needs it."""
+
+    def __init__(self, recipe: Recipe, ignore_memory: bool, stack: ExitStack):
+        self.recipe, self.ignore_memory, self._stack = recipe, ignore_memory, stack
+
+    @cached_property
+    def arguments(self) -> Any:
+        return blamed(self.recipe, lambda tried: training_arguments(tried, Path("checkpoints")))
+
+    @cached_property
+    def start(self) -> Start:
+        return open_start(self.recipe)
+
+    @cached_property
+    def rehearsal(self) -> Rehearsal:
+        return self._stack.enter_context(rehearsing(self.start))
+
+    @cached_property
+    def rows(self) -> Any:
+        try:
+            return load_for_stage(self.recipe, self.start.tokenizer)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # a Rust panic; no module exports its type
+                raise
+            raise DataError(
+                f"{self.recipe.model.tokenizer or self.start.folder}: its tokenizer failed on the "
+                f"training data: {error}; repair the patterns in tokenizer.json, or choose another "
+                "model.tokenizer"
+            ) from None
+
+    @cached_property
+    def model(self) -> nn.Module:
+        return build_model(self.start)
+
+    @cached_property
+    def inputs(self) -> Inputs:
+        rows, fixed = self.rows, stored_bytes(self.model, self.recipe).fixed
+        of_rows = rows.train, rows.validation, rows.sources
+        coverage = lora_coverage(self.model)
+        inputs = Inputs(self.start, *of_rows, self.arguments, coverage, fixed)
+        return replace(inputs, memory=plan_step(inputs, self.model))
+
+
+def check_ids(start: Start, model: Any, rows: Any, arguments: Any) -> None:
+    """Refuse a token without a row in the embedding: the batch that has it would end the run.
+
+    Ids that no row of the data uses are fine.
+    """
+    size, tokenizer = model.get_input_embeddings().num_embeddings, start.tokenizer
+    source, largest_id = start.recipe.model.tokenizer or start.folder, rows.largest_id
+    named = getattr(arguments, "pad_token", None)
+    pad = tokenizer.pad_token_id if named is None else tokenizer.convert_tokens_to_ids(named)
+    batches = [arguments.per_device_train_batch_size]
+    if start.recipe.data.validation is not None:
+        batches.append(arguments.per_device_eval_batch_size)
+    padded = max(batches) > 1 and not start.recipe.data.packing
+    padded |= bool(getattr(arguments, "pad_to_multiple_of", None))
+    padded |= STAGES[start.recipe.stage].form != "tokens"  # both answers of a preference
+    for what, token in (("the data have", largest_id), ("batches are padded with", pad)):
+        if token is None or token < size or (token == pad != largest_id and not padded):
+            continue
+        remedy = "use the tokenizer of the checkpoint"
+        if token != pad:
+            remedy += ", or remove the token from the rows"
+        elif hasattr(arguments, "pad_token"):  # GRPO's has none
+            remedy += ", or set trainer.pad_token"
+        raise DataError(
+            f"{source}: {what} token {token} ({tokenizer.convert_ids_to_tokens(token)!r}), but the "
+            f"checkpoint's embedding has {size} rows; {remedy}"
+        )
+
+
+def build_model(start: Start) -> nn.Module:
+    """The run's model with its adapter on the meta device."""
+    recipe, attention = start.recipe, start.recipe.model.attn_implementation
+    # A model notes kernels and dtype in its config, and the run's is the merge's and verify's too.
+    config = copy.deepcopy(start.config)
+    try:
+        with torch.device("meta"):
+            model: nn.Module = class_of(config).from_config(
+                config, dtype=torch.bfloat16, attn_implementation=attention
+            )
+    except (ImportError, ValueError) as error:
+        raise RecipeError(
+            f"model.attn_implementation: '{attention}' cannot be used here: {in_one_line(error)}; "
+            "leave it out"
+        ) from error
+    except (RuntimeError, TypeError, KeyError) as error:
+        raise RecipeError(f"model.config: {config.model_type} cannot be built: {error}") from error
+    opened_as(start.family, model)
+    if (spread := expert_ranks(recipe)) > 1:
+        check_spread(model, model_facts(model).num_experts, spread, ranks.world_size())
+    with torch.device("meta"):
+        return add_lora(model, recipe.lora, recipe.router.train)
+
+
+def plan_step(inputs: Inputs, model: nn.Module) -> MemoryPlan | None:
+    """The memory of a step on the longest row; None if several GPUs share the model."""
+    recipe, train = inputs.start.recipe, inputs.train
+    if ranks.world_size() > 1:
+        return None
+    if not recipe.data.packing and "input_ids" in train.column_names and len(train):
+        longest = pc.max(pc.list_value_length(train.data.column("input_ids"))).as_py()
+        data = recipe.data.model_copy(update={"max_length": min(longest, recipe.data.max_length)})
+        recipe = recipe.model_copy(update={"data": data})
+    return plan_model(model, recipe, "cuda" if torch.cuda.is_available() else "cpu")
+
+
+def check_memory(inputs: Inputs, ignore_memory: bool) -> None:
+    """Refuse a run that does not fit into this machine's memory."""
+    if ignore_memory:
+        return
+    machine, memory = machine_bytes(), inputs.memory
+    if inputs.fixed > machine:
+        raise RecipeError(
+            f"the run needs {inputs.fixed / GIB:.1f} GiB for weights, adapter and optimizer, but "
+            f"this machine has {machine / GIB:.1f} GiB;\nlower lora.rank, choose fewer "
+            "lora.targets, or take more devices; where weights are offloaded, --ignore-memory "
+            "starts it anyway"
+        )
+    if memory is not None and not memory.fits(machine / GIB):
+        lines = "\n".join([*memory.lines(), memory.verdict(machine / GIB)])
+        if memory.exceeds(machine / GIB):
+            raise RecipeError(f"{lines}\n--ignore-memory starts the run anyway")
+        log.warning("%s", lines)
+
+
+def build_on_meta(recipe: Recipe, model: nn.Module, inputs: Inputs) -> None:
+    """Build the trainer with optimizer, schedule and first data loader, on a few rows."""
+    few = [None if rows is None else rows.select(range(min(ROWS, len(rows))))
+           for rows in (inputs.train, inputs.validation)]  # fmt: skip
+    visible = not are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        with tempfile.TemporaryDirectory() as folder, quiet():
+            trainer, _ = build_trainer(recipe, Path(folder), model, inputs.start.tokenizer, *few)
+            trainer.get_train_dataloader()
+            trainer.create_optimizer_and_scheduler(num_training_steps=2)
+    finally:
+        if visible:
+            enable_progress_bars()
+
+
+def blamed(recipe: Recipe, build: Callable[[Recipe], Built]) -> Built:
+    """Return ``build(recipe)``; name the trainer's key that a library's error is about.
+
+    It is the key that the error's words are most like, if the error is gone without it.
+    """
+    try:
+        return build(recipe)
+    except MoeFinetuneError:
+        raise
+    except Exception as error:
+        words, culprit, remedy = in_one_line(error), "trainer:", ""
+        if recipe.trainer:
+            name = max(recipe.trainer, key=lambda name: _likeness(words, name, recipe.trainer))
+            others = {key: value for key, value in recipe.trainer.items() if key != name}
+            with suppress(Exception):  # still refused: another key is to blame
+                build(recipe.model_copy(update={"trainer": others}))
+                culprit = f"trainer.{name}: {recipe.trainer[name]!r}"
+                remedy = "; change it or leave it out"
+        raise RecipeError(f"{culprit} cannot be used here: {words}{remedy}") from error
+
+
+def _likeness(words: str, name: str, trainer: dict[str, Any]) -> tuple[bool, bool, int]:
+    """Whether ``words`` have a key's name or its value, and how many parts of the name."""
+    value = trainer[name]
+    texts = map(str, value if isinstance(value, list | dict) else [value])
+    parts = sum(len(part) > 3 and part in words for part in name.split("_"))
+    return name in words, any(len(text) > 2 and text in words for text in texts), parts
+
+
+def check_trainer(inputs: Inputs, model: nn.Module) -> None:
+    """Refuse what the stage's own trainer refuses when it is built.
+
+    Other stages' trainers cannot be built without weights; several processes build theirs together,
+    with the launcher's plugins, once.
+    """
+    recipe = inputs.start.recipe
+    if ranks.world_size() == 1 and STAGES[recipe.stage].form == "tokens":
+        blamed(recipe, lambda tried: build_on_meta(tried, model, inputs))
+
+
+class Check(NamedTuple):
+    """One check before a run.
+
+    Attributes:
+        needs: the attributes of :class:`Parts` that ``call`` takes.
+        where: the part of the recipe that it may refuse.
+    """
+
+    needs: tuple[str, ...]
+    where: str
+    call: Callable[..., object]
+
+
+# fmt: off
+CHECKS = (
+    Check(("recipe",), "parallel", check_launch),
+    Check(("recipe",), "model, evaluation, trainer", refuse_recipe.check_machine),
+    Check(("recipe", "arguments"), "trainer.optim_args", refuse_recipe.check_optimizer),
+    Check(("recipe", "arguments"), "router.replay", check_engine),
+    Check(("start",), "export", refuse_recipe.check_copied),
+    Check(("start",), "lora.start", refuse_recipe.check_continued),
+    Check(("start",), "method.terms", refuse_recipe.check_terms),
+    Check(("start",), "method.bias_update", refuse_recipe.check_bias),
+    Check(("start",), "data.packing", refuse_recipe.check_packed),
+    Check(("start",), "rewards", lambda start: check_rollouts(start.recipe, start.family)),
+    Check(("start",), "router.replay", lambda start: check_replay(start.recipe, start.family)),
+    Check(("start",), "router.train", refuse_recipe.tell_of_router),
+    Check(("start",), "evaluation", refuse_recipe.check_evaluation),
+    Check(("rehearsal",), "trainer", lambda rehearsal: None),  # it begins: rows take a while
+    Check(("start", "rows"), "model.tokenizer", lambda start, _: training_tokenizer(
+        start.tokenizer, start.recipe)),
+    Check(("start", "model"), "lora.start", continued),
+    Check(("start", "model", "rows", "arguments"), "model.tokenizer", check_ids),
+    Check(("start", "model"), "method.terms", lambda start, model: check_reach(
+        model, Objective(start.recipe.method.terms, model_facts(model)))),
+    Check(("inputs", "ignore_memory"), "trainer, lora", check_memory),
+    Check(("recipe", "rows"), "rewards", lambda recipe, rows: reward_functions(
+        recipe.rewards, rows.train.column_names)),
+    Check(("inputs", "model"), "trainer", check_trainer),
+    Check(("rehearsal",), "trainer", Rehearsal.check),
+)
+# fmt: on
+"""In the order in which they run; what they need is made in this order, too."""

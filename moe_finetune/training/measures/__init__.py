@@ -1,0 +1,1 @@
+"""What training measures: routing, the share of each loss, sampled tokens."""

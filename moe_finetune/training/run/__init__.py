@@ -1,0 +1,1 @@
+"""A run: its checkpoint and rows, its trainer, its folder and log."""

@@ -1,0 +1,1 @@
+"""What a run saves: training states that resume to the bit, adapters, whole models."""

@@ -1,0 +1,1 @@
+"""What the stage of reinforcement learning adds: its trainer, rollouts, rewards."""
