@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import create_masks_for_generate
 
 from moe_finetune.models.family import Rows
+from moe_finetune.moe.layout import Layout, replace_text_positions, starts_of
 
 _OF_KERNELS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Keyword arguments that tell kernels where sequences start in a packed row."""
@@ -141,33 +142,32 @@ def runs_alone(module: nn.Module, facts: Rows) -> bool:
     return any(kind.__name__ in facts.per_sequence for kind in type(module).__mro__)
 
 
-def tell_positions(kwargs: Mapping[str, Any], ids_BS: Tensor) -> dict[str, Any]:
-    """Keyword arguments of a forward; for packed rows, in a form every class reads.
+def is_packed(layout: Layout) -> bool:
+    """Whether any row has several sequences; the host waits for the device here."""
+    return layout.starts_BS is not None and bool(layout.starts_BS[:, 1:].any())
 
-    Rows are packed if positions, or else ``cu_seq_lens_q``, restart between two tokens that the
-    mask does not hide. They get positions but no mask or cache, with which a class would ignore
-    positions. A token that the mask hid becomes a separate sequence.
+
+def tell_positions(kwargs: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+    """Keyword arguments of a packed forward in a form that every class reads.
+
+    They get positions but no mask or cache, with which a class would ignore positions. A token that
+    the mask hid becomes a separate sequence.
 
     Args:
         kwargs: keyword arguments of the model or its backbone.
-        ids_BS: input ids, or anything of their shape on their device.
     """
     kwargs = dict(kwargs)
-    if _has_cache(kwargs):
-        return kwargs
-    positions_BS, counted_BS = _positions(kwargs, ids_BS), _counted(kwargs, ids_BS)
-    if positions_BS is None or not _breaks(positions_BS, counted_BS).any():
-        return kwargs
-    if counted_BS is not None:
+    if layout.counted_BS is not None:
         kwargs["attention_mask"] = None
-        kwargs["position_ids"] = positions_BS.masked_fill(~counted_BS, 0)
+        positions_BS = _of_separate_sequences(layout)
+        kwargs["position_ids"] = replace_text_positions(kwargs.get("position_ids"), positions_BS)
     elif kwargs.get("position_ids") is None:
-        kwargs["position_ids"] = positions_BS
+        kwargs["position_ids"] = layout.positions_BS
     return kwargs | {"use_cache": False}
 
 
 def separate(
-    kwargs: Mapping[str, Any], ids_BS: Tensor, config: Any, dtype: torch.dtype, facts: Rows
+    kwargs: Mapping[str, Any], layout: Layout, config: Any, dtype: torch.dtype, facts: Rows
 ) -> tuple[dict[str, Any], Sequences | None, bool]:
     """Return backbone arguments that keep sequences separate, and the sequences.
 
@@ -176,27 +176,32 @@ def separate(
 
     Args:
         kwargs: keyword arguments of the backbone.
-        ids_BS: input ids, or anything of their shape on their device.
+        layout: what they say of its rows.
         dtype: the model's dtype, used for an additive mask.
     """
-    kwargs = tell_positions(kwargs, ids_BS)
-    if _has_cache(kwargs):
-        return kwargs, None, False
-    counted_BS, positions_BS = _counted(kwargs, ids_BS), _positions(kwargs, ids_BS)
-    if counted_BS is not None:
-        return *_beside_padding(kwargs, counted_BS, facts), False
-    if positions_BS is None or not (breaks := _breaks(positions_BS)).any():
-        return kwargs, None, False
+    if not is_packed(layout):
+        if layout.cached or layout.counted_BS is None:
+            return dict(kwargs), None, False
+        return *_beside_padding(dict(kwargs), layout.counted_BS, facts), False
+    kwargs, positions_BS = tell_positions(kwargs, layout), _of_separate_sequences(layout)
     if kwargs.get("attention_mask") is None and not facts.masks_by_position:
-        like_BSH = torch.empty(*ids_BS.shape, 0, device=ids_BS.device, dtype=dtype)
+        like_BSH = torch.empty(*positions_BS.shape, 0, device=positions_BS.device, dtype=dtype)
         kwargs["attention_mask"] = create_masks_for_generate(
             config, like_BSH, None, None, positions_BS
         )
-    starts_BS = torch.nn.functional.pad(breaks, (1, 0), value=True)
+    starts_BS = starts_of(positions_BS)
     if "flash" in (config._attn_implementation or ""):
         # Of more than one row its kernels take this and not positions.
         kwargs = _for_kernels(starts_BS) | kwargs
     return kwargs, Sequences(starts_BS) if facts.per_sequence else None, True
+
+
+def _of_separate_sequences(layout: Layout) -> Tensor:
+    """Positions of packed rows; a hidden token is at position 0, so it is a separate sequence."""
+    assert layout.positions_BS is not None
+    if layout.counted_BS is None:
+        return layout.positions_BS
+    return layout.positions_BS.masked_fill(~layout.counted_BS, 0)
 
 
 def _beside_padding(
@@ -226,40 +231,3 @@ def _for_kernels(starts_BS: Tensor) -> dict[str, Any]:
         "max_length_q": longest,
         "max_length_k": longest,
     }
-
-
-def _has_cache(kwargs: Mapping[str, Any]) -> bool:
-    """Whether a forward continues a cache; transformers 5.24 renamed the argument."""
-    return any(kwargs.get(name) is not None for name in ("past_key_values", "cache"))
-
-
-def _counted(kwargs: Mapping[str, Any], ids_BS: Tensor) -> Tensor | None:
-    """Bool (B, S), tokens that a mask over tokens does not hide; None without such a mask."""
-    mask = kwargs.get("attention_mask")
-    return mask != 0 if torch.is_tensor(mask) and mask.shape == ids_BS.shape else None
-
-
-def _positions(kwargs: Mapping[str, Any], ids_BS: Tensor) -> Tensor | None:
-    positions, ends = kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q")
-    if torch.is_tensor(positions):
-        if positions.dim() == 3 and positions.shape[0] == 4:
-            positions = positions[0]  # of text; the other rows are of images
-        fits = positions.dim() == 2 and positions.shape[1] == ids_BS.shape[1]
-        return positions.expand(ids_BS.shape) if fits else None
-    if not torch.is_tensor(ends):
-        return None
-    place_T = torch.arange(ids_BS.numel(), device=ids_BS.device)
-    start_T = torch.zeros_like(place_T)
-    inner = ends[ends < ids_BS.numel()].to(ids_BS.device).long()
-    start_T[inner] = inner
-    start_BS = start_T.view(ids_BS.shape)
-    start_BS[:, 0] = place_T.view(ids_BS.shape)[:, 0]
-    return place_T.view(ids_BS.shape) - start_BS.cummax(1).values
-
-
-def _breaks(positions_BS: Tensor, counted_BS: Tensor | None = None) -> Tensor:
-    """Bool (B, S - 1): whether a sequence ends between two tokens, as transformers reads it."""
-    breaks = positions_BS.diff() != 1
-    if counted_BS is not None:
-        breaks &= counted_BS[:, 1:] & counted_BS[:, :-1]
-    return breaks

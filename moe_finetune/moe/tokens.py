@@ -1,19 +1,19 @@
 """Which tokens of a forward count, and where its sequences start and end.
 
-Losses, metrics and bias share this reading of the backbone's arguments, which matches its
-attention's. Nothing is copied to the host.
+Losses, metrics and bias read the rows that attention reads (:mod:`moe_finetune.moe.layout`).
+Nothing is copied to the host.
 
 Q are sequences.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_finetune.errors import CaptureError
+from moe_finetune.moe.layout import Layout
 
 # An additive mask hides values below this: their exp is 0 in every float type.
 HIDDEN_BELOW = -1000.0
@@ -36,45 +36,32 @@ class Tokens:
 
 
 def read_tokens(
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    layout: Layout,
     *,
-    ids_BS: Tensor | None = None,
     pad_token_id: int | None = None,
     labels_BS: Tensor | None = None,
     count_labels: bool = False,
 ) -> Tokens:
-    """Read the tokens from the backbone's arguments.
+    """Read the tokens from the rows that attention sees.
 
     Tokens that attention hides do not count, nor does padding after packed sequences. Sequences are
     the rows, or parts of a row that attention separates by positions, ``cu_seq_lens_q`` or a
     four-dimensional mask.
 
     Args:
-        ids_BS, labels_BS: of the enclosing model; the backbone may get embeddings.
         pad_token_id: distinguishes padding after packed sequences from one-token sequences.
+        labels_BS: of the enclosing model.
         count_labels: count only tokens that predict a label.
     """
-    input_ids = kwargs.get("input_ids", args[0] if args else None)
-    embeddings = kwargs.get("inputs_embeds")
-    fits = ids_BS is not None and embeddings is not None and ids_BS.shape == embeddings.shape[:2]
-    ids_BS = input_ids if input_ids is not None else ids_BS if fits else None
-    like_BS = ids_BS if ids_BS is not None else None if embeddings is None else embeddings[..., 0]
-    if like_BS is None:
-        raise CaptureError("the model was called with neither input_ids nor inputs_embeds")
-    rows, length = like_BS.shape
-    counted_BS = torch.ones(rows, length, dtype=torch.bool, device=like_BS.device)
-    starts_BS = None
-    mask = kwargs.get("attention_mask")
+    rows, length = layout.like_BS.shape
+    counted_BS, starts_BS, mask = layout.counted_BS, layout.starts_BS, layout.mask
     if isinstance(mask, Mapping):
         # One mask for each kind of layer: they hide the same tokens.
         mask = mask.get("full_attention", next(iter(mask.values()), None))
     if mask is None:
-        starts_BS = _starts_of_packed(kwargs, like_BS)
-        if starts_BS is not None:
-            positions = kwargs.get("position_ids")
-            if positions is not None:
-                counted_BS = ~_padding_behind(positions, ids_BS, like_BS.shape, pad_token_id)
+        counted_BS = torch.ones(rows, length, dtype=torch.bool, device=layout.like_BS.device)
+        if starts_BS is not None and layout.passes_positions:
+            counted_BS = ~_padding_behind(layout, pad_token_id)
     elif not torch.is_tensor(mask):
         raise CaptureError(
             f"attention_mask is a {type(mask).__name__}, which does not show how many tokens "
@@ -82,12 +69,7 @@ def read_tokens(
         )
     elif mask.dim() == 4:
         counted_BS, starts_BS = _read_pairs(mask, rows, length)
-    elif mask.dim() == 2 and mask.shape[0] == rows and mask.shape[1] >= length:
-        counted_BS = mask[:, mask.shape[1] - length :] != 0  # cached tokens come first
-        starts_BS = _starts_of_packed(kwargs, like_BS)
-        if starts_BS is not None:  # neither in padding nor behind it
-            starts_BS[:, 1:] &= counted_BS[:, 1:] & counted_BS[:, :-1]
-    else:
+    elif counted_BS is None:
         raise CaptureError(
             f"attention_mask has shape {tuple(mask.shape)}, expected (batch, length) or (batch, 1, "
             f"length, length) for {rows} rows of {length} tokens"
@@ -96,8 +78,8 @@ def read_tokens(
         counted_BS = _predicting(labels_BS, rows, length)
     return Tokens(
         mask_T=counted_BS.reshape(-1),
-        ids_T=None if ids_BS is None else ids_BS.reshape(-1),
-        sequence_lengths=_lengths(starts_BS, like_BS),
+        ids_T=None if layout.ids_BS is None else layout.ids_BS.reshape(-1),
+        sequence_lengths=_lengths(starts_BS, layout.like_BS),
     )
 
 
@@ -116,32 +98,14 @@ def _predicting(labels_BS: Tensor | None, rows: int, length: int) -> Tensor:
     return torch.nn.functional.pad(labels_BS[:, 1:], (0, 1), value=-100) != -100
 
 
-def _starts_of_packed(kwargs: Mapping[str, Any], like_BS: Tensor) -> Tensor | None:
-    """Where positions, or else ``cu_seq_lens_q``, start a sequence inside a row."""
-    positions, ends = kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q")
-    if torch.is_tensor(positions) and positions.dim() == 2:
-        positions_BS = positions.expand(like_BS.shape)
-        starts_BS = torch.ones_like(positions_BS, dtype=torch.bool)
-        starts_BS[:, 1:] = positions_BS.diff() != 1
-        return starts_BS
-    if torch.is_tensor(ends):
-        # One place more than tokens: the last boundary is the end.
-        starts = torch.zeros(like_BS.numel() + 1, dtype=torch.bool, device=like_BS.device)
-        starts[ends.to(like_BS.device).long()] = True
-        starts_BS = starts[:-1].view(like_BS.shape)
-        starts_BS[:, 0] = True
-        return starts_BS
-    return None
-
-
-def _padding_behind(
-    positions: Tensor, ids_BS: Tensor | None, shape: torch.Size, pad_token_id: int | None
-) -> Tensor:
+def _padding_behind(layout: Layout, pad_token_id: int | None) -> Tensor:
     """Padding after a row's packed sequences: identical tokens, all at position 0.
 
     A single such token could be a one-token sequence; its id decides, if known.
     """
-    pads_BS = positions.expand(shape) == 0
+    ids_BS = layout.ids_BS
+    assert layout.positions_BS is not None
+    pads_BS = layout.positions_BS == 0
     pads_BS[:, 0] = False
     if ids_BS is not None:
         pads_BS &= ids_BS == ids_BS[:, -1:]

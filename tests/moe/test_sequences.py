@@ -1,14 +1,17 @@
 """Sequences in one row do not see each other, nor padding: every family, with and without hooks."""
 
+import inspect
 import math
 from functools import cache
 
 import pytest
 import torch
+import transformers
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from moe_finetune.models import FAMILIES
 from moe_finetune.models.family import Rows
+from moe_finetune.moe.layout import read_layout
 from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.moe.sequences import separate
 from moe_finetune.training.specialization import Specialization
@@ -263,13 +266,58 @@ def test_packed_rows_with_padding(name):
     assert torch.equal(records[0].mask_T, mask[0].bool())
 
 
+IMAGE_ROWS = (
+    "glm4v_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_vl_moe", "qwen4_exp", "qwen4_exp_text",
+)  # fmt: skip
+"""Families whose classes take positions of text and of images in one tensor (4, B, S)."""
+
+
+def with_image_rows(positions):
+    """Positions of text first, then three rows that no text has."""
+    return torch.cat([positions[None], torch.stack([positions // n for n in (2, 3, 4)])])
+
+
+def test_no_other_family_reads_image_rows():
+    classes = {name: getattr(transformers, FAMILIES[name].class_name, None) for name in NAMES}
+    reading = [
+        name
+        for name, kind in classes.items()
+        if kind and "position_ids.shape[0] == 4" in inspect.getsource(inspect.getmodule(kind))
+    ]
+    assert tuple(reading) == IMAGE_ROWS
+
+
+@pytest.mark.parametrize("name", IMAGE_ROWS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_positions_of_text_separate_sequences_also_beside_those_of_images(name, masked):
+    model, records, (a, b, *_) = made(name), [], sequences()
+    ids = torch.tensor([a + b + [PAD] * 5])
+    places = torch.tensor([[*range(len(a)), *range(len(b)), *[0] * 5]])
+    inputs = {"position_ids": with_image_rows(places)}
+    if masked:
+        inputs["attention_mask"] = (ids != PAD).long()
+    with Recorder(model, observers=[lambda r, _: records.append(r)], observe="all"):
+        found = logits(model, ids, **inputs)[0, : len(a + b)].split([len(a), len(b)])
+        alone = [
+            logits(model, [row], position_ids=with_image_rows(torch.arange(len(row))[None]))[0]
+            for row in (a, b)
+        ]
+    assert differences(found, alone) < BOUND
+    assert torch.equal(records[0].mask_T, (ids != PAD).view(-1))
+    ends = records[0].sequence_lengths.cumsum(0)
+    counted = torch.tensor_split(records[0].mask_T, ends[:-1])
+    assert [int(part.sum()) for part in counted if part.any()] == [len(a), len(b)]
+
+
 def test_flash_attention_gets_lengths_of_every_row():
     rows, starts = two_rows()
     config = tiny.config("qwen3_moe")
     config._attn_implementation = "flash_attention_2"
     ids, positions = torch.tensor(rows), positions_of(rows, starts)
-    inputs, _, is_packed = separate({"position_ids": positions}, ids, config, torch.float32, Rows())
-    assert is_packed and inputs["use_cache"] is False and inputs.get("attention_mask") is None
+    given = {"position_ids": positions}
+    layout = read_layout((ids,), given)
+    inputs, _, several = separate(given, layout, config, torch.float32, Rows())
+    assert several and inputs["use_cache"] is False and inputs.get("attention_mask") is None
     assert inputs["cu_seq_lens_q"].tolist() == [0, 13, 30, 35, 46, 60]
     assert inputs["cu_seq_lens_q"].dtype == torch.int32
     assert inputs["max_length_k"] == 17
@@ -288,7 +336,8 @@ def test_other_forwards_are_left_alone():
         {"attention_mask": torch.ones(2, 30)},
         {},
     ):
-        found = separate(inputs, ids, config, torch.float32, Rows(per_sequence=("Any",)))
+        layout = read_layout((ids,), inputs)
+        found = separate(inputs, layout, config, torch.float32, Rows(per_sequence=("Any",)))
         assert found == (inputs, None, False)
 
 

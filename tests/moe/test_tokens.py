@@ -7,6 +7,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from moe_finetune.errors import CaptureError
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.moe.layers import model_facts
+from moe_finetune.moe.layout import read_layout
 from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.moe.tokens import read_tokens
 from tests.support import tiny
@@ -32,7 +33,7 @@ def collated(**options):
 
 
 def read(batch, **options):
-    tokens = read_tokens((), batch, pad_token_id=PAD, **options)
+    tokens = read_tokens(read_layout((), batch), pad_token_id=PAD, **options)
     lengths = tokens.sequence_lengths
     assert int(lengths.sum()) == tokens.mask_T.numel()
     ends = lengths.cumsum(0).tolist()
@@ -108,7 +109,7 @@ def test_a_last_sequence_of_one_token_is_not_padding():
 def test_labels_count_instead():
     ids = torch.arange(10).view(2, 5)
     labels = torch.tensor([[-100, -100, 2, 3, -100], [-100, 6, -100, 8, 9]])
-    found = read_tokens((ids,), {}, labels_BS=labels, count_labels=True)
+    found = read_tokens(read_layout((ids,), {}), labels_BS=labels, count_labels=True)
     wanted = [[False, True, True, False, False], [True, False, True, True, False]]
     assert found.mask_T.view(2, 5).tolist() == wanted
     for wrong, message in (
@@ -116,7 +117,7 @@ def test_labels_count_instead():
         (labels[:, 1:], r"shape \(2, 4\) for 2 rows of 5"),
     ):
         with pytest.raises(CaptureError, match=message):
-            read_tokens((ids,), {}, labels_BS=wrong, count_labels=True)
+            read_tokens(read_layout((ids,), {}), labels_BS=wrong, count_labels=True)
 
 
 def test_a_cache_before_the_tokens():
@@ -136,7 +137,7 @@ def test_a_cache_before_the_tokens():
 )
 def test_masks_that_cannot_be_read_are_refused(mask, message):
     with pytest.raises(CaptureError, match=message):
-        read_tokens((), {"input_ids": torch.ones(2, 5).long(), "attention_mask": mask})
+        read_tokens(read_layout((), {"input_ids": torch.ones(2, 5).long(), "attention_mask": mask}))
 
 
 def gradients(model, batch):

@@ -48,10 +48,11 @@ from moe_finetune.moe.layers import (
     moe_layers,
     stacks,
 )
+from moe_finetune.moe.layout import read_layout
 from moe_finetune.moe.perturbation import Perturbation
 from moe_finetune.moe.recorder.foreign_kernels import check_kernels
 from moe_finetune.moe.recorder.visit import LayerVisits
-from moe_finetune.moe.sequences import InLayer, runs_alone, separate, tell_positions
+from moe_finetune.moe.sequences import InLayer, is_packed, runs_alone, separate, tell_positions
 from moe_finetune.moe.tokens import read_tokens
 
 log = logging.getLogger(__name__)
@@ -247,10 +248,11 @@ class Recorder:
         self._labels = kwargs.get("labels")
         self._ids = kwargs.get("input_ids", args[0] if args else None)
         # A composite may build its language part's masks itself.
-        new_kwargs = tell_positions(kwargs, _shaped_as_ids(args, kwargs))
-        mask = kwargs.get("attention_mask")
-        self._mask = mask if new_kwargs.get("attention_mask") is not mask else None
-        return args, new_kwargs
+        layout = read_layout(args, kwargs)
+        if not is_packed(layout):
+            return args, kwargs
+        self._mask = kwargs.get("attention_mask") if layout.counted_BS is not None else None
+        return args, tell_positions(kwargs, layout)
 
     def _forget_inputs(self, module: nn.Module, args: tuple, output: Any) -> None:
         self._labels = self._ids = self._mask = None
@@ -263,12 +265,9 @@ class Recorder:
             if use_cache is None:
                 use_cache = getattr(module.config, "use_cache", False)
             check_layers(self.backbone.layers, use_cache)
-        like_BS = _shaped_as_ids(args, kwargs)
-        token_kwargs, facts = kwargs, self.layers[0].family.rows
-        if self._mask is not None:
-            token_kwargs = {**kwargs, "attention_mask": self._mask}
+        layout, facts = read_layout(args, kwargs, ids), self.layers[0].family.rows
         dtype = next(module.parameters()).dtype
-        kwargs, sequences, packed = separate(kwargs, like_BS, module.config, dtype, facts)
+        kwargs, sequences, packed = separate(kwargs, layout, module.config, dtype, facts)
         checkpointed = torch.is_grad_enabled() and checkpoints(self.backbone.layers)
         if checkpointed and (own_weights := self.layers[0].family.own_weights) and not self._said:
             self._said = True
@@ -285,16 +284,14 @@ class Recorder:
             observe=bool(plan.observers) and (train or plan.observe == "all"),
             scale=plan.scale() if train and plan.objective is not None else 0.0,
             tokens=None,
-            overrides=plan.overrides(len(like_BS)),
+            overrides=plan.overrides(len(layout.like_BS)),
             sequences=sequences,
             packed=packed,
             checkpoints=checkpointed,
         )
         if context.wanted:
             context.tokens = read_tokens(
-                args,
-                token_kwargs,
-                ids_BS=ids,
+                layout if self._mask is None else layout.with_mask(self._mask),
                 pad_token_id=getattr(module.config, "pad_token_id", None),
                 labels_BS=labels,
                 count_labels=train and plan.token_mask == "labels",
@@ -345,11 +342,6 @@ def _enter(layer: MoeLayer | None, in_layer: InLayer, context: ForwardContext | 
             "arguments; remove the wrapper"
         )
     layer.context = context
-
-
-def _shaped_as_ids(args: tuple, kwargs: dict) -> Tensor:
-    ids = kwargs.get("input_ids", args[0] if args else None)
-    return kwargs["inputs_embeds"][..., 0] if ids is None else ids
 
 
 def _experts_function(

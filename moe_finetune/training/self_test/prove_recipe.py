@@ -30,6 +30,7 @@ from moe_finetune.models.family import Family
 from moe_finetune.moe.checkpointing import checkpoint_layers
 from moe_finetune.moe.context import CONTEXT_KEY
 from moe_finetune.moe.layers import model_facts, places_in
+from moe_finetune.moe.layout import read_layout
 from moe_finetune.moe.tokens import read_tokens
 from moe_finetune.recipe.method import Method, Perturbations, resolve_method
 from moe_finetune.recipe.schema import Recipe
@@ -95,8 +96,7 @@ class _Proof:
             torch.manual_seed(1)
             output = model(**tokens)
         read = read_tokens(
-            (),
-            {"input_ids": tokens["input_ids"]},
+            read_layout((), {"input_ids": tokens["input_ids"]}),
             labels_BS=tokens["labels"],
             count_labels=self.recipe.method.token_mask == "labels",
         )
