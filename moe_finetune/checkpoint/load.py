@@ -64,6 +64,7 @@ def load_model(
         )
     import torch
 
+    from moe_finetune.checkpoint.saved_names import keep_names
     from moe_finetune.quantization.codec import check_format
 
     quantize = check_format(quantization)
@@ -88,6 +89,8 @@ def load_model(
         options["dtype"] = (config.dtype or torch.bfloat16) if dtype == "auto" else dtype
         options["state_dict"] = stored.slices(options["dtype"])
     model = read_weights(checkpoint.folder, config, expert_ranks, **options)
+    if not quantize:  # whose parameters are not those of the files
+        keep_names(model, checkpoint)
     return opened_as(checkpoint.family, model)
 
 

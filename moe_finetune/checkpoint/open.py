@@ -376,20 +376,25 @@ def _counts(text: Any) -> list[int]:
 
 
 def stale_head(checkpoint: Checkpoint, carried: bool = True) -> list[str]:
-    """A note that an MTP head does not follow the layers that it reads; none without a head.
+    """Notes on stored parts that no loader reads: a head that does not follow the layers that it
+    reads, and what a whole model is saved without.
 
     Args:
         carried: whether what is written has the head; a model that trains in full is saved without.
     """
-    count, _ = checkpoint.parts_left_out().get(MTP, (0, 0))
-    if not count:
-        return []
+    parts = checkpoint.parts_left_out()
+    heads, others = parts.get(MTP, (0, 0))[0], parts.get(OTHER, (0, 0))[0]
     if not carried:
-        return [
-            f"{MTP} ({count} tensors) is not in merged/: a model that trains without an adapter "
-            "is saved without it, so speculative decoding with it is not possible"
-        ]
+        without = "a model that trains without an adapter is saved without"
+        head_note = (
+            f"{MTP} ({heads} tensors) is not in merged/: {without} it, so speculative decoding "
+            "with it is not possible"
+        )
+        other_note = f"{others} tensors of {OTHER} are not in merged/: {without} them"
+        return [*([head_note] if heads else []), *([other_note] if others else [])]
+    if not heads:
+        return []
     return [
-        f"{MTP} ({count} tensors) is copied unchanged: it does not train with the layers that it "
+        f"{MTP} ({heads} tensors) is copied unchanged: it does not train with the layers that it "
         "reads, so speculative decoding may accept fewer tokens; the output stays the same"
     ]

@@ -74,9 +74,40 @@ class Names:
 
     def needed(self) -> dict[str, Tensor]:
         """Every tensor of the files that the model needs, as the files store it, without values."""
+        return self._as_stored(self._state)
+
+    def in_files(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A whole model's ``state`` under the files' names and in their layout.
+
+        A tensor that is tied to another is left out; names that the model does not have stay. One
+        that the files would not have is refused.
+        """
+        tied = getattr(self._meta, "all_tied_weights_keys", {})
+        aliases = {
+            name
+            for name, source in tied.items()
+            if name in state and source in state and torch.equal(state[name], state[source])
+        }
+        known = {n: t for n, t in state.items() if n in self.shapes and n not in aliases}
+        tensors = self._as_stored(known)
+        unknown = sorted(tensors.keys() - self._stored.keys())
+        if unknown:
+            raise CheckpointError(
+                f"'{unknown[0]}' would be saved, a name that the base's files do not have "
+                f"({len(unknown)} such tensors); train an adapter and merge it, or save the base "
+                "again with transformers first"
+            )
+        return tensors | {n: t for n, t in state.items() if n not in self.shapes}
+
+    def _as_stored(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors of the loaded model as the files name and store them.
+
+        transformers reverts its own conversions; a name that it reverts to one that the files do
+        not have is the other published name of the same loaded tensor.
+        """
         from transformers.core_model_loading import revert_weight_conversion
 
-        reverted = revert_weight_conversion(self._model, self._state)
+        reverted = revert_weight_conversion(self._model, dict(state))
         stored_as = {name: self._known_as(name, self._stored) or name for name in reverted}
         lacking: dict[str, list[str]] = {}
         for name, stored in stored_as.items():

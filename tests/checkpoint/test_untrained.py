@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from moe_finetune.checkpoint.convert import convert_checkpoint
 from moe_finetune.checkpoint.load import load_model
 from moe_finetune.checkpoint.merge import merge_adapter
-from moe_finetune.checkpoint.open import MTP, OTHER, open_checkpoint
+from moe_finetune.checkpoint.open import MTP, OTHER, open_checkpoint, stale_head
 from moe_finetune.errors import CheckpointError
 from moe_finetune.models import FAMILIES
 from moe_finetune.training.before.inspect_checkpoint import inspect_checkpoint
@@ -96,3 +96,11 @@ def test_a_head_in_fp8_blocks(family, tmp_path):
     router = opened.places.router_target
     (name,) = [n for n in state if n.endswith(f"layers.2.{router}")]
     assert torch.equal(state[name], floats[names_on_disk.name(family, "router", 2)])
+
+
+def test_a_whole_model_names_what_it_is_saved_without(tmp_path):
+    vision = [f"model.visual.blocks.{n}.norm.weight" for n in range(3)]
+    with_head("qwen3_5_moe_text", tmp_path, [*vision, "mtp.fc.weight"])
+    head, others = stale_head(open_checkpoint(tmp_path), carried=False)
+    assert head.startswith("the MTP head (1 tensors) is not in merged/")
+    assert others.startswith(f"3 tensors of {OTHER} are not in merged/")

@@ -2,14 +2,15 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from moe_finetune.checkpoint.adapter_files import BIAS_FILE
+from moe_finetune.checkpoint.load import load_model
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.moe.layers import model_facts
 from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.training.specialization import Specialization
-from tests.families.cases import EACH_KIND, NEEDS_A_FILE, STANDARD_WEIGHTS, adapted, batch
+from tests.families.cases import EACH_KIND, NAMES, NEEDS_A_FILE, STANDARD_WEIGHTS, adapted, batch
 from tests.support import tiny_families as tiny
 
 pytestmark = pytest.mark.usefixtures("p0_released")
@@ -81,3 +82,42 @@ def test_every_preset_is_met():
     met = {name for family in EACH_KIND for name in presets_of(family)}
     assert met == set(PRESETS) - NEEDS_A_FILE
     assert {"jamba", "granitemoehybrid"} <= set(STANDARD_WEIGHTS)
+
+
+PUBLISHED = {"kimi_linear": "mlp", "minimax_m3_vl": "mlp"}
+"""Families whose dense layers transformers writes under the name of MoE layers."""
+
+
+def published(family, folder):
+    """The family's tiny checkpoint with the names of its releases."""
+    tiny.model(family).save_pretrained(folder)
+    file = folder / "model.safetensors"
+    tensors, dense = load_file(file), PUBLISHED.get(family)
+    if dense is not None:
+        of_moe = {n.partition(".block_sparse_moe.")[0] for n in tensors if ".experts." in n}
+        renamed = {
+            n.replace("..", ".").replace("block_sparse_moe", dense): n
+            for n in tensors
+            if ".block_sparse_moe." in n and n.partition(".block_sparse_moe.")[0] not in of_moe
+        }
+        assert renamed
+        tensors = {n: t for n, t in tensors.items() if n not in renamed.values()} | {
+            new: tensors[old] for new, old in renamed.items()
+        }
+        save_file(tensors, file, metadata={"format": "pt"})
+    return tensors
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_a_whole_model_is_saved_with_the_names_of_its_base(family, tmp_path):
+    base = published(family, tmp_path / "base")
+    model = load_model(tmp_path / "base")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01)
+    model.save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert {n: t.shape for n, t in saved.items()} == {n: t.shape for n, t in base.items()}
+    again = load_model(tmp_path / "saved").state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(again[name], value), name

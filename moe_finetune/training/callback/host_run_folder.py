@@ -16,6 +16,8 @@ import torch
 import yaml
 from torch.utils.data import IterableDataset
 
+from moe_finetune.checkpoint.open import Checkpoint
+from moe_finetune.checkpoint.saved_names import keep_names
 from moe_finetune.errors import MoeFinetuneError, ObjectiveError
 from moe_finetune.io import write_atomic
 from moe_finetune.io.environment import write_environment
@@ -36,7 +38,11 @@ from moe_finetune.training.measures.routing_samples import (
     token_inputs,
 )
 from moe_finetune.training.run_log import RunLog
-from moe_finetune.training.save_and_resume.save_trained import run_metadata, save_trained
+from moe_finetune.training.save_and_resume.save_trained import (
+    open_base,
+    run_metadata,
+    save_trained,
+)
 from moe_finetune.training.save_and_resume.state_files import random_state, set_random_state
 from moe_finetune.training.specialization import Specialization
 
@@ -60,6 +66,7 @@ class HostRun:
         self._run = RunFolder(output)
         self.routing_file = self._run.routing_steps
         self.metadata: dict[str, Any] = {}
+        self._base: Checkpoint | None = None
         self._log = RunLog(output)
 
     def begin(
@@ -77,7 +84,8 @@ class HostRun:
         """
         resumed = enter_folder(self.output, self._run.recipe, "a run", bool(state.global_step))
         self._recipe = recipe = self._read_recipe(specialization.model, args)
-        self.metadata = run_metadata(recipe)
+        self._base = open_base(recipe)
+        self.metadata = run_metadata(recipe, self._base)
         self._tokenizer = events.get("processing_class") or load_tokenizer(recipe.model.path)
         self._data, self._rows = _sample(trainer, events.get("train_dataloader"))
         self._started = time.perf_counter()
@@ -124,6 +132,8 @@ class HostRun:
                     self.output,
                 )
             else:
+                if self._base is not None and not hasattr(model, "peft_config"):
+                    keep_names(model, self._base)
                 save_trained(
                     model,
                     self._tokenizer,

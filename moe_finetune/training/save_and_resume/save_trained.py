@@ -12,6 +12,7 @@ from moe_finetune.checkpoint.adapter_files import WEIGHTS as ADAPTER_FILE
 from moe_finetune.checkpoint.adapter_files import named_tensors, write_metadata
 from moe_finetune.checkpoint.export import carried_files, public_name, write_card
 from moe_finetune.checkpoint.open import Checkpoint, open_checkpoint
+from moe_finetune.checkpoint.saved_names import keep_names
 from moe_finetune.checkpoint.tokenizer_files import (
     GENERATION,
     differences,
@@ -60,7 +61,7 @@ def save_trained(
 
     The folder appears whole or not at all. ``metadata``: of an earlier :func:`run_metadata`;
     ``overwrite``: replace the folder of a training that ended earlier; ``base``: the recipe's, if
-    open, whose small files a whole model then keeps.
+    open, whose tensor names and small files a whole model then keeps.
     """
     from peft import PeftModel
 
@@ -103,6 +104,8 @@ def _write_model(
     exported = balancer if recipe.method.export_bias == "write" else None
     if exported is not None:
         weights = add_bias(exported, moe_layers(model), weights)
+    if base is not None:
+        keep_names(model, base)
     model.save_pretrained(folder, state_dict=weights)
     # transformers names the type that was trained.
     change_config(folder, lambda _: {"dtype": recipe.model.dtype})
@@ -180,14 +183,19 @@ def name_base(model: Any, recipe: Recipe) -> None:
         config.revision = recipe.model.revision
 
 
-def base_fingerprint(recipe: Recipe, checkpoint: Checkpoint | None) -> dict[str, str]:
-    """The fingerprint of the recipe's base, as stored in the adapter's metadata."""
+def open_base(recipe: Recipe) -> Checkpoint | None:
+    """The recipe's base; None if the model began with random weights."""
     if recipe.model.init != "checkpoint":
+        return None
+    folder = local_folder(recipe.model.path, revision=recipe.model.revision)
+    return open_checkpoint(folder, stored=True)
+
+
+def base_fingerprint(base: Checkpoint | None) -> dict[str, str]:
+    """The fingerprint of a run's base, as stored in the adapter's metadata."""
+    if base is None:
         return {}
-    if checkpoint is None:
-        folder = local_folder(recipe.model.path, revision=recipe.model.revision)
-        checkpoint = open_checkpoint(folder, stored=True)
-    key, tensors = named_tensors(checkpoint)
+    key, tensors = named_tensors(base)
     return {key: fingerprint(tensors)}
 
 
@@ -200,7 +208,7 @@ def run_metadata(recipe: Recipe, checkpoint: Checkpoint | None = None) -> dict[s
         "method": recipe.method.preset,
         "recipe": recipe.hash,
         "data": _data_names(recipe),
-        **base_fingerprint(recipe, checkpoint),
+        **base_fingerprint(checkpoint or open_base(recipe)),
     }
 
 

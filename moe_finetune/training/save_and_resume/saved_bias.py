@@ -45,12 +45,14 @@ class KeptBias:
         self.owner = owner
         self._wanted = in_checkpoints or isinstance(self.model, PeftModel)
         self._unhook: list[Callable[[], None]] = []
+        self._saves = False
+        self._former_save: Any = None
 
     def in_saves(self) -> None:
         """From now on, write the bias with everything that the model saves."""
-        done = "save_pretrained" in self.model.__dict__
-        if done or not (self._wanted and hasattr(self.model, "save_pretrained")):
+        if self._saves or not (self._wanted and hasattr(self.model, "save_pretrained")):
             return
+        self._saves, self._former_save = True, self.model.__dict__.get("save_pretrained")
         original = self.model.save_pretrained
         self.model.__dict__["save_pretrained"] = wraps(original)(partial(self._save, original))
 
@@ -76,7 +78,11 @@ class KeptBias:
         """Remove the bias from the model's forwards and saves."""
         while self._unhook:
             self._unhook.pop()()
-        self.model.__dict__.pop("save_pretrained", None)
+        if self._saves:
+            self._saves = False
+            del self.model.__dict__["save_pretrained"]
+            if self._former_save is not None:
+                self.model.__dict__["save_pretrained"] = self._former_save
 
     def _save(self, original: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         folder, layers = Path(save_directory), moe_layers(self.model)
