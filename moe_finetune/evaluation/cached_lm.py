@@ -13,6 +13,7 @@ from moe_finetune.errors import EvaluationError
 from moe_finetune.evaluation.backends import Backend
 from moe_finetune.evaluation.cache import ReplyStore, answer_all
 from moe_finetune.evaluation.suites import SuiteTask
+from moe_finetune.evaluation.tasks import REPLY_LENGTHS
 from moe_finetune.evaluation.thoughts import judged, opens_thoughts
 from moe_finetune.io.terminal import terminal
 
@@ -205,7 +206,7 @@ class CachedLM(LM):
         return [min(n, limit - extra) for n, extra in zip(lengths, room, strict=True)]
 
     def _reply_tokens(self, arguments: dict[str, Any]) -> int:
-        for key in ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"):
+        for key in REPLY_LENGTHS:
             if arguments.get(key) is not None:
                 return int(arguments[key])
         return int(getattr(self._inner, "max_gen_toks", 256))

@@ -1,7 +1,6 @@
 """Evaluate a checkpoint on a suite, with resumable and comparable results."""
 
 import datetime
-import importlib.metadata
 import os
 import time
 from collections.abc import Sequence
@@ -13,12 +12,11 @@ from moe_finetune.errors import EvaluationError, OutputExistsError
 from moe_finetune.evaluation.backends import Backend, open_backend
 from moe_finetune.evaluation.cache import ReplyStore
 from moe_finetune.evaluation.collect import sample_rows, task_result
-from moe_finetune.evaluation.offline import check_chats, of_lm_eval, prepare
+from moe_finetune.evaluation.lines import Line, lines_of, ready_lines
 from moe_finetune.evaluation.results import SCHEMA, Results, TaskResult
 from moe_finetune.evaluation.sandbox import Sandbox
 from moe_finetune.evaluation.sandbox.install import no_sandbox
-from moe_finetune.evaluation.suites import Suite, SuiteTask, load_suite, select
-from moe_finetune.evaluation.tasks import Catalog, Leaf
+from moe_finetune.evaluation.suites import Suite, load_suite, select
 from moe_finetune.io import clear_beside, clear_leftovers, one_writer, write_atomic
 from moe_finetune.io.environment import describe_environment
 from moe_finetune.io.hashes import sha256_json, to_json
@@ -68,7 +66,7 @@ def evaluate(
     output = Path(output)
     if data_dir is not None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    catalog, leaves = prepare(loaded, data_dir)
+    lines = ready_lines(loaded, data_dir, limit)
     sandbox, trouble = None, ""
     if programs := [t.label for t in loaded.tasks if t.code]:
         trouble = "" if allow_unsafe_local else no_sandbox()
@@ -82,36 +80,26 @@ def evaluate(
     clear_beside(output / RESULTS_FILE)
     for folder in ("cache", "tasks"):
         clear_leftovers(output / folder)
-    run = _Run(
-        loaded, catalog, active, settings, output, limit, seed, overflow, progress, sandbox, trouble
-    )
     try:
-        check_chats(loaded, loaded.tasks, getattr(active.lm, "tokenizer", None))
-        return run.go(leaves)
+        for line in lines:
+            line.check_tokenizer(getattr(active.lm, "tokenizer", None))
+        run = _Run(loaded, active, settings, output, limit, progress, sandbox, trouble)
+        return run.go(lines)
     finally:
         if opened is None:
             active.close()
 
 
-def definition_of(entry: SuiteTask, leaves: list[Leaf], limit: int | None) -> dict[str, Any]:
-    """What decides the requests and the score of a suite's line, apart from the model."""
-    return {
-        "entry": entry.model_dump(exclude={"label", "source", "chance", "files"}),
-        "leaves": {leaf.name: leaf.config_hash() for leaf in leaves},
-        "data": {leaf.name: leaf.data_hashes() for leaf in leaves},
-        "limit": min((n for n in (limit, entry.limit) if n is not None), default=None),
-        "package": importlib.metadata.version("moe-finetune"),
-    }
-
-
 def definitions(
     suite: Suite, data_dir: str | Path | None, limit: int | None
 ) -> dict[str, dict[str, Any]]:
-    """:func:`definition_of` every line of ``suite``, by label."""
+    """:meth:`Line.definition` of every line of ``suite``, checked, by label."""
     if data_dir is not None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    _, leaves = prepare(suite, data_dir, rehearsed=True)
-    return {entry.label: definition_of(entry, leaves[entry.label], limit) for entry in suite.tasks}
+    lines = list(lines_of(suite, data_dir, limit))
+    for line in lines:
+        line.check()
+    return {line.entry.label: line.definition() for line in lines}
 
 
 def _refuse_other_checkpoint(output: Path, backend: Backend) -> None:
@@ -132,13 +120,10 @@ class _Run:
     """One call of :func:`evaluate`, after all checks, with an open backend."""
 
     suite: Suite
-    catalog: Catalog
     backend: Backend
     settings: dict[str, Any]
     output: Path
     limit: int | None
-    seed: int
-    overflow: str
     progress: bool
     sandbox: Sandbox | None
     trouble: str
@@ -148,14 +133,14 @@ class _Run:
         self.key = f"{self.backend.identity[:12]}-{sha256_json(self.settings)[:12]}"
         self.started = time.time()
 
-    def go(self, leaves: dict[str, list[Leaf]]) -> Results:
+    def go(self, lines: list[Line]) -> Results:
         tasks: dict[str, TaskResult] = {}
         notes = list(self.backend.notes)
         try:
-            for index, entry in enumerate(self.suite.tasks, 1):
-                self._say(f"[{index}/{len(self.suite.tasks)}] {entry.label}")
-                result = self._task(entry, leaves[entry.label])
-                tasks[entry.label] = result
+            for index, line in enumerate(lines, 1):
+                label = line.entry.label
+                self._say(f"[{index}/{len(lines)}] {label}")
+                tasks[label] = result = self._task(line)
                 for note in result["notes"]:
                     self._say(f"  {note}")
         except BaseException:
@@ -167,27 +152,23 @@ class _Run:
         if self.progress:
             terminal().say(line)
 
-    def _task_file(self, key: str, entry: SuiteTask) -> Path:
-        return self.output / "tasks" / f"{entry.label}-{key[:16]}" / "result.json"
-
-    def _task(self, entry: SuiteTask, leaves: list[Leaf]) -> TaskResult:
-        definition = definition_of(entry, leaves, self.limit)
-        limit = definition["limit"]
+    def _task(self, line: Line) -> TaskResult:
+        entry, definition = line.entry, line.definition()
         key = sha256_json([definition, self.identity])
-        file = self._task_file(key, entry)
+        file = self.output / "tasks" / f"{entry.label}-{key[:16]}" / "result.json"
         if file.is_file():
             stored = cast(TaskResult, read_object(file, EvaluationError, "delete it", finite=False))
             if stored["value"] is not None or self.sandbox is None:
                 return stored
         started = time.perf_counter()
-        raw, usage = self._ask(entry, leaves, limit)
+        raw, usage = self._ask(line)
         samples = sample_rows(raw["samples"])
         write_jsonl(file.parent / "samples.jsonl", samples)
-        result = task_result(entry, leaves, raw)
+        result = task_result(entry, line.leaves, raw)
         result |= {
             "key": key,
             "config_sha256": sha256_json(definition["leaves"]),
-            "data_sha256": {leaf.name: leaf.data_hashes() for leaf in leaves},
+            "data_sha256": definition["data"],
             "samples": str((file.parent / "samples.jsonl").relative_to(self.output)),
             "usage": usage,
             "wall_seconds": time.perf_counter() - started,
@@ -211,34 +192,23 @@ class _Run:
         write_atomic(file, to_json(result, 1, sort=False))
         return result
 
-    def _ask(
-        self, entry: SuiteTask, leaves: list[Leaf], limit: int | None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        import lm_eval
+    def _ask(self, line: Line) -> tuple[dict[str, Any], dict[str, Any]]:
         from transformers import set_seed
 
-        from moe_finetune.evaluation.cached_lm import CachedLM, Overflow
+        from moe_finetune.evaluation.cached_lm import CachedLM
         from moe_finetune.evaluation.code import Run, scored_by, unscored
 
+        seed, overflow = self.settings["seed"], self.settings["overflow"]
         store = ReplyStore(self.output / "cache" / self.key / "replies.sqlite", self.identity)
-        overflow = cast(Overflow, self.overflow)
-        lm = CachedLM(self.backend, store, overflow, entry, self.progress)
-        set_seed(self.seed)
+        lm = CachedLM(self.backend, store, overflow, line.entry, self.progress)
+        set_seed(seed)
         run: Run = unscored if self.sandbox is None else self.sandbox.run_all
         try:
-            # `simple_evaluate` would also run git and pip for a record that is not used.
-            with of_lm_eval(self.suite, entry), scored_by(run):
-                raw = lm_eval.evaluate(
-                    lm=lm,
-                    task_dict=self.catalog.load(entry, leaves, self.seed),
-                    limit=limit,
-                    bootstrap_iters=1000,
-                    apply_chat_template=entry.chat,
-                    fewshot_as_multiturn=entry.chat,
-                )
+            with scored_by(run):
+                raw = line.ask(lm, line.limit, seed, resamples=1000)
         finally:
             store.close()
-        return cast(dict[str, Any], raw), lm.usage.as_dict()
+        return raw, lm.usage.as_dict()
 
     def _write(self, tasks: dict[str, TaskResult], notes: list[str], complete: bool) -> Results:
         results: Results = {

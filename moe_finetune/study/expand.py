@@ -59,9 +59,10 @@ def expand(study: StudyRecipe) -> list[Run]:
                 "values of an axis with a mapping"
             )
         layers = [*base, *(layer for choice in chosen for layer in choice.layers)]
+        recipe = _recipe(layers, study.seeds[0], study.overrides, arm)
         for seed in study.seeds:
-            recipe = _recipe(layers, seed, study.overrides, arm)
-            runs.append(Run(arm, seed, values, recipe))
+            of_seed = {"trainer": {**recipe.trainer, "seed": seed}}
+            runs.append(Run(arm, seed, values, recipe.model_copy(update=of_seed)))
     return runs
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from moe_finetune.errors import DataError
 from moe_finetune.evaluation.engine import definitions, evaluate
-from moe_finetune.evaluation.offline import prepare
+from moe_finetune.evaluation.lines import ready_lines
 from moe_finetune.evaluation.results import load_samples
 from moe_finetune.evaluation.suites import load_suite
 
@@ -26,9 +26,10 @@ def suite_key(suite: str) -> dict[str, Any]:
 
 def check_answers(suite: str, tokenizer: Any) -> None:
     """Refuse questions of :data:`JUDGEMENT` whose answers differ in their number of tokens."""
-    _, leaves = prepare(load_suite(suite), None)
-    for leaf in (leaf for line in leaves.values() for leaf in line if leaf.template == JUDGEMENT):
-        for split, rows in leaf.load().items():
+    judged = [line for line in ready_lines(load_suite(suite)) if line.entry.template == JUDGEMENT]
+    for line in judged:
+        (leaf,) = line.leaves  # a template's line is one task
+        for split, rows in line.rows(leaf).items():
             for number, row in enumerate(rows, 1):
                 counts = [
                     len(tokenizer.encode(f" {choice}", add_special_tokens=False))

@@ -1,6 +1,7 @@
 """What is wrong with a suite and its rows is said before a model is asked, with its place."""
 
 import json
+import shutil
 from random import getstate
 from types import SimpleNamespace
 
@@ -11,7 +12,8 @@ from moe_finetune import cli
 from moe_finetune.errors import DataError, EvaluationError
 from moe_finetune.evaluation.backends import Backend
 from moe_finetune.evaluation.engine import evaluate
-from moe_finetune.evaluation.offline import check_suite, prepare
+from moe_finetune.evaluation.lines import ready_lines
+from moe_finetune.evaluation.offline import check_suite
 from moe_finetune.evaluation.suites import Suite
 from tests.support import tiny
 
@@ -74,7 +76,7 @@ def test_rows_of_the_templates(tmp_path, task, row, said):
     files = write(tmp_path, [good, "", row, good])
     if said is None:
         suite, drawn = Suite(name="s", tasks=[task | {"files": files}], folder=tmp_path), getstate()
-        prepare(suite, None)
+        ready_lines(suite)
         assert getstate() == drawn, "a run draws what it drew without a rehearsal"
         (found,) = check_suite(suite)
         assert found.runnable and found.items == 3
@@ -212,6 +214,76 @@ def test_a_chat_without_a_template(tmp_path):
         evaluate("x", suite, output=tmp_path / "out", progress=False, opened=opened)
 
 
+def test_the_tokenizer_of_a_run_is_asked_before_it_trains(tmp_path, checkpoint, capsys):
+    """A chat that it cannot render, and an answer longer than a reply."""
+    base = tmp_path / "base"
+    shutil.copytree(checkpoint, base)
+    (base / "chat_template.jinja").unlink()
+    write(tmp_path, [{"text": f"{n} and {n + 1}"} for n in range(9)], "train.jsonl")
+    for change, said in [
+        ({"chat": True}, "task 'sums': chat: true, but the checkpoint's tokenizer cannot render"),
+        ({"max_tokens": 4}, "item 2 of"),
+    ]:
+        files = write(tmp_path, [ROW, ROW | {"answer": "1234567"}])
+        task = EXACT | {"files": files} | change
+        (tmp_path / "s.yaml").write_text(yaml.safe_dump({"name": "s", "tasks": [task]}))
+        recipe = {
+            "model": {"path": str(base)}, "data": {"train": str(tmp_path / "train.jsonl")},
+            "trainer": {"max_steps": 1, "use_cpu": True}, "lora": {"rank": 4},
+            "evaluation": {"suite": str(tmp_path / "s.yaml"), "backend": "hf"},
+        }  # fmt: skip
+        (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
+        arguments = ["train", str(tmp_path / "r.yaml"), "--output", str(tmp_path / "run")]
+        assert cli.main(arguments) == 2
+        assert said in " ".join(capsys.readouterr().err.split())
+        assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("cap", "fits"), [({}, False), ({"max_tokens": 41}, True)])
+def test_an_answer_that_is_longer_than_a_reply(tmp_path, cap, fits):
+    files = write(tmp_path, [ROW, ROW | {"answer": "7" * 33}, ROW | {"answer": "8" * 41}])
+    suite = Suite(name="s", tasks=[EXACT | {"files": files} | cap], folder=tmp_path)
+    (check,) = check_suite(suite, tokenizer=tiny.tokenizer())
+    assert check.runnable is fits
+    said = (
+        "rows.jsonl: its answer has 33 tokens, a reply at most 32, so 2 of 3 answers can never "
+        "be given; set max_tokens: 41"
+    )
+    assert fits or ("task 'sums': item 2 of" in check.problem and said in check.problem)
+    opened = Backend("none", SimpleNamespace(tokenizer=tiny.tokenizer()), "x", "x", {}, 1)
+    if not fits:
+        with pytest.raises(EvaluationError, match="set max_tokens: 41"):
+            evaluate("x", suite, output=tmp_path / "out", progress=False, opened=opened)
+
+
+def test_an_answer_that_is_null(own):
+    """Where a task's file writes it into a text, it would be the text None."""
+    (own / "own/tasks/null.yaml").write_text(
+        yaml.safe_dump(SUM | {"task": "nothing", "doc_to_target": "{{a}}"})
+    )
+    files = write(own, [{"q": "1+1=", "a": "2"}, {"q": "1+2=", "a": None}])
+    task = {"task": "nothing", "shots": 0, "metric": "exact_match", "files": files}
+    refused(own, task, EvaluationError, "rows.jsonl: 'a', its answer, is null")
+
+
+def test_a_setting_of_generation_that_no_backend_knows(own):
+    settings = {"until": ["\n"], "max_gen_tokens": 5}
+    (own / "own/tasks/long.yaml").write_text(
+        yaml.safe_dump(SUM | {"task": "long", "generation_kwargs": settings})
+    )
+    files = write(own, [{"q": "1+1=", "a": 2}])
+    task = {"task": "long", "shots": 0, "metric": "exact_match", "files": files}
+    said = "have 'max_gen_tokens', which no backend knows; did you mean 'max_gen_toks'?"
+    refused(own, task, EvaluationError, said)
+
+
+def test_two_files_of_one_task(own):
+    (own / "own/tasks/twice.yaml").write_text(yaml.safe_dump(SUM | {"doc_to_target": "{{a}}"}))
+    task = {"task": "sum", "metric": "exact_match", "files": write(own, [{"q": "1", "a": 1}])}
+    said = "own/tasks/twice.yaml: its task 'sum' is in"
+    refused(own, task, EvaluationError, said)
+
+
 def test_a_later_row_and_a_changed_metric(own, checkpoint):
     """What the first items do not show ends the run with its task, and keeps what was done."""
     rows = [{"q": f"{n}+1=", "c": ["x", "y"], "a": n % 2} for n in range(5)]
@@ -254,7 +326,7 @@ def test_a_data_set_that_the_hub_does_not_give(tmp_path, monkeypatch):
     refused(tmp_path, task, DataError, said)
     assert set(asked) == {("HuggingFaceH4/MATH-500", "default")}
     with pytest.raises(DataError, match=r"HuggingFaceH4/MATH-500/default/SPLIT\.jsonl"):
-        prepare(Suite(name="s", tasks=[task]), None)
+        ready_lines(Suite(name="s", tasks=[task]))
 
 
 def test_an_offline_benchmark_stops_a_run_before_it_trains(tmp_path, checkpoint, capsys):

@@ -12,11 +12,12 @@ from moe_finetune.evaluation.backends import open_backend
 from moe_finetune.evaluation.code import human_eval_program, mbpp_program, scored_by
 from moe_finetune.evaluation.collect import task_result
 from moe_finetune.evaluation.engine import evaluate
-from moe_finetune.evaluation.offline import check_suite, rehearse, render_checks
+from moe_finetune.evaluation.lines import lines_of
+from moe_finetune.evaluation.offline import check_suite, render_checks
 from moe_finetune.evaluation.results import load_samples
 from moe_finetune.evaluation.sandbox import Sandbox
 from moe_finetune.evaluation.suites import Suite, SuiteTask, load_suite, suite_names
-from moe_finetune.evaluation.tasks import Catalog, Leaf
+from moe_finetune.evaluation.tasks import Leaf
 from tests.evaluation.local import write_suite
 from tests.evaluation.made_rows import Oracle, made_rows
 
@@ -37,8 +38,8 @@ def test_every_suite_names_installed_tasks_of_its_versions():
         assert len(suite.tasks) == count
         assert all(t.source and t.metric for t in suite.tasks)
     every = {t.label: t for name in suite_names() for t in load_suite(name).tasks}
-    catalog = Catalog(Suite(name="all", tasks=list(every.values())))
-    leaves = {label: catalog.leaves(task) for label, task in every.items() if not task.template}
+    suite = Suite(name="all", tasks=[task for task in every.values() if not task.template])
+    leaves = {line.entry.label: line.leaves for line in lines_of(suite)}
     assert len(leaves["mmlu"]) == 57
     assert len(leaves["bbh"]) == 27
     domains = [leaf.name for k in leaves if k.startswith("mmlu_") for leaf in leaves[k]
@@ -106,9 +107,9 @@ def test_a_hub_task_reads_the_documented_folder(tmp_path, backend):
     assert (task["n"], task["version"], task["chance"]) == (7, 2.0, 0.5)
     samples = load_samples(tmp_path / "out", task)
     assert samples[3]["prompts"][0][0].startswith("3 was counted.\nQuestion: is 3 even?")
-    (leaf,) = Catalog(suite).leaves(suite.tasks[0])
+    ((leaf,),) = (line.leaves for line in lines_of(suite))
     assert logging.getLogger("lm_eval").level == logging.ERROR  # of a task it warns line by line
-    assert not leaf.files and "custom_dataset" not in leaf.config, "local rows are that catalog's"
+    assert not leaf.files and "custom_dataset" not in leaf.config, "local rows are that line's"
 
 
 def test_a_naive_average_counts_every_task_once():
@@ -191,15 +192,13 @@ def test_suite_files_are_checked(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_metric_that_a_group_does_not_report(catalog):
+def test_a_metric_that_a_group_does_not_report(data):
     tasks = [{"task": "mmlu", "metric": "acc_norm"}, {"task": "glue", "metric": "acc"}]
     tasks.append({"task": "glue", "label": "mean", "metric": "mean_acc", "aggregate": "mean_acc"})
     suite = Suite(name="s", tasks=tasks)
-    entries = Catalog(suite, catalog.data_dir)
-    for entry in suite.tasks:
-        for leaf in entries.leaves(entry):
-            write_missing(catalog.data_dir, leaf)
-    mmlu, glue, mean = check_suite(suite, catalog.data_dir)
+    for line in lines_of(suite, data):
+        write_missing(line)
+    mmlu, glue, mean = check_suite(suite, data)
     assert not mmlu.runnable and "it reports acc with filter none" in mmlu.problem
     assert not glue.runnable and "it is a group without a score; list its tasks" in glue.problem
     assert not mean.runnable and "reports no metric 'mean_acc'" in mean.problem  # CoLA's is mcc
@@ -224,10 +223,10 @@ def every_task() -> list[SuiteTask]:
     return list(entries.values())
 
 
-def write_missing(folder, leaf):
-    """Write the files that a leaf needs, from made rows."""
-    for file in leaf.missing:
-        if not file.exists():
+def write_missing(line):
+    """Write the files that a line needs, from made rows."""
+    for leaf in line.leaves:
+        for file in leaf.missing:
             file.parent.mkdir(parents=True, exist_ok=True)
             rows = made_rows(leaf.config["dataset_path"], leaf.config.get("dataset_name"))
             file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -252,26 +251,12 @@ def scores(task, oracle, entry) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def catalog(tmp_path_factory):
-    entries = every_task()
-    for entry in entries:
-        entry.files = {split: f.removesuffix(".gz") for split, f in entry.files.items()}
-    suite = Suite(name="all", tasks=entries)
-    return Catalog(suite, tmp_path_factory.mktemp("data"))
-
-
-def load(catalog, entry, leaves):
-    for leaf in leaves:
-        write_missing(catalog.data_dir, leaf)
-    leaves = catalog.leaves(entry)
-    tasks = catalog.load(entry, leaves)["tasks"]
-    for leaf in leaves:
-        tasks[leaf.name].build_all_requests(limit=ITEMS, rank=0, world_size=1)
-        yield leaf, tasks[leaf.name]
+def data(tmp_path_factory):
+    return tmp_path_factory.mktemp("data")
 
 
 @pytest.mark.slow
-def test_right_answers_score_one_and_wrong_ones_nothing(catalog, monkeypatch):
+def test_right_answers_score_one_and_wrong_ones_nothing(data, monkeypatch):
     import lm_eval.utils
 
     # lm-eval compiles a prompt's template anew for every item: four fifths of the time here.
@@ -280,13 +265,20 @@ def test_right_answers_score_one_and_wrong_ones_nothing(catalog, monkeypatch):
     oracles = Oracle(True), Oracle(False)
     seen: set[str] = set()
     sandbox = Sandbox(allow_unsafe_local=True)
-    for entry in catalog.suite.tasks:
-        leaves = [leaf for leaf in catalog.leaves(entry) if leaf.name not in seen]
-        seen |= {leaf.name for leaf in leaves}
-        wanted = {leaf.name for leaf in leaves}
-        for leaf, task in load(catalog, entry, leaves):
-            if leaf.name not in wanted:
+    entries = every_task()
+    for entry in entries:
+        entry.files = {split: f.removesuffix(".gz") for split, f in entry.files.items()}
+    suite = Suite(name="all", tasks=entries)
+    for entry, line in zip(entries, lines_of(suite, data), strict=True):
+        write_missing(line)
+        (line,) = lines_of(suite.model_copy(update={"tasks": [entry]}), data)
+        tasks = line.load()["tasks"]
+        for leaf in line.leaves:
+            if leaf.name in seen:
                 continue
+            seen.add(leaf.name)
+            task = tasks[leaf.name]
+            task.build_all_requests(limit=ITEMS, rank=0, world_size=1)
             if entry.aggregate:
                 entry = entry.model_copy(update={"metric": task.config.metric_list[0]["metric"]})
             with scored_by(sandbox.run_all):
@@ -298,5 +290,5 @@ def test_right_answers_score_one_and_wrong_ones_nothing(catalog, monkeypatch):
             else:
                 assert right == pytest.approx([1] * ITEMS), leaf.name
                 assert wrong == pytest.approx([0] * ITEMS), leaf.name
-        rehearse(catalog, entry.model_copy(), catalog.leaves(entry))
+        line.rehearse()
     assert len(seen) == 205

@@ -15,7 +15,7 @@ from moe_finetune.checkpoint.exported_bias import bias_config
 from moe_finetune.checkpoint.open import stale_head
 from moe_finetune.checkpoint.updates import check_adapter
 from moe_finetune.errors import DependencyError, RecipeError, UnsupportedModelError
-from moe_finetune.evaluation.offline import prepare as prepare_suite
+from moe_finetune.evaluation.lines import ready_lines
 from moe_finetune.evaluation.suites import load_suite, select
 from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.large.offload import check_offload
@@ -147,11 +147,12 @@ def tell_of_router(start: Start) -> None:
 
 
 def check_evaluation(start: Start) -> None:
-    """Fetch the suite's data now."""
+    """Fetch and check the suite's data now, with the tokenizer that the result will have."""
     if (section := start.recipe.evaluation) is not None:
         suite = load_suite(section.suite)
         suite = suite if section.only is None else select(suite, section.only)
-        prepare_suite(suite, section.data_dir)
+        for line in ready_lines(suite, section.data_dir):
+            line.check_tokenizer(start.tokenizer)
 
 
 def in_one_line(error: Exception) -> str:
