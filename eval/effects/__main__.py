@@ -37,7 +37,7 @@ class Tuned:
         """See :meth:`RunResult.value`."""
         if metric != "score":
             return self.run.value(metric)
-        scores = [task["value"] for task in self.run.tasks.values()]
+        scores = [score.value for score in self.run.scores.values()]
         return 100 * sum(scores) / len(scores) if scores else None
 
 

@@ -154,8 +154,8 @@ def verdicts(
             raise DataError(f"{where}: the item has no {error} for form '{form}'") from None
         except (TypeError, AttributeError, DataError) as error:
             raise DataError(f"{where}: not an item of form '{form}': {error}") from None
-    found = (run or _run.get() or Sandbox().run_all)(programs)
-    rows = iter([{"passed": verdict.passed, "reason": verdict.reason} for verdict in found])
+    results = (run or _run.get() or Sandbox().run_all)(programs)
+    rows = iter([{"passed": verdict.passed, "reason": verdict.reason} for verdict in results])
     return [list(itertools.islice(rows, len(texts))) for texts in replies]
 
 

@@ -30,8 +30,8 @@ def task_result(entry: SuiteTask, leaves: list[Leaf], raw: dict[str, Any]) -> Ta
     headline = f"{entry.metric},{entry.filter}"
     if entry.aggregate == "mean_acc":
         subtasks = [_metrics(rows[name]) for name in names]
-        every = all("acc,none" in metric for metric in subtasks)  # CoLA has none
-        metrics = {headline: mean_accuracy(subtasks)} if every else {}
+        scored = all("acc,none" in metric for metric in subtasks)  # CoLA has none
+        metrics = {headline: mean_accuracy(subtasks)} if scored else {}
     notes = []
     if any(leaf.examples and leaf.examples == leaf.tested for leaf in leaves):
         notes.append(

@@ -148,8 +148,8 @@ def _text(match: re.Match[str]) -> str:
 
 
 def _joined(match: re.Match[str]) -> str:
-    before = match.string[: match.start()]
-    enclosed = any(before.count(a) > before.count(b) for a, b in ("()", "[]", (r"\{", r"\}")))
+    prefix = match.string[: match.start()]
+    enclosed = any(prefix.count(a) > prefix.count(b) for a, b in ("()", "[]", (r"\{", r"\}")))
     return match[0] if enclosed else match[0].replace(",", "")
 
 

@@ -99,8 +99,8 @@ class Line:
             yield from sorted(indexed_name.tags)
         elif indexed_name.kind.name == "GROUP":
             members: Any = (indexed_name.cfg or {}).get("task") or []
-            for each in members if isinstance(members, list) else [members]:
-                yield from self._names(each, (*groups, name))
+            for child in members if isinstance(members, list) else [members]:
+                yield from self._names(child, (*groups, name))
         else:
             yield name
 
@@ -124,7 +124,8 @@ class Line:
                 f"has shots: {entry.shots} but only the tested rows to take them from; give others "
                 "under files: {train: FILE}, or set shots: 0"
             )
-        paths = {s: self._local(config, s) for s in sorted({tested, examples} - {None})}
+        splits = {split for split in (tested, examples) if split}
+        paths = {split: self._local(config, split) for split in sorted(splits)}
         local = {split: path for split, path in paths.items() if path is not None}
         if local and len(local) < len(paths):
             raise self._error(
@@ -207,12 +208,13 @@ class Line:
             if not leaf.files:
                 require_hub(leaf)
             rows, shots = self.rows(leaf), self._shots(leaf.config)
-            count = len(rows[leaf.examples]) if leaf.examples in rows else None
-            if count is not None and count < shots + (leaf.examples == leaf.tested):
-                raise DataError(
-                    f"{leaf.files[leaf.examples]}: {count} rows, too few for shots: {shots} of "
-                    f"task '{leaf.name}'"
-                )
+            if leaf.examples is not None and leaf.examples in rows:
+                count = len(rows[leaf.examples])
+                if count < shots + (leaf.examples == leaf.tested):
+                    raise DataError(
+                        f"{leaf.files[leaf.examples]}: {count} rows, too few for shots: {shots} of "
+                        f"task '{leaf.name}'"
+                    )
 
     def check_tokenizer(self, tokenizer: Any) -> None:
         """Refuse a chat that ``tokenizer`` cannot render, and answers longer than a reply."""
@@ -234,7 +236,7 @@ class Line:
         limit = self.entry.max_tokens or leaf.config["generation_kwargs"]["max_gen_toks"]
         answers = [row["answer"].strip() for row in self.rows(leaf)[leaf.tested]]
         lengths = [len(ids) for ids in tokenizer(answers, add_special_tokens=False)["input_ids"]]
-        if long := [number for number, length in enumerate(lengths, 1) if length > limit]:
+        if long := [item for item, length in enumerate(lengths, 1) if length > limit]:
             raise self._error(
                 f"item {long[0]} of {leaf.files[leaf.tested or '']}: its answer has "
                 f"{lengths[long[0] - 1]} tokens, a reply at most {limit}, so {len(long)} of "
@@ -279,12 +281,12 @@ class Line:
         """Refuse settings of the generation that no backend knows; some drop them silently."""
         from transformers import GenerationConfig
 
-        known = {*REPLY_LENGTHS, *_OF_SERVERS, *GenerationConfig().to_dict()}
+        supported = {*REPLY_LENGTHS, *_OF_SERVERS, *GenerationConfig().to_dict()}
         for key in task.config.generation_kwargs or {}:
-            if key not in known:
+            if key not in supported:
                 raise self._error(
                     f"its generation_kwargs have '{key}', which no backend knows"
-                    f"{did_you_mean(key, known)}; correct the file that defines it"
+                    f"{did_you_mean(key, supported)}; correct the file that defines it"
                 )
 
     def _check_items(self, task: Any) -> None:

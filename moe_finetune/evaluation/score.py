@@ -14,12 +14,19 @@ import numpy as np
 from scipy.stats import norm
 
 from moe_finetune.errors import EvaluationError
-from moe_finetune.evaluation.results import SAMPLE, TaskResult, load_samples, samples_file
+from moe_finetune.evaluation.results import (
+    SAMPLE,
+    Results,
+    TaskResult,
+    load_samples,
+    samples_file,
+)
 from moe_finetune.evaluation.statistics import (
     PairedTest,
     compare_items,
     compare_seeds,
     newcombe,
+    newcombe_p,
     normal,
     wilson,
 )
@@ -114,6 +121,12 @@ class Score:
         return normal(self.value, self.stderr)
 
 
+def scores_of(results: Results, folder: Path) -> dict[str, Score]:
+    """The scored tasks of the ``results.json`` in ``folder``."""
+    scores = {name: Score.parse(task, folder) for name, task in results["tasks"].items()}
+    return {name: score for name, score in scores.items() if not math.isnan(score.value)}
+
+
 def compare_scores(
     baseline: Sequence[Score],
     arm: Sequence[Score],
@@ -124,21 +137,14 @@ def compare_scores(
     If both answered the same prompts and the scores are means over their items, the test is over
     items, and also over seeds if there are several. Otherwise it is Student's paired t test over
     seeds. A single seed gets Newcombe's interval for shares of 0/1 items, else the normal test,
-    both for independent samples. The verdict is ``unknown`` if there is neither a test nor an
-    interval, or if metrics or their directions differ.
+    both for independent samples. There is no test if metrics or their directions differ.
+
+    The verdict depends on what is shown together: :func:`.statistics.decide_together`.
     """
     if len(baseline) != len(arm) or not arm:
         raise ValueError(
             f"{len(baseline)} and {len(arm)} seeds; expected equal numbers, at least one"
         )
-    test = _test(baseline, arm, rng)
-    test.decide(arm[0].higher_is_better)
-    return test
-
-
-def _test(
-    baseline: Sequence[Score], arm: Sequence[Score], rng: int | np.random.Generator
-) -> PairedTest:
     if len({(score.metric, score.higher_is_better) for score in (*baseline, *arm)}) > 1:
         return PairedTest("none", math.nan)
     if (values := _item_values(baseline, arm)) is not None:
@@ -150,8 +156,8 @@ def _test(
     difference = second.value - first.value
     if first.is_zero_one and second.is_zero_one:
         assert first.n is not None and second.n is not None
-        interval = newcombe(first.value, first.n, second.value, second.n)
-        return PairedTest("Newcombe", difference, *interval)
+        shares = (first.value, first.n, second.value, second.n)
+        return PairedTest("Newcombe", difference, *newcombe(*shares), newcombe_p(*shares))
     stderr = math.hypot(first.stderr, second.stderr)
     if math.isnan(stderr + difference):
         return PairedTest("none", difference)

@@ -14,6 +14,7 @@ from scipy import stats
 ALPHA = 0.05
 RESAMPLES = 10_000
 Z = float(stats.norm.ppf(1 - ALPHA / 2))
+_LARGEST_Z = 38.0  # its p value is the smallest that a float holds
 # Maximum number of values that a bootstrap keeps in memory.
 _BLOCK = 4_000_000
 
@@ -56,8 +57,9 @@ class PairedTest:
             independent samples), ``not enough seeds``, or ``none``.
         difference: arm - baseline.
         low, high: 95 % interval of the difference, if any.
-        p: p value; ``p_holm``: corrected over all comparisons of this kind.
-        verdict: ``better``, ``worse``, ``unclear``, or ``unknown`` without a test or an interval.
+        p: p value; ``p_holm``: corrected over all comparisons that are shown together.
+        verdict: ``better``, ``worse``, ``unclear``, or ``unknown`` without a test or an interval,
+            and until :func:`decide_together` has all tests that are shown together.
     """
 
     name: str
@@ -66,7 +68,7 @@ class PairedTest:
     high: float | None = None
     p: float | None = None
     p_holm: float | None = None
-    verdict: str = "unclear"
+    verdict: str = "unknown"
 
     def decide(self, higher_is_better: bool) -> None:
         """Set the verdict at the 5 % level, by the corrected p value, p value, or interval."""
@@ -84,16 +86,18 @@ class PairedTest:
             self.verdict = "unclear"
 
 
-def correct_and_decide(tests: Sequence[tuple[PairedTest, bool]]) -> None:
+def decide_together(tests: Sequence[tuple[PairedTest, bool]]) -> None:
     """Correct the p values of these tests together (Holm) and set their verdicts.
 
     Args:
-        tests: tests, each with whether higher is better; those without a p value get no correction.
+        tests: all tests that a reader sees at once, each with whether higher is better; those
+            without a p value get no correction.
     """
-    tested = [(test, higher) for test, higher in tests if test.p is not None]
-    corrected = holm([test.p for test, _ in tested if test.p is not None])
-    for (test, higher), p in zip(tested, corrected, strict=True):
+    tested = [test for test, _ in tests if test.p is not None]
+    corrected = holm([test.p for test in tested if test.p is not None])
+    for test, p in zip(tested, corrected, strict=True):
         test.p_holm = p
+    for test, higher in tests:
         test.decide(higher)
 
 
@@ -132,12 +136,12 @@ def compare_seeds(values_S: np.ndarray, baseline_S: np.ndarray) -> PairedTest:
     difference_S = np.asarray(values_S, float) - np.asarray(baseline_S, float)
     mean = float(difference_S.mean())
     if not np.isfinite(difference_S).all():
-        return PairedTest("none", mean, verdict="unknown")
+        return PairedTest("none", mean)
     if len(difference_S) > 1 and not difference_S.any():
         return PairedTest("paired t", 0.0, 0.0, 0.0, 1.0)
     # Equal differences may still differ by the rounding of the values that were subtracted.
     if len(difference_S) < 2 or np.ptp(difference_S) <= 1e-12 * np.abs(difference_S).max():
-        return PairedTest("not enough seeds", mean, verdict="unknown")
+        return PairedTest("not enough seeds", mean)
     interval = t_interval(difference_S)
     p = float(stats.ttest_1samp(difference_S, 0.0).pvalue)
     return PairedTest("paired t", mean, interval.low, interval.high, p)
@@ -217,13 +221,13 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected.tolist()
 
 
-def wilson(share: float, n: int) -> tuple[float, float]:
-    """Return Wilson's score interval of a share of ``n`` items.
+def wilson(share: float, n: int, z: float = Z) -> tuple[float, float]:
+    """Return Wilson's score interval of a share of ``n`` items; 95 % by default.
 
     SciPy's version takes only integer counts, which a mean over several replies per item is not.
     """
-    center = (share + Z * Z / (2 * n)) / (1 + Z * Z / n)
-    half = Z / (1 + Z * Z / n) * math.sqrt(share * (1 - share) / n + Z * Z / (4 * n * n))
+    center = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     return max(0.0, center - half), min(1.0, center + half)
 
 
@@ -232,19 +236,37 @@ def normal(value: float, stderr: float) -> tuple[float, float]:
     return value - Z * stderr, value + Z * stderr
 
 
-def newcombe(share_a: float, n_a: int, share_b: float, n_b: int) -> tuple[float, float]:
+def newcombe(
+    share_a: float, n_a: int, share_b: float, n_b: int, z: float = Z
+) -> tuple[float, float]:
     """Return the hybrid score interval of ``share_b - share_a``, of two independent samples.
 
     Newcombe 1998, "Interval estimation for the difference between independent proportions",
     method 10; it is valid at shares of 0 and 1 too.
     """
-    low_a, high_a = wilson(share_a, n_a)
-    low_b, high_b = wilson(share_b, n_b)
+    low_a, high_a = wilson(share_a, n_a, z)
+    low_b, high_b = wilson(share_b, n_b, z)
     delta = share_b - share_a
     return (
         delta - math.hypot(share_b - low_b, high_a - share_a),
         delta + math.hypot(high_b - share_b, share_a - low_a),
     )
+
+
+def newcombe_p(share_a: float, n_a: int, share_b: float, n_b: int) -> float:
+    """Return the p value that inverts :func:`newcombe`: below 0.05 if its interval excludes 0.
+
+    It is that of the narrowest interval which contains 0; intervals grow with ``z``.
+    """
+    low_z, high_z = 0.0, _LARGEST_Z
+    for _ in range(60):
+        z = (low_z + high_z) / 2
+        low, high = newcombe(share_a, n_a, share_b, n_b, z)
+        if low <= 0 <= high:
+            high_z = z
+        else:
+            low_z = z
+    return 2 * float(stats.norm.sf(high_z))
 
 
 def relative_gain(cells: Iterable[tuple[float, float, bool]]) -> float | None:

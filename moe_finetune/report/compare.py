@@ -1,9 +1,11 @@
 """Scores and their differences, as shown on the page."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_finetune.evaluation.score import Score, compare_scores, same_prompts
+from moe_finetune.evaluation.statistics import PairedTest, decide_together
 from moe_finetune.report.markup import DASH, Markup, number, signed, tag
 
 SIGNS = {
@@ -64,9 +66,21 @@ class Difference:
         return f"[{low}, {high}]"
 
 
+def differences(pairs: Sequence[tuple[Score, Score]]) -> list[Difference]:
+    """Compare pairs (baseline, run) that a page shows together; their verdicts are corrected."""
+    tests = [compare_scores([baseline], [run]) for baseline, run in pairs]
+    decide_together(
+        [(test, run.higher_is_better) for test, (_, run) in zip(tests, pairs, strict=True)]
+    )
+    return [_difference(test, *pair) for test, pair in zip(tests, pairs, strict=True)]
+
+
 def difference(baseline: Score, run: Score) -> Difference:
-    """Compare two scores by :func:`compare_scores`, for the page."""
-    test = compare_scores([baseline], [run])
+    """Compare two scores that are shown alone."""
+    return differences([(baseline, run)])[0]
+
+
+def _difference(test: PairedTest, baseline: Score, run: Score) -> Difference:
     low, high = (math.nan if end is None else end for end in (test.low, test.high))
     both = bool(baseline.items and run.items)
     return Difference(

@@ -3,13 +3,14 @@
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
 from moe_finetune.evaluation.score import Score
 from moe_finetune.report.charts.frame import nth_color
 from moe_finetune.report.charts.lines import Series
-from moe_finetune.report.compare import Difference, difference
+from moe_finetune.report.compare import Difference, differences
 from moe_finetune.report.markup import Markup, breakable, number, tag
 from moe_finetune.report.routing import Routing
 from moe_finetune.report.runs import Run
@@ -71,7 +72,6 @@ class Report:
     runs: list[Run]
     title: str
     missing: list[tuple[str, str]] = field(default_factory=list)
-    _differences: dict[tuple[int, int], Difference] = field(default_factory=dict)
 
     @property
     def baseline(self) -> Run | None:
@@ -116,12 +116,41 @@ class Report:
                 lines.append(Timeline(shot, routings))
         return lines or [Timeline(shot, {END: shot.routing}) for shot in self.snapshots()]
 
-    def difference(self, baseline: Score, score: Score) -> Difference:
-        """Return :func:`difference`, which resamples, computed once for the page."""
-        pair = id(baseline), id(score)
-        if pair not in self._differences:
-            self._differences[pair] = difference(baseline, score)
-        return self._differences[pair]
+    def against_baseline(self, run: Run) -> dict[str, Difference]:
+        """Every benchmark of ``run`` against the baseline run, or against before fine-tuning."""
+        return self._differences[run.label, self.baseline is not None]
+
+    def against_before(self, run: Run) -> dict[str, Difference]:
+        """Every benchmark of ``run`` against the checkpoint before fine-tuning."""
+        return self._differences[run.label, False]
+
+    @cached_property
+    def _differences(self) -> dict[tuple[str, bool], dict[str, Difference]]:
+        """By run, and whether against the baseline run: all that the page compares, decided
+        together; computed once, since it resamples.
+        """
+        against: dict[tuple[str, bool], dict[str, Score]] = {}
+        for run in self.runs:
+            against[run.label, False] = run.base_scores
+            if self.baseline is not None:
+                against[run.label, True] = {} if run is self.baseline else self.baseline.scores
+        runs = {run.label: run for run in self.runs}
+        pairs = [
+            (key, task, (references[task], score))
+            for key, references in against.items()
+            for task, score in runs[key[0]].scores.items()
+            if task in references
+        ]
+        decided: dict[tuple[str, bool], dict[str, Difference]] = {key: {} for key in against}
+        compared = differences([pair for _, _, pair in pairs])
+        for (key, task, _), result in zip(pairs, compared, strict=True):
+            decided[key][task] = result
+        return decided
+
+    @property
+    def comparisons(self) -> int:
+        """The number of differences that the page shows."""
+        return sum(map(len, self._differences.values()))
 
     def note_missing(self, what: str, remedy: str) -> None:
         """Note what is not shown, and what would provide it."""

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import DataError
-from moe_finetune.evaluation.results import step_results
+from moe_finetune.evaluation.results import load_results, step_results
 from moe_finetune.evaluation.score import Score
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.run_folder import RunFolder, read_log
@@ -22,8 +22,14 @@ AXES = ("kind", "step", "epoch")
 class Curve:
     """A logged value over the steps, sorted; a step logged twice (after a resume) counts once."""
 
-    steps: list[float] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
+    steps: list[float]
+    values: list[float]
+
+    @property
+    def by_step(self) -> dict[float, float]:
+        """The finite values."""
+        pairs = zip(self.steps, self.values, strict=True)
+        return {step: value for step, value in pairs if math.isfinite(value)}
 
 
 @dataclass(frozen=True)
@@ -133,9 +139,8 @@ def _labels(folders: list[Path]) -> list[str]:
 def read_run(folder: Path, label: str) -> Run:
     """Read one run's folder."""
     files = RunFolder(folder)
-    curves, last_values = _read_metrics(files.metrics)
+    curves, last_values = read_curves(files)
     results, scores = read_results(files.results)
-    curves |= _score_curves(folder, results, curves)
     return Run(
         path=folder,
         label=label,
@@ -177,11 +182,14 @@ def _read_steps(path: Path) -> dict[float, Routing]:
     return {float(row["step"]): Routing.parse(row, path) for row in read_log(path)}
 
 
-def _read_metrics(path: Path) -> tuple[dict[str, Curve], dict[str, Any]]:
-    """Read ``metrics.jsonl``: numbers become curves by name, of other values the last is kept."""
+def read_curves(run: RunFolder) -> tuple[dict[str, Curve], dict[str, Any]]:
+    """What a run logged: numbers are curves by name, of other values the last is kept.
+
+    The scores of kept steps and of the end are curves ``scores/TASK``.
+    """
     points: dict[str, dict[float, float]] = {}
     others: dict[str, Any] = {}
-    for row in read_log(path):
+    for row in read_log(run.metrics):
         step, kind = float(row["step"]), row.get("kind", "train")
         for key, value in row.items():
             if key in AXES:
@@ -193,27 +201,18 @@ def _read_metrics(path: Path) -> tuple[dict[str, Curve], dict[str, Any]]:
                 points.setdefault(name, {})[step] = float(value)
             else:
                 others[name] = value
+    scored = step_results(run.path)
+    if scored and points and run.results.is_file():
+        scored[int(max(max(by_step) for by_step in points.values()))] = load_results(run.results)
+    for step, results in scored.items():
+        for task, score in results["tasks"].items():
+            value = math.nan if score["value"] is None else float(score["value"])
+            points.setdefault(f"scores/{task}", {})[float(step)] = value
     curves = {}
     for name, by_step in points.items():
         steps = sorted(by_step)
         curves[name] = Curve(steps, [by_step[step] for step in steps])
     return curves, others
-
-
-def _score_curves(
-    folder: Path, results: dict[str, Any], logged: dict[str, Curve]
-) -> dict[str, Curve]:
-    """``scores/TASK`` over the scored steps; the last one is the end of the run."""
-    scored: dict[float, Any] = {float(step): of for step, of in step_results(folder).items()}
-    if scored and logged:
-        scored[max(curve.steps[-1] for curve in logged.values())] = results
-    curves: dict[str, Curve] = {}
-    for step in sorted(scored):
-        for task, score in (scored[step].get("tasks") or {}).items():
-            curve = curves.setdefault(f"scores/{task}", Curve())
-            curve.steps.append(float(step))
-            curve.values.append(math.nan if score["value"] is None else float(score["value"]))
-    return curves
 
 
 def read_results(path: Path) -> tuple[dict[str, Any], dict[str, Score]]:

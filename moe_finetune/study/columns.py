@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 
 from moe_finetune.errors import StudyError, did_you_mean
-from moe_finetune.evaluation.score import higher_is_better
 from moe_finetune.study.results import AVERAGE, RunResult, StudyResults
 
 
@@ -30,11 +29,9 @@ def columns_of(results: StudyResults) -> list[Column]:
     """The study's benchmarks, their average if requested, and its metrics."""
     by_label: dict[str, Column] = {}
     for run in results.finished:
-        for label, task in run.tasks.items():
-            better = "higher" if higher_is_better(task) else "lower"
-            by_label.setdefault(
-                label, Column(label, task["metric"], better, True, items=task.get("n"))
-            )
+        for label, score in run.scores.items():
+            better = "higher" if score.higher_is_better else "lower"
+            by_label.setdefault(label, Column(label, score.metric, better, True, items=score.n))
     labels = results.benchmarks if results.benchmarks is not None else list(by_label)
     for label in labels:
         if label not in by_label:
@@ -47,8 +44,8 @@ def columns_of(results: StudyResults) -> list[Column]:
         columns.append(_average(columns))
     for name, better in metrics.items():
         if not any(run.has(name) for run in results.finished):
-            logged = _logged_metrics(results.finished[0])
-            raise StudyError(f"metrics: no run has '{name}'{did_you_mean(name, logged)}")
+            near = did_you_mean(name, results.finished[0].curves)
+            raise StudyError(f"metrics: no run has '{name}'{near}")
         columns.append(Column(name, name, better, benchmark=False))
     return columns
 
@@ -67,10 +64,6 @@ def _average(benchmarks: list[Column]) -> Column:
     return Column(AVERAGE, AVERAGE, first.better, benchmark=False, percent=first.percent)
 
 
-def _logged_metrics(run: RunResult) -> list[str]:
-    return sorted({key for row in run.rows for key in row} - {"kind", "step"})
-
-
 def _percent(column: Column, results: StudyResults) -> Column:
     values = [v for run in results.finished if (v := value_of(column, run)) is not None]
     shares = bool(values) and all(0 <= value <= 1 for value in values)
@@ -81,5 +74,5 @@ def value_of(column: Column, run: RunResult) -> float | None:
     """A run's value in a column; None if it has none."""
     if not column.benchmark:
         return run.value(column.name)
-    task = run.tasks.get(column.name)
-    return task["value"] if task else None
+    score = run.scores.get(column.name)
+    return score.value if score else None

@@ -9,32 +9,35 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from moe_finetune.errors import EvaluationError
 from moe_finetune.evaluation.results import Results, load_results
+from moe_finetune.evaluation.score import Score, scores_of
 from moe_finetune.study.results import RunResult, StudyResults
 from moe_finetune.study.table import Table, make_table
 
 
 @dataclass(frozen=True)
 class Evaluated(RunResult):
-    """A folder of results as a finished run, which has no log."""
-
-    @cached_property
-    def rows(self) -> list[dict[str, Any]]:
-        return []
+    """A file of results as a finished run, which has no log."""
 
     @cached_property
     def evaluation(self) -> Results:
         return load_results(self.folder)
 
+    @cached_property
+    def scores(self) -> dict[str, Score]:
+        return scores_of(self.evaluation, self.results_folder)
+
     @property
-    def scores_folder(self) -> Path:
+    def results_folder(self) -> Path:
         return self.folder if self.folder.is_dir() else self.folder.parent
 
     def value(self, metric: str) -> float | None:
         return None
+
+    def curve(self, metric: str) -> dict[float, float]:
+        return {}
 
 
 def compare(
@@ -48,11 +51,8 @@ def compare(
         Evaluated(label, 0, {"results": label}, Path(path), "finished", "", "")
         for label, path in zip(labels, results, strict=True)
     ]
-    first, *others = (
-        {n for n, task in run.tasks.items() if task["value"] is not None} for run in runs
-    )
-    for label, tasks in zip(labels[1:], others, strict=True):
-        if not first & tasks:
+    for label, run in zip(labels[1:], runs[1:], strict=True):
+        if not runs[0].scores.keys() & run.scores.keys():
             raise EvaluationError(f"{labels[0]} and {label} have no task in common")
     study = StudyResults(
         folder=Path(results[0]), name="comparison", title=f"Comparison with {labels[0]}", source="",
@@ -64,14 +64,10 @@ def compare(
     return study, table
 
 
-def _scored(run: RunResult) -> set[str]:
-    return {name for name, task in run.tasks.items() if task["value"] is not None}
-
-
 def _unfinished(runs: Sequence[Evaluated]) -> list[str]:
     return [
-        f"{run.scores_folder} is incomplete: {', '.join(run.evaluation.get('unfinished', []))} not "
-        "finished"
+        f"{run.results_folder} is incomplete: "
+        f"{', '.join(run.evaluation.get('unfinished', []))} not finished"
         for run in runs
         if not run.evaluation.get("complete", True)
     ]

@@ -6,8 +6,6 @@ The pictures show the arms' results side by side, and their curves over training
 import math
 from pathlib import Path
 
-import numpy as np
-
 from moe_finetune.io import write_atomic
 from moe_finetune.metrics.words import word
 from moe_finetune.report.charts.frame import nth_color
@@ -19,7 +17,7 @@ from moe_finetune.report.markup import Markup, join, number, tag
 from moe_finetune.report.page import render_page
 from moe_finetune.study import render
 from moe_finetune.study.columns import Column
-from moe_finetune.study.results import AVERAGE, StudyResults
+from moe_finetune.study.results import AVERAGE, StudyResults, mean_curve
 from moe_finetune.study.table import Cell, Group, Table, group_and_row
 
 POINTS = 3  # fewer points are not a curve
@@ -191,7 +189,7 @@ def _curves(
             if group_and_row(results, run.values) == (arms.name, row.label)
         ]
         curves = [
-            run.scores(column.name) if column.benchmark else run.curve(column.name) for run in runs
+            run.curve(f"scores/{column.name}" if column.benchmark else column.name) for run in runs
         ]
         if column.benchmark:  # of the runs that share a row, one has it
             curves = [curve for curve in curves if curve]
@@ -206,9 +204,3 @@ def _curves(
     column_name = column.name if column.benchmark else word(column.name).name
     title = f"{column_name}{', %,' if column.percent else ''} over training steps"
     return figure(title, line_chart(title, "The mean of each arm's runs.", series))
-
-
-def mean_curve(curves: list[dict[int, float]]) -> dict[int, float]:
-    """Mean of curves, by step, at the steps that all of them have."""
-    shared = set.intersection(*map(set, curves)) if curves else set()
-    return {step: float(np.mean([curve[step] for curve in curves])) for step in sorted(shared)}

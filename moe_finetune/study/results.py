@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 
 from moe_finetune.errors import StudyError
-from moe_finetune.evaluation.results import Results, TaskResult, step_results
+from moe_finetune.evaluation.results import Results
 from moe_finetune.evaluation.results import load_results as load_evaluation
+from moe_finetune.evaluation.score import Score, scores_of
 from moe_finetune.io.json_file import read_object
-from moe_finetune.io.run_folder import RunFolder, read_log
+from moe_finetune.io.run_folder import RunFolder
+from moe_finetune.report.runs import Curve, read_curves
 from moe_finetune.study import folder as disk
 
 RMSE = "_rmse"
@@ -55,25 +57,22 @@ class RunResult:
         return RunFolder(self.folder).merged
 
     @cached_property
-    def rows(self) -> list[dict[str, Any]]:
-        return read_log(self.metrics_file)
-
-    @property
-    def scores_folder(self) -> Path:
-        return RunFolder(self.folder).evaluation
-
-    @cached_property
     def evaluation(self) -> Results | None:
         """The run's ``eval/results.json``, or None if the recipe evaluates nothing."""
         file = RunFolder(self.folder).results
         return load_evaluation(file) if file.is_file() else None
 
     @cached_property
-    def tasks(self) -> dict[str, TaskResult]:
-        """The run's benchmarks."""
-        return dict(self.evaluation["tasks"]) if self.evaluation else {}
+    def scores(self) -> dict[str, Score]:
+        """The run's benchmarks that are scored."""
+        folder = RunFolder(self.folder).evaluation
+        return scores_of(self.evaluation, folder) if self.evaluation else {}
 
-    def curve(self, metric: str) -> dict[int, float]:
+    @cached_property
+    def curves(self) -> dict[str, Curve]:
+        return read_curves(RunFolder(self.folder))[0]
+
+    def curve(self, metric: str) -> dict[float, float]:
         """Every logged value of ``metric`` by step.
 
         A routing metric is from training if training logs it, else from the validation sample.
@@ -83,30 +82,17 @@ class RunResult:
         if metric == PERPLEXITY:
             return {step: math.exp(loss) for step, loss in self.curve("eval_loss").items()}
         if metric == AVERAGE:
-            by_task = [self.scores(name) for name in self.tasks]
-            shared = set.intersection(*map(set, by_task)) if by_task else set()
-            return {s: float(np.mean([task[s] for task in by_task])) for s in sorted(shared)}
-        for name in (metric, f"routing/{metric}", f"eval_routing/{metric}"):
-            points = {int(row["step"]): float(row[name]) for row in self.rows if name in row}
-            if points:
-                return points
-        return {}
+            return mean_curve([self._scores(name) for name in self.scores])
+        names = (metric, f"end/{metric}", f"routing/{metric}", f"eval_routing/{metric}")
+        name = next((name for name in names if name in self.curves), None)
+        return self.curves[name].by_step if name else {}
 
-    def scores(self, benchmark: str) -> dict[int, float]:
-        """The run's score after every scored step and after its last step."""
-        tasks = {step: results["tasks"].get(benchmark) for step, results in self._scored.items()}
-        return {
-            step: float(task["value"])
-            for step, task in tasks.items()
-            if task is not None and task["value"] is not None
-        }
-
-    @cached_property
-    def _scored(self) -> dict[int, Results]:
-        by_step = step_results(self.folder)
-        if self.evaluation is not None and self.rows:
-            by_step[max(int(row["step"]) for row in self.rows)] = self.evaluation
-        return by_step
+    def _scores(self, benchmark: str) -> dict[float, float]:
+        """The scores on the way and at the end; without the former, one point at the last step."""
+        if curve := self.curve(f"scores/{benchmark}"):
+            return curve
+        last = max((curve.steps[-1] for curve in self.curves.values()), default=None)
+        return {} if last is None else {last: self.scores[benchmark].value}
 
     def has(self, metric: str) -> bool:
         """Return whether the run measured ``metric``, even if its reference is not finished."""
@@ -125,9 +111,9 @@ class RunResult:
             return None if loss is None else math.exp(loss)
         if metric.endswith(RMSE) and self.reference is not None:
             return self._distance(metric.removesuffix(RMSE))
-        for row in reversed(self.rows):
-            if metric in row:
-                return float(row[metric])
+        for name in (metric, f"end/{metric}"):
+            if name in self.curves:
+                return self.curves[name].values[-1]
         snapshot = RunFolder(self.folder).routing_after
         if not snapshot.is_file():
             return None
@@ -140,9 +126,14 @@ class RunResult:
         if self.reference is None or not self.reference.finished:
             return None
         curve, other = self.curve(metric), self.reference.curve(metric)
-        steps = sorted(curve.keys() & other.keys())
-        squares = [(curve[step] - other[step]) ** 2 for step in steps]
+        squares = [(curve[step] - other[step]) ** 2 for step in sorted(curve.keys() & other)]
         return math.sqrt(sum(squares) / len(squares)) if squares else None  # P0 eq. 43
+
+
+def mean_curve(curves: list[dict[float, float]]) -> dict[float, float]:
+    """Mean of curves, by step, at the steps that all of them have."""
+    shared = set.intersection(*map(set, curves)) if curves else set()
+    return {step: float(np.mean([curve[step] for curve in curves])) for step in sorted(shared)}
 
 
 @dataclass(frozen=True)

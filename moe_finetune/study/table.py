@@ -16,7 +16,7 @@ from moe_finetune.evaluation.score import Score, check_joined, compare_scores
 from moe_finetune.evaluation.statistics import (
     PairedTest,
     compare_seeds,
-    correct_and_decide,
+    decide_together,
     mean_and_deviation,
     relative_gain,
 )
@@ -161,8 +161,8 @@ def _averages(runs: list[RunResult], benchmarks: list[str]) -> Cell | None:
     scores: dict[int, dict[str, float]] = {}
     for run in runs:
         for name in benchmarks:
-            if name in run.tasks and (value := run.tasks[name]["value"]) is not None:
-                scores.setdefault(run.seed, {})[name] = value
+            if name in run.scores:
+                scores.setdefault(run.seed, {})[name] = run.scores[name].value
     by_seed = {
         seed: float(np.mean([*values.values()]))
         for seed, values in scores.items()
@@ -214,8 +214,7 @@ def _compare(table: Table, runs_of: dict[tuple[str, str], list[RunResult]]) -> N
                     )
     for label, cells in gains.items():
         table.gains[label] = relative_gain(cells)
-    # One family: whatever a reader sees at once.
-    correct_and_decide([(test, column.higher_is_better) for _, column, _, test in table.tests])
+    decide_together([(test, column.higher_is_better) for _, column, _, test in table.tests])
 
 
 def _test(
@@ -235,10 +234,7 @@ def _test(
 
 def _scores(column: Column, runs: list[RunResult], seeds: list[int]) -> list[Score]:
     """The benchmark's score for each seed, from the run that has it."""
-    scores: dict[int, Score] = {}
-    for run in runs:
-        if run.seed in seeds and value_of(column, run) is not None:
-            scores[run.seed] = Score.parse(run.tasks[column.name], run.scores_folder)
+    scores = {run.seed: run.scores[column.name] for run in runs if column.name in run.scores}
     return [scores[seed] for seed in seeds]
 
 

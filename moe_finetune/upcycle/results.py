@@ -45,7 +45,7 @@ class MeasuredRun(RunResult):
     def value(self, metric: str) -> float | None:
         return self.measured.get(metric)
 
-    def curve(self, metric: str) -> dict[int, float]:
+    def curve(self, metric: str) -> dict[float, float]:
         return {}
 
 

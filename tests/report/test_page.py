@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from moe_finetune.errors import OutputError, OutputExistsError
+from moe_finetune.evaluation.score import compare_scores
+from moe_finetune.evaluation.statistics import holm
 from moe_finetune.report import write_report
 from moe_finetune.report.compare import difference
 from moe_finetune.report.context import Report, Section
@@ -135,11 +137,23 @@ def test_title_of_the_load_says_what_happened(tmp_path: Path):
 
 
 def test_verdicts_on_the_page(runs: list[Path], tmp_path: Path):
+    """They are corrected over every difference on it: with the baseline, and with before."""
     baseline, run = read_runs(runs[:2])
-    verdicts = {t: difference(baseline.scores[t], score).verdict for t, score in run.scores.items()}
-    better = [task for task, verdict in verdicts.items() if verdict == "better"]
+    tests = {
+        (other, label, task): compare_scores([references[task]], [score])
+        for label, shown in (("baseline", baseline), ("run", run))
+        for other, references in (("base", shown.base_scores), ("baseline", baseline.scores))
+        for task, score in shown.scores.items()
+        if task in references and (other, label) != ("baseline", "baseline")
+    }
+    corrected = holm([test.p for test in tests.values()])
+    clear = {key for key, p in zip(tests, corrected, strict=True) if p < 0.05}
+    better = [task for task in run.scores if ("baseline", "run", task) in clear]
+    alone = [
+        t for t, s in run.scores.items() if difference(baseline.scores[t], s).verdict != "unclear"
+    ]
+    assert better and set(better) < set(alone)
     _, page = _page(runs[:2], tmp_path / "page.html")
-    assert better and set(verdicts.values()) == {"better", "unclear"}
     scores = re.search(r"Scoresbetter on (.*?); no clear difference", page.text).group(1)
     assert re.findall(r"(\w+) \(\+[\d.]+ pp, 95\xa0% interval \[", scores) == better
     assert page.text.count("▲ better") == len(better)

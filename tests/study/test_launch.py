@@ -14,6 +14,7 @@ import yaml
 from moe_finetune.cli import main
 from moe_finetune.errors import StudyError
 from moe_finetune.io.children import Failure, failure
+from moe_finetune.io.run_folder import read_log
 from moe_finetune.study import load_results
 from moe_finetune.study.recipe import LaunchSection
 from moe_finetune.study.runner import starter
@@ -124,7 +125,7 @@ def test_accelerate_needs_its_configuration(tmp_path):
 
 
 def read_steps(run) -> list[int]:
-    return [row["step"] for row in run.rows if row["kind"] == "train"]
+    return [row["step"] for row in read_log(run.metrics_file) if row["kind"] == "train"]
 
 
 @pytest.mark.slow

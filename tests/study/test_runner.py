@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from moe_finetune.errors import CheckpointError, OutputExistsError, StudyError
+from moe_finetune.io.run_folder import read_log
 from moe_finetune.recipe.schema import load_recipe
 from moe_finetune.run import run_recipe
 from moe_finetune.study import load_results, load_study, run_study, runner
@@ -75,9 +76,13 @@ def test_every_run_is_an_ordinary_run_in_its_own_folder(finished):
     for run in results.runs:
         assert run.finished and run.folder == finished / "runs" / run.arm / f"seed_{run.seed}"
         assert (run.merged / "config.json").is_file()
-        assert [row["step"] for row in run.rows if row["kind"] == "train"] == [1, 2, 3]
+        assert [row["step"] for row in read_log(run.metrics_file) if row["kind"] == "train"] == [
+            1,
+            2,
+            3,
+        ]
         assert run.evaluation is not None and run.evaluation["complete"]
-    seeds = [results.of("none")[i].rows[0]["loss"] for i in (0, 1)]
+    seeds = [read_log(results.of("none")[i].metrics_file)[0]["loss"] for i in (0, 1)]
     assert seeds[0] != seeds[1], "the seed does not reach the run"
 
 
@@ -94,7 +99,9 @@ def test_table_holds_mean_and_spread_of_the_runs_own_results(finished):
         row = rows[arm, "colours"]
         assert float(row["mean"]) == pytest.approx(np.mean(found), abs=1e-12)
         assert float(row["std"]) == pytest.approx(np.std(found, ddof=1), abs=1e-12)
-        logged = [run.rows[-2]["routing/max_violation"] for run in results.of(arm)]
+        logged = [
+            read_log(run.metrics_file)[-2]["routing/max_violation"] for run in results.of(arm)
+        ]
         violation = float(rows[arm, "routing/max_violation"]["mean"])
         assert violation == pytest.approx(np.mean(logged), abs=1e-12)
         after = [

@@ -64,8 +64,9 @@ def test_what_is_scored_on_the_way_is_what_a_shorter_run_leaves(finished, traine
     assert len(hashes) == 3
     for task in ("sums", "colours"):
         end = long.evaluation["tasks"][task]["value"]
-        assert long.scores(task)[1] == short.scores(task)[1]
-        assert list(long.scores(task)) == [1, 2, 3] and long.scores(task)[3] == end
+        curve = long.curve(f"scores/{task}")
+        assert curve[1] == short.scores[task].value
+        assert list(curve) == [1, 2, 3] and curve[3] == end
     states = RunFolder(long.folder).kept_steps().values()
     left = {path.name for state in states for path in state.path.iterdir()}
     assert left <= {"eval", "summary.json"}, "weights go once they are scored"

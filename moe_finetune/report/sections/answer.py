@@ -13,7 +13,7 @@ from moe_finetune.report.markup import DASH, Markup, breakable, is_number, join,
 from moe_finetune.report.runs import Run, ends, losses_compare
 from moe_finetune.report.sections.experts import Change, expert_changes, experts_table
 from moe_finetune.report.sections.goal import goal_text, goal_word
-from moe_finetune.report.sections.scores import baseline_label, comparisons, score_table
+from moe_finetune.report.sections.scores import baseline_label, score_table
 
 # The logged objective of each stage: a reward, the margin of preferences, or the loss.
 OBJECTIVES = (("reward",), ("rewards/accuracies", "rewards/margins"), ("loss",))
@@ -49,7 +49,7 @@ def answer_text(report: Report) -> list[str]:
 
 
 def _answer(report: Report, run: Run) -> Answer:
-    changes, scores = expert_changes(report, run), comparisons(report, run)
+    changes, scores = expert_changes(report, run), report.against_baseline(run)
     load = [c for c in changes if c.word == word("routing/max_violation")]
     method = goal_text(run) if report.baseline is None else None
     goal = goal_word(run) if method else None  # with a baseline, changes are against that
@@ -102,12 +102,12 @@ def _tokens(run: Run) -> float:
     return tokens.values[-1] if tokens else math.nan
 
 
-def _scores(report: Report, run: Run, differences: list[tuple[str, Difference]]) -> str | None:
+def _scores(report: Report, run: Run, differences: dict[str, Difference]) -> str | None:
     references = report.baseline.scores if report.baseline else run.base_scores
-    pairs = {task: (references[task], run.scores[task]) for task, _ in differences}
+    pairs = {task: (references[task], run.scores[task]) for task in differences}
     nothing = [task for task, pair in pairs.items() if all(_never_right(s) for s in pair)]
     unclear = [
-        task for task, d in differences
+        task for task, d in differences.items()
         if d.verdict in ("unclear", "unknown") and task not in nothing
     ]  # fmt: skip
     parts = _clear(differences)
@@ -131,13 +131,13 @@ def _never_right(score: Score) -> bool:
     return score.is_share and score.value == 0
 
 
-def _clear(differences: list[tuple[str, Difference]]) -> list[str]:
+def _clear(differences: dict[str, Difference]) -> list[str]:
     """What is clearly better and worse, with intervals."""
     parts = []
     for verdict in ("better", "worse"):
         tasks = [
             f"{task} ({d.text()}, 95\xa0% interval {d.interval_text()})"
-            for task, d in differences if d.verdict == verdict
+            for task, d in differences.items() if d.verdict == verdict
         ]  # fmt: skip
         parts += [f"{verdict} on {', '.join(tasks)}"] if tasks else []
     return parts
@@ -145,9 +145,8 @@ def _clear(differences: list[tuple[str, Difference]]) -> list[str]:
 
 def _since_before(report: Report, run: Run) -> str | None:
     """How a run changed the scores of the checkpoint that it started from."""
-    tasks = [task for task in run.scores if task in run.base_scores]
-    differences = [(t, report.difference(run.base_scores[t], run.scores[t])) for t in tasks]
-    return ("; ".join(_clear(differences)) or "no clear difference") if tasks else None
+    differences = report.against_before(run)
+    return ("; ".join(_clear(differences)) or "no clear difference") if differences else None
 
 
 def _objective(report: Report, run: Run) -> list[tuple[str, str]]:
@@ -220,7 +219,10 @@ def _different_data(report: Report) -> Iterator[str]:
     if differ(runs, lambda r: str((r.recipe.get("data") or {}).get("validation") or "") or None):
         yield "These runs have different validation data: their validation losses do not compare."
     suites = differ(runs, lambda r: (r.evaluation.get("suite") or {}).get("sha256"))
-    unlike = [task for run in runs[1:] for task, d in comparisons(report, run) if d.other_items]
+    unlike = [
+        task for run in runs[1:]
+        for task, d in report.against_baseline(run).items() if d.other_items
+    ]  # fmt: skip
     if suites or unlike:
         tasks = f" ({', '.join(dict.fromkeys(unlike))})" if unlike else ""
         yield (

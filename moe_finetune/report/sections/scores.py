@@ -16,7 +16,6 @@ from moe_finetune.report.context import (
     table,
 )
 from moe_finetune.report.markup import DASH, Markup, breakable, join, number, tag
-from moe_finetune.report.runs import Run
 
 
 def _render(report: Report) -> Markup | None:
@@ -41,13 +40,6 @@ def baseline_label(report: Report) -> str:
     return report.baseline.label if report.baseline else "the checkpoint before fine-tuning"
 
 
-def comparisons(report: Report, run: Run) -> list[tuple[str, Difference]]:
-    """Every benchmark of ``run`` against the baseline run, or against before fine-tuning."""
-    references = report.baseline.scores if report.baseline else run.base_scores
-    shared = [task for task in run.scores if task in references]
-    return [(task, report.difference(references[task], run.scores[task])) for task in shared]
-
-
 def score_table(report: Report) -> Markup | None:
     """Differences with their intervals, then every score with its standard error."""
     if not any(run.scores for run in report.runs):
@@ -55,8 +47,8 @@ def score_table(report: Report) -> Markup | None:
     base = report.baseline
     has_base = any(run.base_scores for run in report.runs)
     compared = [
-        (run, dict(differences)) for run in report.runs[bool(base) :]
-        if (differences := comparisons(report, run))
+        (run, differences) for run in report.runs[bool(base) :]
+        if (differences := report.against_baseline(run))
     ]  # fmt: skip
     columns: list[Cell] = [
         "Benchmark",
@@ -72,24 +64,25 @@ def score_table(report: Report) -> Markup | None:
         any_score = _any_score(report, task)
         scores = [_before(report, task)] if has_base else []
         scores += [run.scores.get(task) for run in report.runs]
-        deltas = [differences.get(task) for _, differences in compared]
-        ends = [end for d in deltas if d for end in (d.low, d.high, d.value) if end == end]
+        row_deltas = [differences.get(task) for _, differences in compared]
+        ends = [end for d in row_deltas if d for end in (d.low, d.high, d.value) if end == end]
         reach = max(map(abs, ends), default=1.0)
         rows.append([
             join([breakable(task), tag("span", any_score.metric.replace("_", " "), class_="note")]),
             *(_difference(f"{task}: {run.label}", d, reach, report.color(run))
-              for (run, _), d in zip(compared, deltas, strict=True)),
+              for (run, _), d in zip(compared, row_deltas, strict=True)),
             *map(_cell, scores),
             number(any_score.n),
             score_text(any_score, any_score.chance),
         ])  # fmt: skip
-        values = [x.value if x else math.nan for x in (*deltas, *scores)]
+        values = [x.value if x else math.nan for x in (*row_deltas, *scores)]
         values += [math.nan if any_score.n is None else any_score.n, any_score.chance]
         keys.append([task, *(None if math.isnan(v) else v for v in values)])
     caption = ("Differences with 95 % intervals, " if compared else "") + "scores"
     grid = table(f"{caption[0].upper()}{caption[1:]} with standard errors", columns, rows,
                  sortable=True, keys=keys)  # fmt: skip
-    return join([grid, _note([d for _, differences in compared for d in differences.values()])])
+    deltas = [delta for _, differences in compared for delta in differences.values()]
+    return join([grid, _note(deltas, report.comparisons)])
 
 
 def _cell(score: Score | None) -> Cell:
@@ -113,7 +106,7 @@ def _difference(title: str, delta: Difference | None, reach: float, color: str) 
     ])  # fmt: skip
 
 
-def _note(deltas: list[Difference]) -> Markup:
+def _note(deltas: list[Difference], family: int) -> Markup:
     paired = sum(delta.paired for delta in deltas)
     if not deltas:
         return tag("p", "± is the standard error.", class_="note")
@@ -130,8 +123,9 @@ def _note(deltas: list[Difference]) -> Markup:
     return tag(
         "p",
         "± is the standard error, pp are percentage points. If an interval crosses the middle "
-        "line, the difference is not statistically significant. Intervals are not corrected for "
-        "the number of benchmarks. ",
+        "line, the difference is not statistically significant. Intervals are of one difference; "
+        f"better and worse are corrected for the {family} differences on this page (Holm), so an "
+        "interval may exclude 0 without such a word. ",
         how.get(paired, mixed),
         class_="note",
     )
