@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moe_finetune.data.chat import RenderingError
+from moe_finetune.data.held_out import held_out_of
 from moe_finetune.data.sources import (
     DROP_REMEDY,
     SourceReader,
@@ -161,13 +162,15 @@ def load_examples(data: DataSection, tokenizer: Any, seed: int) -> Examples:
     rows, counts = prepare(data.train, data, tokenizer, "train", order)
     # The order takes 8 bytes per row in memory; on disk it would be one file per seed.
     train, validation, measured = rows.shuffle(order, keep_in_memory=True), None, data.train
-    if data.validation is not None:
-        rows, counts = prepare(data.validation, data, tokenizer, "validation", 0)
-        validation, measured = rows, data.validation
+    if data.validation_sources is not None:
+        drawn = order if isinstance(data.validation, float) else 0
+        rows, counts = prepare(data.validation_sources, data, tokenizer, "validation", drawn)
+        validation, measured = rows, data.validation_sources
     ends = list(itertools.accumulate(counts.sources))
     parts = [rows.select(range(end - n, end)) for n, end in zip(counts.sources, ends, strict=True)]
     paths = [source.path for source in listed(measured, "train")]
-    return Examples(train, validation, list(zip(paths, parts, strict=True)))
+    sources = [(path, part) for path, part in zip(paths, parts, strict=True) if len(part)]
+    return Examples(train, validation, sources)
 
 
 def prepare(
@@ -231,6 +234,7 @@ def _key(
 ) -> str:  # fmt: skip
     """Hash of all that determines the prepared rows."""
     drawn = data.limit is not None or any(source.limit is not None for source in chosen)
+    split = held_out_of(data, seed)
     parts = [
         FORMAT,
         [importlib.metadata.version(package) for package in ("transformers", "tokenizers")],
@@ -240,7 +244,8 @@ def _key(
         tokenizer.chat_template,
         data.model_dump(mode="json", exclude={"train", "validation", "seed", "num_proc", "split"}),
         identities,
-        [name, seed] if drawn else [],
+        [name, seed] if drawn or split else [],
+        split and split.share,
     ]
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
@@ -253,11 +258,14 @@ def _write(
     from datasets import Dataset, Features, Value
     from datasets.arrow_writer import ArrowWriter
 
-    readers = [SourceReader(source, data, seed + n) for n, source in enumerate(chosen)]
+    def open_readers() -> list[SourceReader]:
+        return [SourceReader(source, data, seed + n) for n, source in enumerate(chosen)]
+
+    readers, formed_rows = rows_of(open_readers, data, name, seed)
     unanswered, turns = 0, TurnCounts()
     read = Features({"place": Value("string"), "source": Value("int32"), "row": Value("string")})
     with ArrowWriter(path=str(folder / "read.arrow"), features=read) as writer:
-        for source, location, row in rows_of(readers, data, name, seed):
+        for source, location, row in formed_rows:
             _check_form(chosen[source].path, readers[source].former.form, data)
             used = row
             if "messages" in row:

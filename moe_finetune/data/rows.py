@@ -108,7 +108,7 @@ class Former:
     def _mapped(self, location: str, row: Row) -> Row:
         template = self.template
         if not template and not self.columns and not _has_form(row):
-            if isinstance(row.get("conversations"), list):
+            if isinstance(row.get("conversations"), list | str):
                 self.detected = "ShareGPT: 'conversations' are read as messages"
                 return {**row, "messages": row["conversations"]}
             name, template = _known(row, self.form == "messages")
@@ -196,10 +196,26 @@ def _detect(location: str, row: Row) -> Form:
         raise DataError(f"{location}: could be {' or '.join(fitting)}; set data.format. {has}")
     raise DataError(
         f"{location}: needs 'messages', 'conversations' (ShareGPT), 'prompt' and 'completion', "
-        f"'instruction' and 'output' (Alpaca), 'question' and 'answer', or 'text'; {has}. Map "
-        "your fields with data.columns, for example data.columns={prompt: ask, completion: "
-        "reply}"
+        f"'instruction' and 'output' (Alpaca), 'question' and 'answer', or 'text'; {has}. "
+        f"{_remedy(row)}"
     )
+
+
+def _remedy(row: Row) -> str:
+    """How the fields of a row without a form become one, with their own names."""
+    for name, value in row.items():
+        if not isinstance(value, list) or not value or not isinstance(value[0], dict):
+            continue
+        if _has_form(value[0]) or _known(value[0], False)[0] or "conversations" in value[0]:
+            return f"The rows are inside '{name}': write that list alone into the file"
+        if {"role", "from"} & value[0].keys():
+            return f"Map your fields with data.columns: data.columns={{messages: {name}}}"
+    texts = [name for name, value in row.items() if isinstance(value, str)]
+    if len(texts) < 2:
+        example = texts[0] if texts else "FIELD"
+        return f"Map your fields with data.columns: data.columns={{text: {example}}}"
+    columns = f"{{prompt: {texts[0]}, completion: {texts[1]}}}"
+    return f"Map your fields with data.columns, for example data.columns={columns}"
 
 
 def _is_chat(row: Row) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from moe_finetune.data.chat import TemplateLimitError
+from moe_finetune.data.held_out import held_out_of
 from moe_finetune.data.rows import Former
 from moe_finetune.errors import DataError, did_you_mean, reason_of
 from moe_finetune.io.hashes import sha256_file, sha256_json
@@ -184,14 +185,33 @@ class SourceReader:
             raise DataError(f"{self.source.path} has no row whose {condition}")
 
 
-def rows_of(readers: Sequence[SourceReader], data: DataSection, name: str, seed: int) -> Rows:
+def rows_of(
+    open_readers: Callable[[], Sequence[SourceReader]],
+    data: DataSection,
+    name: str,
+    seed: int,
+    fields: Collection[str] | None = None,
+) -> tuple[Sequence[SourceReader], Rows]:
     """The rows of all sources in order, or ``data.limit`` of them, drawn by the seed.
 
-    Validation data may have fewer rows than the limit.
+    Of a share that is held out, ``name`` says which side, and ``fields`` decide it; the sources
+    are then read twice. Validation data may have fewer rows than the limit. The readers have their
+    counts once the rows are read.
     """
+    readers = open_readers()
     rows: Rows = (
         (index, location, row) for index, reader in enumerate(readers) for location, row in reader
     )
+    if split := held_out_of(data, seed, fields):
+        boundary = split.boundary(row for reader in open_readers() for _, row in reader)
+        rows = (
+            entry for entry in rows
+            if (split.number(entry[2]) <= boundary) == (name == "validation")
+        )  # fmt: skip
+    return readers, _limited(rows, data, name, seed)
+
+
+def _limited(rows: Rows, data: DataSection, name: str, seed: int) -> Rows:
     if data.limit is None:
         return rows
     first = list(itertools.islice(rows, data.limit)) if name == "validation" else []

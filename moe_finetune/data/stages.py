@@ -228,6 +228,13 @@ def _has_code(text: Any) -> bool:
     return any(line and not line.startswith("#") and line != "pass" for line in lines)
 
 
+def fields_read(stage: Stage, rewards: Sequence[str | None]) -> set[str] | None:
+    """The fields of a formed row that the stage's trainer reads; None for all."""
+    if stage.form == "preference" or any(name not in READ_BY for name in rewards):
+        return None
+    return {*FIELDS[stage.form], *(READ_BY[name] for name in rewards if name in READ_BY)}
+
+
 def load_for_stage(recipe: Recipe, tokenizer: Any) -> Examples:
     """Load the examples of ``recipe``, in the form of its stage."""
     stage = STAGES[recipe.stage]
@@ -257,8 +264,9 @@ def load_stage_rows(
     read = functools.partial(_read, stage, data, tokenizer, room, rewards)
     train, measured, largest_id = read(data.train, "train", order)
     validation = None
-    if data.validation is not None:
-        validation, measured, largest = read(data.validation, "validation", 0)
+    if data.validation_sources is not None:
+        drawn = order if isinstance(data.validation, float) else 0
+        validation, measured, largest = read(data.validation_sources, "validation", drawn)
         largest_id = max(largest_id, largest)
     return Examples(train.shuffle(order), validation, measured, largest_id)
 
@@ -276,18 +284,29 @@ def _read(
     """The rows of all sources, the tokens of each source's first rows, and the largest id."""
     from datasets import Dataset
 
-    readers = []
-    for index, source in enumerate(listed(sources, name)):
+    chosen = listed(sources, name)
+    for source in chosen:
         if source.template or data.template:
             raise DataError(
                 f"data.template: stage {stage.name} uses fields unchanged; use data.columns"
             )
         if files := files_line(source.path, source.split or data.split):
             log.info("%s data: %s", name, files)
-        former = StageFormer(stage, source.columns or data.columns, rewards, tokenizer)
-        readers.append(SourceReader(source, data, seed + index, former))
+
+    def open_readers() -> list[SourceReader]:
+        formers = (
+            StageFormer(stage, source.columns or data.columns, rewards, tokenizer)
+            for source in chosen
+        )
+        return [
+            SourceReader(source, data, seed + index, former)
+            for index, (source, former) in enumerate(zip(chosen, formers, strict=True))
+        ]
+
     places, rows = [], []
-    for index, location, row in rows_of(readers, data, name, seed):
+    fields = fields_read(stage, rewards)
+    readers, formed_rows = rows_of(open_readers, data, name, seed, fields)
+    for index, location, row in formed_rows:
         places.append((index, location))
         rows.append(row)
     table = prepared(stage, _table(rows, name), tokenizer, data, name)
@@ -326,7 +345,8 @@ def _read(
         if len(part := measured[places[index][0]]) < MEASURED:
             part.append(_measured(table[index], tokenizer, length))
     paths = [reader.source.path for reader in readers]
-    sources_measured = list(zip(paths, map(Dataset.from_list, measured), strict=True))
+    parts = [(path, part) for path, part in zip(paths, measured, strict=True) if part]
+    sources_measured = [(path, Dataset.from_list(part)) for path, part in parts]
     return table.select(fitting), sources_measured, counts["largest_id"]
 
 

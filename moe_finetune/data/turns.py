@@ -76,6 +76,8 @@ def conversation(
                 f"{where}: '{column}': only text can be trained, with the column 'tools'; rename "
                 "or remove the column"
             )
+    if isinstance(turns, str):  # Parquet gives all objects one's fields, so many write text
+        turns = _parsed(f"{where}: '{field}'", turns)
     if not isinstance(turns, list) or not turns:
         raise DataError(f"{where}: '{field}': must be a list of turns, not {short(turns)}")
     checked: list[Row] = []

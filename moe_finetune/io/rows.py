@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import itertools
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -75,7 +76,14 @@ def placed_rows(path: Path, finite: bool = True) -> Iterator[Placed]:
 
 def _read_csv(path: Path, file: Iterable[str]) -> Iterator[Placed]:
     csv.field_size_limit(sys.maxsize)  # 131,072 characters by default
-    reader = csv.DictReader(file, strict=True)
+    lines = iter(file)
+    header = next(lines, "")
+    if "," not in header and (others := [mark for mark in ";\t|" if mark in header]):
+        raise DataError(
+            f"{path}:1: columns are separated by {others[0]!r}; write the file with commas, for "
+            f"example pandas.read_csv(FILE, sep={others[0]!r}).to_csv(NEW, index=False)"
+        )
+    reader = csv.DictReader(itertools.chain([header], lines), strict=True)
     refuse_twice(path, reader.fieldnames or ())
     for row in reader:
         location = f"{path}:{reader.line_num}"
@@ -100,6 +108,11 @@ def _read_json(path: Path, file: IO[str], finite: bool) -> Iterator[Placed]:
     """A JSON array of objects, or JSON lines under the name ``.json``."""
     text = file.read()
     if not text.lstrip().startswith("["):
+        if text.lstrip().split("\n", 1)[0].strip() == "{":
+            raise DataError(
+                f"{path}: has objects over several lines; write each in a line of its own, or "
+                "all in one list: [{...}, {...}]"
+            )
         yield from _read_lines(path, text.split("\n"), finite)  # U+2028 is no end of line
         return
     try:

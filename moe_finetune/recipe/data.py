@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from moe_finetune.io.split_files import has_validation
 from moe_finetune.recipe.section_base import Section
@@ -45,8 +45,10 @@ class DataSection(Section):
     """The examples, and how they become tokens."""
 
     train: Paths = Field(description="training data: file, folder, hub id, or a list of them")
-    validation: Paths | None = Field(
-        default=None, description="held-out data; default: validation files of a folder `train`"
+    validation: float | Paths | None = Field(
+        default=None,
+        description="validation data, or the share of `train` to hold out, such as 0.1; default: "
+        "validation files of a folder `train`",
     )
     format: Format = Field(default="auto", description="`auto` detects it from the rows")
     columns: dict[str, str] | None = Field(
@@ -82,9 +84,23 @@ class DataSection(Section):
     )
     num_proc: int | None = Field(default=None, ge=1, description="processes that prepare the data")
 
+    @field_validator("validation", mode="before")
+    @classmethod
+    def _is_share(cls, value: Any) -> Any:
+        if isinstance(value, int | float) and not 0 < value < 1:
+            raise ValueError("a share of the rows to hold out must be between 0 and 1, such as 0.1")
+        return value
+
+    @property
+    def validation_sources(self) -> Paths | None:
+        """Where validation rows come from: ``train`` if a share of it is held out."""
+        return self.train if isinstance(self.validation, float) else self.validation
+
     @model_validator(mode="after")
     def _validation_of_folders(self) -> DataSection:
         """Validate on the validation files of a folder, also of ``train``'s if none are named."""
+        if isinstance(self.validation, float):
+            return self
         named = self.train if self.validation is None else self.validation
         if self.split == "train":
             sources = [DataSource(path=source) if isinstance(source, str) else source

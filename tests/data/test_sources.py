@@ -8,6 +8,7 @@ import pytest
 from moe_finetune.data.rows import Former
 from moe_finetune.data.sources import draw, read_rows
 from moe_finetune.errors import DataError
+from moe_finetune.io.rows import write_jsonl
 from moe_finetune.recipe.sections import DataSection
 from tests.data.loading import CHAT, load_dataset_for, prepare, texts
 from tests.support import tiny
@@ -160,6 +161,40 @@ def test_a_column_that_nothing_reads_may_have_no_number(tmp_path):
     file.write_text('{"text": NaN}\n')
     with pytest.raises(DataError, match=r"rows\.jsonl:1: 'text': must be text"):
         load_dataset_for(DataSection(train=str(file)), tiny.tokenizer(), 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("r.csv", '"text";"n"\n"hi";1\n', r"r\.csv:1: columns are separated by ';'; .*sep=';'"),
+        ("r.csv", "text\tn\nhi\t1\n", r"r\.csv:1: columns are separated by '\\t'"),
+        ("r.json", '{"data": [{"text": "hi"}]}', "The rows are inside 'data': write that list"),
+        ("r.json", '{\n "text": "hi"\n}\n{\n "text": "lo"\n}\n', "each in a line of its own"),
+        ("r.jsonl", '{"dialogue": [{"from": "human", "value": "hi"}]}', "={messages: dialogue}"),
+        ("r.jsonl", '{"ask": "hi", "reply": "lo"}', "={prompt: ask, completion: reply}"),
+        ("r.jsonl", '{"body": "hi"}', "={text: body}"),
+    ],
+)
+def test_a_layout_that_is_not_read_names_its_own_remedy(tmp_path, name, text, said):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=said):
+        load_dataset_for(DataSection(train=str(tmp_path / name)), tiny.tokenizer(), 0)
+
+
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+def test_turns_may_be_json_text(tmp_path, column):
+    """As in many Parquet files, where a table would give all objects one's fields."""
+    turns = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Lo."}]
+    rows = []
+    for name, value in (("text", json.dumps(turns)), ("list", turns)):
+        write_jsonl(tmp_path / f"{name}.jsonl", [{column: value}])
+        data = DataSection(train=str(tmp_path / f"{name}.jsonl"), chat_template="chatml")
+        rows.append(load_dataset_for(data, tiny.tokenizer(), 0)[0][0])
+    assert rows[0] == rows[1] and rows[0]["input_ids"]
+    write_jsonl(tmp_path / "odd.jsonl", [{column: "[{'role': 'user'}]"}])
+    with pytest.raises(DataError, match=r"odd\.jsonl:1: 'messages': not JSON"):
+        data = DataSection(train=str(tmp_path / "odd.jsonl"), chat_template="chatml")
+        load_dataset_for(data, tiny.tokenizer(), 0)
 
 
 def test_a_field_of_a_csv_file_may_be_long(tmp_path):

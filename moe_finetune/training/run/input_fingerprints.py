@@ -98,7 +98,12 @@ def fingerprints(start: Start) -> dict[str, str]:
     """Recipe key -> fingerprint, of every file or hub id that training reads."""
     recipe, prints = start.recipe, dict(_files(start.recipe))
     prints["data.train"] = rows_fingerprint(recipe.data.train, recipe)
-    if recipe.data.validation is not None:
+    if isinstance(recipe.data.validation, float):
+        # The side of a row follows from the rows, the share and the seed.
+        seed = recipe.seed if recipe.data.seed is None else recipe.data.seed
+        split = [prints["data.train"], recipe.data.validation, seed]
+        prints["data.validation"] = sha256_json(split)
+    elif recipe.data.validation is not None:
         prints["data.validation"] = rows_fingerprint(recipe.data.validation, recipe)
     prints["model.path"] = _base(start)
     prints["model.tokenizer"] = _tokenizer(start)

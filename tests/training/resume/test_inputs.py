@@ -162,6 +162,19 @@ def test_a_changed_input_is_refused_and_a_copy_resumes(folder, stopped, caplog):
     assert "torch 2.4, now" in caplog.text and "numpy" not in caplog.text
 
 
+def test_a_share_that_is_held_out_is_an_input(folder):
+    """Its side of each row follows from rows, share and seed; it resumes, and another does not."""
+    held_out = recipe(folder, data={"validation": 0.3})
+    run = RunFolder(run_recipe(held_out, folder / "held"))
+    noted = json.loads(run.inputs.read_text())["inputs"]
+    assert noted["data.validation"] not in (None, noted["data.train"])
+    assert any("eval_loss" in line for line in run.metrics.read_text().splitlines())
+    run_recipe(held_out, run.path, resume=True)
+    for change in ({"data": {"validation": 0.4}}, {"data": {"validation": None}}):
+        with pytest.raises(RecipeError, match=r"data\.validation: 0\.3, now"):
+            run_recipe(recipe(folder, **change), run.path, resume=True)
+
+
 def test_a_checkpoint_of_another_run_is_refused(folder, stopped):
     other = RunFolder(run_recipe(recipe(folder, trainer={"seed": 5}), folder / "other"))
     newest = checkpoints(other.checkpoints)[0]
