@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_finetune.errors import CheckpointError, UnsupportedModelError, did_you_mean
 from moe_finetune.io.checkpoint_files import (
+    COPY_AGAIN,
     GENERATION,
     INDEX,
     SINGLE,
@@ -27,6 +28,7 @@ from moe_finetune.io.checkpoint_files import (
     tensors_of,
 )
 from moe_finetune.io.config_file import QUANTIZATION, UNQUANTIZED
+from moe_finetune.io.json_file import read_object
 from moe_finetune.io.safetensors_header import FLOATS, INTEGERS, Header, TensorInfo, read_header
 from moe_finetune.models import Family, check_supported, family_of, find_family
 from moe_finetune.models.class_structure import ignored_names, part_of
@@ -55,6 +57,9 @@ _JOINT = ".eh_proj.weight"
 # Config keys for the number of MTP layers.
 _COUNTS = ("num_nextn_predict_layers", "num_mtp_modules", "num_mtp_layers", "mtp_num_hidden_layers")
 _NUMBERED = re.compile(r"layers\\\.(\d+)")
+MODELOPT = "hf_quant_config.json"
+_EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+_MODELOPT_SCALES = ("input_scale", "weight_scale_2", "k_scale", "v_scale")
 
 
 @dataclass(frozen=True)
@@ -132,9 +137,8 @@ def open_checkpoint(
     files = read_headers(folder)
     check_only_weights(folder, files)
     tensors, quantized = tensors_of(files), None
-    if form is None:
-        _check_unpacked(folder, tensors)
-    else:
+    _check_readable(folder, tensors, form)
+    if form is not None:
         from moe_finetune.checkpoint.stored_tensors import QuantizedTensors
 
         quantized = QuantizedTensors(tensors, form)
@@ -204,7 +208,7 @@ def check_folder(folder: Path, config: Any, values: bool = True) -> None:
     files = read_headers(folder)
     check_only_weights(folder, files)
     tensors = tensors_of(files)
-    _check_unpacked(folder, tensors)
+    _check_readable(folder, tensors)
     names = Names(config, {name: info.shape for name, info in tensors.items()})
     _check_tensors(folder, tensors, names, config)
     if values:
@@ -217,20 +221,50 @@ def _check_values(tensors: Mapping[str, TensorInfo]) -> None:
     check_values(tensors.values(), CheckpointError)
 
 
-def _check_unpacked(folder: Path, tensors: Mapping[str, TensorInfo]) -> None:
-    """Refuse, by tensor names, a quantized checkpoint whose config does not declare it."""
+def _check_readable(folder: Path, tensors: Mapping[str, TensorInfo], form: Any = None) -> None:
+    """Refuse, by tensor names, a format that the reader of ``form`` does not know.
+
+    Without this, scales of another format would be called tensors of another checkpoint.
+    """
+    declared = _modelopt_name(folder)
     for name in tensors:
-        stem, _, leaf = name.rpartition(".")
-        if leaf == "qweight":
-            method = "GPTQ" if f"{stem}.g_idx" in tensors else "AWQ or GPTQ"
-        elif leaf == "scales" and f"{stem}.biases" in tensors:
-            method = "MLX"
-        else:
+        method = _packed_by(name, tensors, form)
+        if method is None:
             continue
         raise UnsupportedModelError(
-            f"{folder}: '{name}' is part of a tensor quantized with {method}, which cannot be "
-            f"read; {UNQUANTIZED} (for merge: --base FOLDER)"
+            f"{folder}: '{name}' is part of a tensor quantized with {declared or method}, which "
+            f"cannot be read; {UNQUANTIZED} (for merge: --base FOLDER)"
         )
+
+
+def _packed_by(name: str, tensors: Mapping[str, TensorInfo], form: Any) -> str | None:
+    """The format that the name of a tensor shows, if ``form`` is another one."""
+    stem, _, leaf = name.rpartition(".")
+    if leaf == "qweight":
+        return "GPTQ" if f"{stem}.g_idx" in tensors else "AWQ or GPTQ"
+    if leaf == "scales" and f"{stem}.biases" in tensors:
+        return "MLX"
+    if ".switch_mlp." in name:
+        return "MLX, or in its layout of floats"
+    if form is None and leaf in _MODELOPT_SCALES:
+        return "ModelOpt's FP8 or NVFP4"
+    if leaf.endswith("_scale_inv") and (form is None or leaf != "weight_scale_inv"):
+        return "fp8 in stacks of experts" if leaf != "weight_scale_inv" else "fp8"
+    if form is None and leaf in ("weight_packed", "weight_scale"):
+        return "compressed-tensors"
+    if form is None and leaf.endswith("_blocks") and f"{name[:-7]}_scales" in tensors:
+        return "mxfp4"
+    return None
+
+
+def _modelopt_name(folder: Path) -> str | None:
+    """What ModelOpt's own file declares; such releases may have no ``quantization_config``."""
+    file = folder / MODELOPT
+    if not file.is_file():
+        return None
+    section = read_object(file, CheckpointError, COPY_AGAIN).get("quantization")
+    algorithm = section.get("quant_algo") if isinstance(section, dict) else None
+    return f"ModelOpt's {algorithm or 'format'} ({MODELOPT})"
 
 
 def _check_tensors(
@@ -279,6 +313,8 @@ def _check_tensors(
             "the checkpoint next to it is another file: save the model alone, with "
             "model.pretrained_model.save_pretrained(FOLDER)"
         )
+    if extra and (clash := _two_counts(folder)):
+        raise CheckpointError(f"{folder / 'config.json'}: {clash}")
     if extra:
         raise CheckpointError(
             f"{folder}: tensor '{extra[0]}' in {tensors[extra[0]].file.name} does not belong to "
@@ -296,6 +332,21 @@ def _check_tensors(
         if name in tensors:
             _check_tensor(tensors[name], tuple(tensor.shape), tensor.is_floating_point())
     return ignored
+
+
+def _two_counts(folder: Path) -> str | None:
+    """Says that config.json counts the experts twice; transformers takes one of the keys."""
+    config = read_config(folder, quantized=True)
+    section = config.get("text_config")
+    text = section if isinstance(section, dict) else config
+    counts = {key: text[key] for key in _EXPERT_COUNTS if isinstance(text.get(key), int)}
+    if len(set(counts.values())) < 2:
+        return None
+    values = " and ".join(f"{key} {value}" for key, value in counts.items())
+    return (
+        f"{values} count the experts differently, and transformers takes one of them; keep the one "
+        "that the files have, and remove the other"
+    )
 
 
 def _check_tensor(info: TensorInfo, shape: tuple[int, ...], floating: bool) -> None:

@@ -82,10 +82,9 @@ class Names:
         A tensor that is tied to another is left out; names that the model does not have stay. One
         that the files would not have is refused.
         """
-        tied = getattr(self._meta, "all_tied_weights_keys", {})
         aliases = {
             name
-            for name, source in tied.items()
+            for name, source in self.tied.items()
             if name in state and source in state and torch.equal(state[name], state[source])
         }
         known = {n: t for n, t in state.items() if n in self.shapes and n not in aliases}
@@ -123,6 +122,11 @@ class Names:
             turned = self.turns and shapes[0] != shapes[1] == self._stored.get(stored_as[name])
             tensors[stored_as[name]] = tensor.mT if turned else tensor
         return tensors
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Loaded names that the config ties, such as the head's, each with that of its source."""
+        return dict(getattr(self._meta, "all_tied_weights_keys", {}))
 
     def _load(self, name: str) -> tuple[str, bool]:
         """The loaded name for one in the files, and whether it went through the conversions."""

@@ -48,6 +48,8 @@ _MAY_ADD = (
     "lm_head.base_layer.weight",
     MAY_LACK,
 )
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "base_model.model")
+"""Prefixes of torch.compile, activation checkpointing, FSDP, and of PEFT a second time."""
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -364,6 +366,13 @@ class _Reader:
             )
         if (path if lora else name) in self._modules:
             return
+        if wrapper := next((w for w in _WRAPPERS if f"{w}." in f".{key}"), None):
+            raise self._error(
+                key,
+                f"its name has the prefix '{wrapper}' of a wrapper that was around the model when "
+                "it was saved; rename the tensors without it, or save the unwrapped model's "
+                "adapter",
+            )
         root, backbone = key.partition(".layers.")[0], base.places.backbone
         if root != backbone and {root, backbone} == {"model", "model.language_model"}:
             raise self._error(

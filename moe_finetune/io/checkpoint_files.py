@@ -5,7 +5,7 @@ Only headers are read, and only the standard library is needed.
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,26 +71,38 @@ def read_headers(folder: Path) -> dict[str, Header]:
     """
     listed = _weight_map(folder)
     files = {name: read_header(folder / name, CheckpointError) for name in _names(folder, listed)}
-    tensors = tensors_of(files)
-    for name, file in listed.items():
-        if name not in tensors or tensors[name].file.name != file:
-            raise CheckpointError(
-                f"{folder / INDEX}: lists tensor '{name}' in {file}, which does not contain it; "
-                "the index and the shards are from different checkpoints, copy the checkpoint "
-                "again"
-            )
+    tensors = tensors_of(files, listed)
+    absent = [n for n, at in listed.items() if n not in tensors or tensors[n].file.name != at]
+    if absent:
+        name = absent[0]
+        raise CheckpointError(
+            f"{folder / INDEX}: lists tensor '{name}' in {listed[name]}, which does not contain it "
+            f"({len(absent)} such entries). If the published index has the entry too, remove it "
+            "from weight_map; else the index and the shards are from different checkpoints: copy "
+            "the checkpoint again"
+        )
     return files
 
 
-def tensors_of(files: dict[str, Header]) -> dict[str, TensorInfo]:
-    """Every tensor of the files by name; raise CheckpointError if one is in two files."""
+def tensors_of(
+    files: dict[str, Header], listed: Mapping[str, str] | None = None
+) -> dict[str, TensorInfo]:
+    """Every tensor of the files by name; raise CheckpointError if one is in two files.
+
+    ``listed``: the file of each tensor by the index, for the message.
+    """
     tensors: dict[str, TensorInfo] = {}
     for header in files.values():
         for name, info in header.tensors.items():
             if name in tensors:
+                one, other = tensors[name].file.name, info.file.name
+                indexed = (listed or {}).get(name)
                 raise CheckpointError(
-                    f"{info.file.parent}: tensor '{name}' is in both {tensors[name].file.name} and "
-                    f"{info.file.name}; remove the file that does not belong to the checkpoint"
+                    f"{info.file.parent}: tensor '{name}' is in both {one} and {other}"
+                    + (f", of which {INDEX} names {indexed}" if indexed else "")
+                    + ", and programs differ in which they read. Do not remove a file that has "
+                    "other tensors: write one of them again without this tensor, or download the "
+                    "checkpoint again"
                 )
             tensors[name] = info
     return tensors

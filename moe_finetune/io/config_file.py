@@ -22,6 +22,7 @@ _METHODS = {"gptq": "GPTQ", "awq": "AWQ"}
 # Kernels that torch has; any other name in a config is fetched from the hub.
 _KERNELS = ("eager", "sdpa", "grouped_mm", "batched_mm")
 _INSTALLED = (*_KERNELS, "flex_attention", "flash_attention_2", "flash_attention_3")
+"""Those of packages that a user installs, too."""
 _LARGEST = {
     "num_hidden_layers": 1_000, "first_k_dense_replace": 1_000, "num_nextn_predict_layers": 100,
     "num_experts": 1 << 15, "n_routed_experts": 1 << 15, "num_local_experts": 1 << 15,
@@ -69,7 +70,9 @@ def check_config(config: Mapping[str, Any], file: object, quantized: bool = Fals
             )
     _check_quantization(config, file, quantized)
     for key, name in _kernels(config):
-        check_kernel(name, f"{file}: {key}", CheckpointError, _KERNELS)
+        # Authors store their own preference, which is not followed: see asks_for_a_package.
+        allowed = _INSTALLED if "attn" in key else _KERNELS
+        check_kernel(name, f"{file}: {key}", CheckpointError, allowed)
 
 
 def _check_quantization(config: Mapping[str, Any], file: object, quantized: bool) -> None:
@@ -123,6 +126,12 @@ def check_kernel(
             f"{file}: {name!r:.80} must be one of {', '.join(allowed)}; code from the hub is "
             "never executed, remove the key"
         )
+
+
+def asks_for_a_package(config: Mapping[str, Any]) -> bool:
+    """Whether config.json names an attention kernel of a package; without it transformers would
+    fetch one from the hub."""
+    return any(name in _INSTALLED and name not in _KERNELS for _, name in _kernels(config))
 
 
 def _kernels(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

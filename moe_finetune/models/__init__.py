@@ -148,5 +148,7 @@ def _near(model_type: str, names: Iterable[str]) -> str:
     """The supported type that a misspelled one resembles; a type of transformers is none."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    near = difflib.get_close_matches(model_type, list(names), n=1, cutoff=0.8)
+    names = list(names)
+    near = [name for name in names if name.startswith(f"{model_type}_")][:1]
+    near = near or difflib.get_close_matches(model_type, names, n=1, cutoff=0.8)
     return f"; did you mean '{near[0]}'?" if near and model_type not in CONFIG_MAPPING else ""

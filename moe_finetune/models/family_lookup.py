@@ -14,6 +14,8 @@ DENSE = (
     "ernie4_5", "glm4", "granite", "llama", "mistral", "olmo", "olmo2", "phi3", "qwen2", "qwen3",
 )  # fmt: skip
 """Dense model types that are evaluated, so that a MoE is compared with its parent."""
+MOE_OF = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
+"""Dense model types whose checkpoints `upcycle` joins -> the type of the MoE."""
 _stands_for: dict[str, Family] = {}
 
 

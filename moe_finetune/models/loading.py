@@ -11,7 +11,7 @@ from moe_finetune.errors import (
     reason_of,
 )
 from moe_finetune.io.checkpoint_files import COPY_AGAIN, read_config
-from moe_finetune.io.config_file import QUANTIZATION, SAME_CLASS
+from moe_finetune.io.config_file import QUANTIZATION, SAME_CLASS, asks_for_a_package
 from moe_finetune.io.hub import check_hub, commit_of, opened_commit
 from moe_finetune.io.json_file import read_object
 from moe_finetune.models import Family, check_supported, family_of
@@ -111,6 +111,8 @@ def parse_config(folder: Path) -> PreTrainedConfig:
     for key, value in _INSTEAD_OF_NULL.get(config.model_type, {}).items():
         if getattr(config, key) is None:
             setattr(config, key, value)
+    if asks_for_a_package(raw):
+        config._attn_implementation = None  # model.attn_implementation decides
     # Quantized tensors are read as the floats that they stand for.
     for key in ("auto_map", QUANTIZATION):
         if hasattr(config, key):

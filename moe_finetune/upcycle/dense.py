@@ -12,10 +12,8 @@ from moe_finetune.checkpoint.load import read_weights
 from moe_finetune.checkpoint.open import check_folder
 from moe_finetune.errors import UnsupportedModelError
 from moe_finetune.io.checkpoint_files import read_config
+from moe_finetune.models.family_lookup import MOE_OF
 from moe_finetune.models.loading import local_folder, parse_config
-
-TARGETS = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
-"""Dense ``model_type`` -> ``model_type`` of the MoE made from it."""
 
 _SHARED = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
@@ -40,7 +38,7 @@ class DenseFacts:
 
     @property
     def target(self) -> str:
-        return TARGETS[self.model_type]
+        return MOE_OF[self.model_type]
 
 
 def dense_facts(folder: Path) -> DenseFacts:
@@ -51,7 +49,7 @@ def dense_facts(folder: Path) -> DenseFacts:
     values = {name: getattr(config, name, None) for name in _SHARED}
     values["num_key_value_heads"] = config.num_key_value_heads or config.num_attention_heads
     values["head_dim"] = values["head_dim"] or config.hidden_size // config.num_attention_heads
-    if TARGETS[config.model_type] == "mixtral":
+    if MOE_OF[config.model_type] == "mixtral":
         values["sliding_window"] = getattr(config, "sliding_window", None)
     else:
         values["attention_bias"] = bool(config.attention_bias)
@@ -86,16 +84,18 @@ def _refuse(config_file: Path, config: Any) -> None:
 
 def load_dense_config(folder: Path) -> Any:
     """The transformers config of a supported dense model."""
-    model_type = read_config(folder).get("model_type")
-    if model_type not in TARGETS:
+    read_config(folder)
+    config = parse_config(folder)
+    model_type = config.model_type  # of the class, which may be another than the file's
+    if model_type not in MOE_OF:
         reason = ""
         if model_type == "qwen2":
             reason = " (its attention has biases but no norms, unlike both MoE types)"
         raise UnsupportedModelError(
             f"{folder}: model_type '{model_type}' cannot become a MoE here{reason}; supported: "
-            + ", ".join(f"{dense} -> {moe}" for dense, moe in TARGETS.items())
+            + ", ".join(f"{dense} -> {moe}" for dense, moe in MOE_OF.items())
         )
-    return parse_config(folder)
+    return config
 
 
 def load_dense(path: str | Path, dtype: str = "auto") -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from moe_finetune.errors import CheckpointError
 from moe_finetune.lora.coverage import Coverage, lora_coverage
 from moe_finetune.models import opened_as
 from moe_finetune.models.class_structure import meta_model
+from moe_finetune.models.family_lookup import MOE_OF
 
 if TYPE_CHECKING:
     from moe_finetune.checkpoint.dense_checkpoint import DenseCheckpoint
@@ -19,11 +21,15 @@ if TYPE_CHECKING:
     from moe_finetune.training.memory.plan import MemoryPlan
 
 
+_SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+
+
 @dataclass
 class Inspection:
     """Facts about one checkpoint, for a recipe and the GiB of one GPU, if given.
 
-    ``untrained``: tensors and bytes of each part of the files that is not loaded.
+    ``untrained``: tensors and bytes of each part of the files that is not loaded; ``own_head``:
+    whether the head is another matrix than the embedding that config.json ties it to.
     """
 
     path: str
@@ -47,6 +53,7 @@ class Inspection:
     stored_tensors: int | None
     stored_dtypes: list[str]
     untrained: dict[str, tuple[int, int]] = field(default_factory=dict)
+    own_head: bool = False
     coverage: Coverage = field(default_factory=Coverage)
     memory: MemoryPlan | None = None
     gpu: float | None = None
@@ -78,6 +85,8 @@ class Inspection:
             f"vocabulary {self.vocabulary:,}",
         ]
         lines += _on_disk(self)
+        if self.own_head:
+            lines.append("head           of its own in the files, although config.json ties it")
         for part, (count, size) in self.untrained.items():
             tensors = "1 tensor" if count == 1 else f"{count} tensors"
             lines.append(f"not trained    {tensors} of {part} ({size / 2**30:.2f} GiB)")
@@ -117,7 +126,8 @@ class DenseInspection:
             f"vocabulary {self.vocabulary:,}",
             *_on_disk(self),
             "",
-            "`moe-finetune eval` compares it with a MoE, and `upcycle` makes a MoE of it",
+            "`moe-finetune eval` compares it with a MoE"
+            + (", and `upcycle` makes a MoE of it" if self.model_type in MOE_OF else ""),
         ])  # fmt: skip
 
 
@@ -177,6 +187,8 @@ def inspect_checkpoint(
     places, top_k = family.places(config), family.top_k(config)
     experts = places.num_experts
     routed = coverage_of_all.groups["routed experts"].parameters
+    own_head = 0 if checkpoint is None else _parameters_of_own_head(checkpoint)
+    parameters = coverage_of_all.total.parameters + own_head
     return Inspection(
         path=str(source if checkpoint is None else checkpoint.folder),
         family=family.name,
@@ -189,16 +201,17 @@ def inspect_checkpoint(
         moe_layers=list(places.moe_layers),
         experts=experts,
         top_k=top_k,
-        shared_experts=(getattr(text, "n_shared_experts", 0) or 0) if places.shared else 0,
+        shared_experts=_shared_experts(text) if places.shared else 0,
         hidden=text.hidden_size,
         expert_width=places.expert_width,
         vocabulary=text.vocab_size,
-        parameters=coverage_of_all.total.parameters,
-        active_parameters=coverage_of_all.total.parameters - routed + routed * top_k // experts,
+        parameters=parameters,
+        active_parameters=parameters - routed + routed * top_k // experts,
         coverage=coverage,
         memory=memory,
         gpu=gpu,
         untrained={} if checkpoint is None else checkpoint.parts_left_out(),
+        own_head=bool(own_head),
         **_in_files(checkpoint),
     )
 
@@ -212,6 +225,26 @@ def _opened(source: str | Checkpoint) -> Checkpoint | None:
             raise CheckpointError(f"there is no checkpoint folder {source}")
         return None
     return open_checkpoint(source, stored=True)
+
+
+def _shared_experts(text: Any) -> int:
+    """The number that the config states; classes without such a key have one, of its own width."""
+    values = (getattr(text, name, None) for name in _SHARED_COUNTS)
+    return next((int(value) for value in values if isinstance(value, int)), 1)
+
+
+def _parameters_of_own_head(checkpoint: Checkpoint) -> int:
+    """Size of a head that config.json ties to the embedding and that is another matrix in the
+    files; transformers 5 and vLLM load it."""
+    from moe_finetune.checkpoint.weight_files import digest  # needs torch
+
+    names, count = checkpoint.names, 0
+    for head, embedding in names.tied.items():
+        stored = [checkpoint.tensors[n] for n in names.files.get(head, ())]
+        others = [checkpoint.tensors[n] for n in names.files.get(embedding, ())]
+        if stored and others and digest(stored[0]) != digest(others[0]):
+            count += math.prod(stored[0].shape)
+    return count
 
 
 def _in_files(checkpoint: Checkpoint | DenseCheckpoint | None) -> dict[str, Any]:
