@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import copy
 import logging
-import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import pyarrow.compute as pc
 import torch
-from datasets import disable_progress_bars, enable_progress_bars
-from datasets.utils import are_progress_bars_disabled
 from torch import nn
+from transformers import Trainer
 
+from moe_finetune.data.examples import Examples
 from moe_finetune.data.stages import load_for_stage
 from moe_finetune.errors import DataError, MoeFinetuneError, RecipeError
 from moe_finetune.lora.coverage import lora_coverage
@@ -32,7 +30,7 @@ from moe_finetune.recipe.stages import STAGES
 from moe_finetune.training import ranks
 from moe_finetune.training.before import refuse_recipe
 from moe_finetune.training.before.refuse_recipe import in_one_line
-from moe_finetune.training.before.toy_step import Rehearsal, rehearsing
+from moe_finetune.training.before.toy_step import rehearsing
 from moe_finetune.training.memory.plan import (
     GIB,
     MemoryPlan,
@@ -45,76 +43,70 @@ from moe_finetune.training.reached_weights import check_reach
 from moe_finetune.training.refuse_launch import check_launch, expert_ranks
 from moe_finetune.training.run.checkpoint_and_rows import Inputs, Start, announce, open_start
 from moe_finetune.training.run.train import continued
-from moe_finetune.training.run.trainer import build_trainer, training_arguments
+from moe_finetune.training.run.trainer import training_arguments
 from moe_finetune.training.save_and_resume.save_trained import training_tokenizer
-from moe_finetune.training.stages.grpo_trainer import check_engine, check_replay, check_rollouts
+from moe_finetune.training.stages.grpo_trainer import check_engine
 from moe_finetune.training.stages.rewards import reward_functions
 
 log = logging.getLogger(__name__)
-ROWS = 8
-"""Number of rows that the trainer on the meta device gets."""
+CHECKPOINTS = Path("checkpoints")
+"""Stands for the run's folder, of which the checks write nothing."""
 Built = TypeVar("Built")
 
 
 def prepare(recipe: Recipe, ignore_memory: bool = False) -> Inputs:
-    """Check ``recipe``, this machine, its checkpoint and its rows.
+    """Check ``recipe``, this machine, its checkpoint and its rows, what is quickest first.
 
     Args:
         ignore_memory: allow a run that exceeds this machine's memory.
     """
-    with ExitStack() as stack:
-        parts = Parts(recipe, ignore_memory, stack)
-        for check in CHECKS:
-            check.call(*(getattr(parts, need) for need in check.needs))
-    announce(parts.inputs)
-    return parts.inputs
+    check_launch(recipe)
+    refuse_recipe.check_machine(recipe)
+    arguments = blamed(recipe, lambda tried: training_arguments(tried, CHECKPOINTS))
+    refuse_recipe.check_reporters(arguments)
+    refuse_recipe.check_optimizer(recipe, arguments)
+    check_engine(recipe, arguments)
+    start = open_start(recipe)
+    refuse_recipe.check_start(start)
+    with rehearsing(start) as rehearsal:  # in a child, while rows are read
+        rows = read_rows(start)
+        training_tokenizer(start.tokenizer, recipe)
+        model = build_model(start)
+        check_built_optimizer(recipe, model)
+        continued(start, model)
+        check_ids(start, model, rows, arguments)
+        check_reach(model, Objective(recipe.method.terms, model_facts(model)))
+        inputs = plan_inputs(start, rows, arguments, model)
+        check_memory(inputs, ignore_memory)
+        reward_functions(recipe.rewards, rows.train.column_names)
+        rehearsal.check()
+    announce(inputs)
+    return inputs
 
 
-class Parts:
-    """The parts of a run that checks need, each made when the first one needs it."""
-
-    def __init__(self, recipe: Recipe, ignore_memory: bool, stack: ExitStack):
-        self.recipe, self.ignore_memory, self._stack = recipe, ignore_memory, stack
-
-    @cached_property
-    def arguments(self) -> Any:
-        return blamed(self.recipe, lambda tried: training_arguments(tried, Path("checkpoints")))
-
-    @cached_property
-    def start(self) -> Start:
-        return open_start(self.recipe)
-
-    @cached_property
-    def rehearsal(self) -> Rehearsal:
-        return self._stack.enter_context(rehearsing(self.start))
-
-    @cached_property
-    def rows(self) -> Any:
-        try:
-            return load_for_stage(self.recipe, self.start.tokenizer)
-        except BaseException as error:
-            if type(error).__name__ != "PanicException":  # a Rust panic; no module exports its type
-                raise
-            raise DataError(
-                f"{self.recipe.model.tokenizer or self.start.folder}: its tokenizer failed on the "
-                f"training data: {error}; repair the patterns in tokenizer.json, or choose another "
-                "model.tokenizer"
-            ) from None
-
-    @cached_property
-    def model(self) -> nn.Module:
-        return build_model(self.start)
-
-    @cached_property
-    def inputs(self) -> Inputs:
-        rows, fixed = self.rows, stored_bytes(self.model, self.recipe).fixed
-        of_rows = rows.train, rows.validation, rows.sources
-        coverage = lora_coverage(self.model)
-        inputs = Inputs(self.start, *of_rows, self.arguments, coverage, fixed)
-        return replace(inputs, memory=plan_step(inputs, self.model))
+def read_rows(start: Start) -> Examples:
+    """The rows of the recipe, in the form of its stage."""
+    recipe = start.recipe
+    try:
+        return load_for_stage(recipe, start.tokenizer)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # a Rust panic; no module exports its type
+            raise
+        raise DataError(
+            f"{recipe.model.tokenizer or start.folder}: its tokenizer failed on the training data: "
+            f"{error}; repair the patterns in tokenizer.json, or choose another model.tokenizer"
+        ) from None
 
 
-def check_ids(start: Start, model: Any, rows: Any, arguments: Any) -> None:
+def plan_inputs(start: Start, rows: Examples, arguments: Any, model: nn.Module) -> Inputs:
+    """The inputs of training, with what a step on ``rows`` needs."""
+    fixed = stored_bytes(model, start.recipe).fixed
+    of_rows = rows.train, rows.validation, rows.sources
+    inputs = Inputs(start, *of_rows, arguments, lora_coverage(model), fixed)
+    return replace(inputs, memory=plan_step(inputs, model))
+
+
+def check_ids(start: Start, model: Any, rows: Examples, arguments: Any) -> None:
     """Refuse a token without a row in the embedding: the batch that has it would end the run.
 
     Ids that no row of the data uses are fine.
@@ -198,20 +190,20 @@ def check_memory(inputs: Inputs, ignore_memory: bool) -> None:
         log.warning("%s", lines)
 
 
-def build_on_meta(recipe: Recipe, model: nn.Module, inputs: Inputs) -> None:
-    """Build the trainer with optimizer, schedule and first data loader, on a few rows."""
-    few = [None if rows is None else rows.select(range(min(ROWS, len(rows))))
-           for rows in (inputs.train, inputs.validation)]  # fmt: skip
-    visible = not are_progress_bars_disabled()
-    disable_progress_bars()
-    try:
-        with tempfile.TemporaryDirectory() as folder, quiet():
-            trainer, _ = build_trainer(recipe, Path(folder), model, inputs.start.tokenizer, *few)
-            trainer.get_train_dataloader()
-            trainer.create_optimizer_and_scheduler(num_training_steps=2)
-    finally:
-        if visible:
-            enable_progress_bars()
+def check_built_optimizer(recipe: Recipe, model: nn.Module) -> None:
+    """Refuse what the optimizer refuses when it is made for ``model``: a package, a layer, a value.
+
+    Some are made for the model's layers; parameters on the meta device do for all.
+    """
+
+    def build(tried: Recipe) -> None:
+        arguments = training_arguments(tried, CHECKPOINTS)
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
+        if not {"params", "model", "optimizer_dict"} & options.keys():
+            kind([p for p in model.parameters() if p.requires_grad], **options)
+
+    with quiet():
+        blamed(recipe, build)
 
 
 def blamed(recipe: Recipe, build: Callable[[Recipe], Built]) -> Built:
@@ -241,59 +233,3 @@ def _likeness(words: str, name: str, trainer: dict[str, Any]) -> tuple[bool, boo
     texts = map(str, value if isinstance(value, list | dict) else [value])
     parts = sum(len(part) > 3 and part in words for part in name.split("_"))
     return name in words, any(len(text) > 2 and text in words for text in texts), parts
-
-
-def check_trainer(inputs: Inputs, model: nn.Module) -> None:
-    """Refuse what the stage's own trainer refuses when it is built.
-
-    Other stages' trainers cannot be built without weights; several processes build theirs together,
-    with the launcher's plugins, once.
-    """
-    recipe = inputs.start.recipe
-    if ranks.world_size() == 1 and STAGES[recipe.stage].form == "tokens":
-        blamed(recipe, lambda tried: build_on_meta(tried, model, inputs))
-
-
-class Check(NamedTuple):
-    """One check before a run.
-
-    Attributes:
-        needs: the attributes of :class:`Parts` that ``call`` takes.
-        where: the part of the recipe that it may refuse.
-    """
-
-    needs: tuple[str, ...]
-    where: str
-    call: Callable[..., object]
-
-
-# fmt: off
-CHECKS = (
-    Check(("recipe",), "parallel", check_launch),
-    Check(("recipe",), "model, evaluation, trainer", refuse_recipe.check_machine),
-    Check(("recipe", "arguments"), "trainer.optim_args", refuse_recipe.check_optimizer),
-    Check(("recipe", "arguments"), "router.replay", check_engine),
-    Check(("start",), "export", refuse_recipe.check_copied),
-    Check(("start",), "lora.start", refuse_recipe.check_continued),
-    Check(("start",), "method.terms", refuse_recipe.check_terms),
-    Check(("start",), "method.bias_update", refuse_recipe.check_bias),
-    Check(("start",), "data.packing", refuse_recipe.check_packed),
-    Check(("start",), "rewards", lambda start: check_rollouts(start.recipe, start.family)),
-    Check(("start",), "router.replay", lambda start: check_replay(start.recipe, start.family)),
-    Check(("start",), "router.train", refuse_recipe.tell_of_router),
-    Check(("start",), "evaluation", refuse_recipe.check_evaluation),
-    Check(("rehearsal",), "trainer", lambda rehearsal: None),  # it begins: rows take a while
-    Check(("start", "rows"), "model.tokenizer", lambda start, _: training_tokenizer(
-        start.tokenizer, start.recipe)),
-    Check(("start", "model"), "lora.start", continued),
-    Check(("start", "model", "rows", "arguments"), "model.tokenizer", check_ids),
-    Check(("start", "model"), "method.terms", lambda start, model: check_reach(
-        model, Objective(start.recipe.method.terms, model_facts(model)))),
-    Check(("inputs", "ignore_memory"), "trainer, lora", check_memory),
-    Check(("recipe", "rows"), "rewards", lambda recipe, rows: reward_functions(
-        recipe.rewards, rows.train.column_names)),
-    Check(("inputs", "model"), "trainer", check_trainer),
-    Check(("rehearsal",), "trainer", Rehearsal.check),
-)
-# fmt: on
-"""In the order in which they run; what they need is made in this order, too."""

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from transformers import Trainer
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from moe_finetune.checkpoint.export import carried_files
 from moe_finetune.checkpoint.exported_bias import bias_config
 from moe_finetune.checkpoint.open import stale_head
 from moe_finetune.checkpoint.updates import check_adapter
-from moe_finetune.errors import DependencyError, RecipeError, UnsupportedModelError
+from moe_finetune.errors import DependencyError, RecipeError, UnsupportedModelError, did_you_mean
 from moe_finetune.evaluation.lines import ready_lines
 from moe_finetune.evaluation.suites import load_suite, select
 from moe_finetune.losses.objective import Objective
@@ -25,9 +26,16 @@ from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training.refuse_launch import load_on_each_rank
 from moe_finetune.training.refuse_packing import check_packing
 from moe_finetune.training.run.checkpoint_and_rows import Start
+from moe_finetune.training.stages.grpo_trainer import check_replay, check_rollouts
 from moe_finetune.vllm.install import require_vllm
 
 log = logging.getLogger(__name__)
+REPORTERS = {
+    "azure_ml": ("azureml",),
+    "flyte": ("flytekit",),
+    "tensorboard": ("tensorboard", "tensorboardX"),
+}
+"""Packages of loggers that are not named as they are: one of them has to be installed."""
 
 
 def check_machine(recipe: Recipe) -> None:
@@ -53,6 +61,22 @@ def check_machine(recipe: Recipe) -> None:
         )
 
 
+def check_reporters(arguments: Any) -> None:
+    """Refuse a logger that transformers does not know, or whose package is missing."""
+    for name in arguments.report_to:
+        if name not in INTEGRATION_TO_CALLBACK:
+            raise RecipeError(
+                f"trainer.report_to: {name!r} is unknown"
+                f"{did_you_mean(name, INTEGRATION_TO_CALLBACK)}"
+            )
+        packages = REPORTERS.get(name, (name,))
+        if not any(map(importlib.util.find_spec, packages)):
+            raise DependencyError(
+                f"trainer.report_to: {name!r}: {packages[0]} is not installed; pip install "
+                f"{packages[0]}, or choose another logger ('none' for none)"
+            )
+
+
 def check_optimizer(recipe: Recipe, arguments: Any) -> None:
     """Refuse options that the optimizer does not read, or cannot."""
     given = recipe.trainer.get("optim_args")
@@ -64,7 +88,7 @@ def check_optimizer(recipe: Recipe, arguments: Any) -> None:
 
     try:
         without = options(None)
-    except (ValueError, ImportError):  # made for the model's layers, or not installed: built later
+    except (ValueError, ImportError):  # not installed, or made for layers: built with the model
         return
     key = f"trainer.optim_args: {given!r}"
     try:
@@ -80,6 +104,19 @@ def check_optimizer(recipe: Recipe, arguments: Any) -> None:
             f"trainer.optim_target_modules: has no effect with optim {arguments.optim.value}; "
             "leave it out"
         )
+
+
+def check_start(start: Start) -> None:
+    """Refuse what the opened checkpoint rules out, and fetch the data of its evaluation."""
+    check_copied(start)
+    check_continued(start)
+    check_terms(start)
+    check_bias(start)
+    check_packed(start)
+    check_rollouts(start.recipe, start.family)
+    check_replay(start.recipe, start.family)
+    tell_of_router(start)
+    check_evaluation(start)
 
 
 def check_copied(start: Start) -> None:

@@ -95,10 +95,7 @@ def on_one_device(arguments: Any) -> Any:
 
 
 class RunTrainer(FiniteTrainer, ResumableTrainer):
-    """Mixin with checkpoints that resume exactly, and an end at numbers that are not finite.
-
-    A model on the meta device, as in its checks, stays there.
-    """
+    """Mixin with checkpoints that resume exactly, and an end at numbers that are not finite."""
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate without advancing the random state, so evaluations do not change training."""
@@ -114,10 +111,6 @@ class RunTrainer(FiniteTrainer, ResumableTrainer):
                 f"known: {', '.join(sorted(metrics))}"
             )
         return metrics
-
-    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
-        if next(model.parameters()).device.type != "meta":
-            super()._move_model_to_device(model, device)
 
 
 class TakesPreparedRows:

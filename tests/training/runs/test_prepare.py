@@ -11,11 +11,11 @@ from moe_finetune import cli
 from moe_finetune.data.examples import load_examples
 from moe_finetune.errors import RecipeError
 from moe_finetune.models.loading import parse_config
-from moe_finetune.recipe.schema import Recipe, load_recipe
+from moe_finetune.recipe.schema import load_recipe
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.run import plan_run
 from moe_finetune.training.run import trainer as stage_trainer
-from moe_finetune.training.before.prepare import CHECKS, Parts, prepare
+from moe_finetune.training.before.prepare import prepare
 from moe_finetune.training.run.checkpoint_and_rows import open_start
 from moe_finetune.training.run.train import KeepSteps
 
@@ -335,11 +335,3 @@ def test_one_run_has_its_report_in_its_folder(capsys, recipe, tmp_path, monkeypa
     assert "verified: " in page and not (tmp_path / "report").exists()
     assert cli.main(["report", str(run), str(run)]) == 0
     assert (tmp_path / "report" / "index.html").is_file()
-
-
-def test_each_check_says_what_it_needs_and_where_it_looks():
-    given = {"recipe", "ignore_memory"}
-    for check in CHECKS:
-        assert all(need in given or hasattr(Parts, need) for need in check.needs)
-        sections = {key.partition(".")[0] for key in check.where.split(", ")}
-        assert sections <= Recipe.model_fields.keys(), check.where
