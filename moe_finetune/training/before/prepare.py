@@ -30,7 +30,7 @@ from moe_finetune.recipe.stages import STAGES
 from moe_finetune.training import ranks
 from moe_finetune.training.before import refuse_recipe
 from moe_finetune.training.before.refuse_recipe import in_one_line
-from moe_finetune.training.before.toy_step import rehearsing
+from moe_finetune.training.before.toy_step import likeness, rehearsing
 from moe_finetune.training.memory.plan import (
     GIB,
     MemoryPlan,
@@ -190,7 +190,7 @@ def check_memory(inputs: Inputs, ignore_memory: bool) -> None:
         log.warning("%s", lines)
 
 
-def check_built_optimizer(recipe: Recipe, model: nn.Module) -> None:
+def check_built_optimizer(recipe: Recipe, model: Any) -> None:
     """Refuse what the optimizer refuses when it is made for ``model``: a package, a layer, a value.
 
     Some are made for the model's layers; parameters on the meta device do for all.
@@ -218,18 +218,10 @@ def blamed(recipe: Recipe, build: Callable[[Recipe], Built]) -> Built:
     except Exception as error:
         words, culprit, remedy = in_one_line(error), "trainer:", ""
         if recipe.trainer:
-            name = max(recipe.trainer, key=lambda name: _likeness(words, name, recipe.trainer))
+            name = max(recipe.trainer, key=lambda name: likeness(words, name, recipe.trainer[name]))
             others = {key: value for key, value in recipe.trainer.items() if key != name}
             with suppress(Exception):  # still refused: another key is to blame
                 build(recipe.model_copy(update={"trainer": others}))
                 culprit = f"trainer.{name}: {recipe.trainer[name]!r}"
                 remedy = "; change it or leave it out"
         raise RecipeError(f"{culprit} cannot be used here: {words}{remedy}") from error
-
-
-def _likeness(words: str, name: str, trainer: dict[str, Any]) -> tuple[bool, bool, int]:
-    """Whether ``words`` have a key's name or its value, and how many parts of the name."""
-    value = trainer[name]
-    texts = map(str, value if isinstance(value, list | dict) else [value])
-    parts = sum(len(part) > 3 and part in words for part in name.split("_"))
-    return name in words, any(len(text) > 2 and text in words for text in texts), parts

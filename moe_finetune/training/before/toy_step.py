@@ -1,7 +1,8 @@
-"""One step of the stage's own trainer on a toy, in a child process, before weights load.
+"""Two steps of the stage's own trainer on a toy, in a child process, before weights load.
 
 TRL checks many values only when its trainer is built, or in the first loss. The toy has the run's
-tokenizer; it runs on a CPU, without the launcher, loggers, vLLM or rewards.
+tokenizer, and it accumulates, evaluates and saves where the recipe does, because values may need
+that; it runs on a CPU, without the launcher, loggers, vLLM or rewards.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import io
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -36,16 +38,20 @@ SECONDS = 120.0
 CHECKED = (
     *("learning_rate", "per_device_*_batch_size", "gradient_accumulation_steps", "max_steps"),
     *("num_train_epochs", "warmup_steps", "weight_decay", "adam_*", "max_grad_norm", "logging_*"),
-    *("eval_*", "save_*", "report_to", "run_name", "disable_tqdm", "seed", "data_seed", "bf16"),
+    *("eval_steps", "eval_delay", "eval_on_start", "save_steps", "save_total_limit", "report_to"),
+    *("run_name", "disable_tqdm", "seed", "data_seed", "bf16", "load_best_model_at_end"),
     *("beta", "num_generations", "max_completion_length", "temperature", "dataloader_*"),
-    *("gradient_checkpointing", "activation_checkpointing", "load_best_model_at_end"),
-    *("metric_for_best_model", "greater_is_better", "full_determinism"),
+    *("gradient_checkpointing", "activation_checkpointing", "full_determinism"),
+    *("greater_is_better", "save_only_model"),
 )
 """Keys whose values a type and its limits cover; with no others there is no rehearsal."""
 CHECKPOINTING_OPTIONS = tuple(f"{key}_kwargs" for key in CHECKPOINTING)
 USUAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(CHECKPOINTING_OPTIONS, ({"use_reentrant": False}, {"use_reentrant": True})),
     "lr_scheduler_type": ("constant", "constant_with_warmup", "cosine", "linear"),
+    "eval_strategy": ("no", "steps", "epoch"),
+    "save_strategy": ("no", "steps", "epoch"),
+    "metric_for_best_model": ("loss", "eval_loss"),
 }
 """Values that need no step, of keys whose others do."""
 NOT_ON_A_TOY = (
@@ -55,19 +61,23 @@ NOT_ON_A_TOY = (
 )
 """Keys that need a GPU, several processes, a server or a package that the toy does without."""
 _LAUNCHER = ("ACCELERATE_*", "FSDP_*", "PARALLELISM_*", "TORCHELASTIC_*", "MASTER_*", "*RANK")
+STEPS = 2
+"""Steps of a toy, which evaluates and saves after each if the recipe's run does so at all."""
 _OURS: dict[str, Any] = {
-    "max_steps": 1,
-    "gradient_accumulation_steps": 1,
-    "save_strategy": "no",
-    "eval_strategy": "no",
-    "eval_on_start": False,
-    "load_best_model_at_end": False,
+    "eval_steps": 1,
+    "eval_delay": 0,
+    "save_steps": 1,
     "report_to": "none",
     "use_cpu": True,
     "bf16": False,
     "dataloader_num_workers": 0,
     "dataloader_pin_memory": False,
 }
+_SIZES = (
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "max_completion_length"),
+    *("max_steps", "gradient_accumulation_steps", "max_length"),
+)
+"""Keys of which the toy has other values than the recipe, besides those above."""
 
 
 def to_rehearse(recipe: Recipe) -> dict[str, Any]:
@@ -154,42 +164,49 @@ class Rehearsal:
 
 
 def rehearse(recipe: Recipe, tokenizer: Any) -> str | None:
-    """Why the stage's trainer cannot run with a key of ``trainer:``; None if it can."""
+    """Why the stage's trainer cannot run with a key of ``trainer:``; None if it can.
+
+    A second toy, without the keys that need one, tells whether they are to blame at all; which of
+    them is, the error's words tell.
+    """
     keys = to_rehearse(recipe)
     try:
         toy_step(recipe, tokenizer)
         return None
+    except RecipeError as error:  # ours names its key
+        return str(error)
     except Exception as error:  # whatever the libraries raise
-        first = error
-    words = " ".join(str(first).split()).rstrip(".") or type(first).__name__
-    for key in sorted(keys, key=lambda key: key not in words):
-        if _runs(_without(recipe, [key]), tokenizer):
-            cause = f"trainer.{key}: {keys[key]!r} cannot be used here: {words}"
-            return f"{cause}; change it or leave it out"
-    if _runs(_without(recipe, list(keys)), tokenizer):
-        return f"trainer: {', '.join(keys)} cannot be used here: {words}; change them"
-    return None  # the toy cannot run as it is
-
-
-def _runs(recipe: Recipe, tokenizer: Any) -> bool:
-    try:
-        toy_step(recipe, tokenizer)
-    except Exception:  # still refused
-        return False
-    return True
-
-
-def _without(recipe: Recipe, keys: list[str]) -> Recipe:
+        words = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     others = {name: value for name, value in recipe.trainer.items() if name not in keys}
-    return recipe.model_copy(update={"trainer": others})
+    if _names_a_key_of_the_toy(words):
+        return None
+    try:
+        toy_step(recipe.model_copy(update={"trainer": others}), tokenizer)
+    except Exception:  # the toy cannot run as it is
+        return None
+    key = max(keys, key=lambda key: likeness(words, key, keys[key]))
+    if len(keys) > 1 and not any(likeness(words, key, keys[key])):
+        return f"trainer: {', '.join(keys)} cannot be used here: {words}; change them"
+    return f"trainer.{key}: {keys[key]!r} cannot be used here: {words}; change it or leave it out"
+
+
+def likeness(words: str, name: str, value: Any) -> tuple[bool, bool, int]:
+    """Whether ``words`` have a key's name or its value, and how many parts of the name."""
+    texts = map(str, value if isinstance(value, list | dict) else [value])
+    parts = sum(len(part) > 3 and part in words for part in name.split("_"))
+    return name in words, any(len(text) > 2 and text in words for text in texts), parts
+
+
+def _names_a_key_of_the_toy(words: str) -> bool:
+    """Whether an error is about a value that the toy sets itself, instead of the recipe's."""
+    return any(re.search(rf"\b{key}\b", words) for key in (*_OURS, *_SIZES))
 
 
 def toy_step(recipe: Recipe, tokenizer: Any) -> None:
-    """Build the stage's trainer on a toy and take one step; raise what it raises."""
+    """Build the stage's trainer on a toy and take its steps; raise what it raises."""
     from datasets import Dataset
 
-    from moe_finetune.training.callback.early_ends import FiniteTrainer
-    from moe_finetune.training.run.trainer import training_arguments
+    from moe_finetune.training.run.trainer import RunTrainer, training_arguments
 
     stage, model = STAGES[recipe.stage], _toy(recipe, tokenizer)
     kept = {
@@ -200,31 +217,41 @@ def toy_step(recipe: Recipe, tokenizer: Any) -> None:
     more: dict[str, Any] = {}
     row: dict[str, Any]
     if stage.form == "tokens":
-        kept["per_device_train_batch_size"] = 2
+        kept |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
         row = {"input_ids": list(range(5, 12)), "labels": [-100, -100, *range(7, 12)]}
     elif stage.form == "prompts":
         check_generation(recipe.trainer)
         size = kept.get("num_generations", 8)
         kept |= {"per_device_train_batch_size": size, "max_completion_length": COMPLETION}
-        more["reward_funcs"] = [_alternating] * len(recipe.rewards)
+        more["reward_funcs"] = [_alternating(section.name) for section in recipe.rewards]
         row = {"prompt": "a b"}
     else:
-        kept["per_device_train_batch_size"] = 2
+        kept |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
         row = {"prompt": "a b", "chosen": " c d", "rejected": " e"}
         if stage.reference and recipe.lora is None:
             more["ref_model"] = _toy(recipe, tokenizer)
     rows = Dataset.from_list([row] * (4 * (kept.get("steps_per_generation") or 1)))
+    validation = None if recipe.data.validation is None else Dataset.from_list([row] * 2)
     checkpointing = any(kept.get(key) for key in CHECKPOINTING_OPTIONS)
     kept = {name: value for name, value in kept.items() if name not in CHECKPOINTING}
     kept |= {**_OURS, "gradient_checkpointing": checkpointing}
+    kept["max_steps"] = 1 if kept.get("max_steps") == 1 else STEPS
+    kept["gradient_accumulation_steps"] = min(kept.get("gradient_accumulation_steps") or 1, 2)
     smaller = recipe.model_copy(update={"trainer": kept})
-    kind = type("Toy", (FiniteTrainer, stage.trainer_class()), {})
+    kind = type("Toy", (RunTrainer, stage.trainer_class()), {})
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         args = training_arguments(smaller, Path(folder))
         args.max_length = 64
         if stage.form == "tokens":
             args.packing = False
-        kind(model, args=args, train_dataset=rows, processing_class=tokenizer, **more).train()
+        kind(
+            model,
+            args=args,
+            train_dataset=rows,
+            eval_dataset=validation,
+            processing_class=tokenizer,
+            **more,
+        ).train()
 
 
 def check_generation(trainer: Mapping[str, Any]) -> None:
@@ -245,8 +272,14 @@ def check_generation(trainer: Mapping[str, Any]) -> None:
         )
 
 
-def _alternating(completions: list[Any], **_: Any) -> list[float]:
-    return [float(index % 2) for index in range(len(completions))]
+def _alternating(name: str) -> Any:
+    """A reward of 0 and 1 in turn; its name is a part of the names of what is logged."""
+
+    def reward(completions: list[Any], **_: Any) -> list[float]:
+        return [float(index % 2) for index in range(len(completions))]
+
+    reward.__name__ = name
+    return reward
 
 
 def _toy(recipe: Recipe, tokenizer: Any) -> Any:

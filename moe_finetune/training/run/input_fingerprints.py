@@ -79,7 +79,7 @@ def _validation_decides(recipe: Recipe) -> bool:
     return bool(
         trainer.get("load_best_model_at_end")
         or trainer.get("save_strategy") == "best"
-        or trainer.get("lr_scheduler_type") == "reduce_lr_on_plateau"
+        or trainer.get("lr_scheduler_type") in ("reduce_lr_on_plateau", "greedy")
     )
 
 

@@ -101,7 +101,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(capsys, recipe, tmp_path):
 
 
 def _machine_of(monkeypatch, size):
-    for module in ("memory", "prepare", "start"):
+    for module in ("memory.plan", "before.prepare", "run.checkpoint_and_rows"):
         monkeypatch.setattr(f"moe_finetune.training.{module}.machine_bytes", lambda: size)
 
 
@@ -226,6 +226,34 @@ def test_a_resume_takes_other_keys_where_they_leave_the_training_what_it_was(
     assert train(capsys, recipe, *merged, "--output", run, "--resume")[0] == 0
     assert (run / "merged" / "config.json").exists()
     assert (run / name).stat().st_mtime_ns == trained
+
+
+@pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "greedy"])
+def test_a_schedule_that_follows_the_evaluation_trains_and_resumes(
+    capsys, recipe, tmp_path, monkeypatch, schedule
+):
+    def stop_in_step_3(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            raise KeyboardInterrupt
+
+    shutil.copy(recipe.parent / "data.jsonl", tmp_path / "held-out.jsonl")
+    options = [
+        f"data.validation={tmp_path / 'held-out.jsonl'}",
+        f"trainer.lr_scheduler_type={schedule}",
+        "trainer.lr_scheduler_kwargs={patience: 0, threshold: 10.0, min_lr: 1.0e-9}",
+        *("trainer.max_steps=5", "trainer.eval_steps=1", "trainer.save_steps=2"),
+    ]
+    straight, run = tmp_path / "straight", tmp_path / "run"
+    assert train(capsys, recipe, *options, "--output", straight)[0] == 0
+    rows = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
+    rates = [row["learning_rate"] for row in rows if row["kind"] == "train"]
+    assert rates[-1] < rates[0]
+    with monkeypatch.context() as patched:
+        patched.setattr(KeepSteps, "on_step_end", stop_in_step_3)
+        assert train(capsys, recipe, *options, "--output", run)[0] == 130
+    assert train(capsys, recipe, *options, "--output", run, "--resume")[0] == 0
+    name = Path("adapter") / "adapter_model.safetensors"
+    assert (run / name).read_bytes() == (straight / name).read_bytes()
 
 
 def test_a_loader_without_a_batch_is_refused_and_the_plan_counts_whole_batches(

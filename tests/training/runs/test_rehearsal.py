@@ -6,6 +6,7 @@ import torch
 from moe_finetune.errors import RecipeError
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.yaml_tree import Tree
+from moe_finetune.training.before import toy_step
 from moe_finetune.training.before.toy_step import rehearse, rehearsing, to_rehearse
 from moe_finetune.training.run.checkpoint_and_rows import open_start
 from tests.support import tiny
@@ -61,6 +62,48 @@ def test_a_wrong_value_is_named_by_its_key(stage, trainer, named):
     problem = rehearse(recipe_of(stage, **{**usual, **trainer}), tiny.tokenizer())
     assert (problem is None) == (named is None), problem
     assert named is None or named in problem
+
+
+@pytest.mark.parametrize(
+    ("trainer", "named"),
+    [
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, None),
+        ({"lr_scheduler_type": "greedy", "lr_scheduler_kwargs": {"patience": 0}}, None),
+        ({"save_strategy": "best", "metric_for_best_model": "mean_token_accuracy"}, None),
+        ({"save_strategy": "best", "metric_for_best_model": "loss"}, None),
+        ({"metric_for_best_model": "nope"}, "trainer.metric_for_best_model: 'nope' is not a res"),
+        ({"train_sampling_strategy": "group_by_length", "label_smoothing_factor": 0.1}, None),
+    ],
+)
+def test_the_toy_evaluates_and_saves_where_the_run_does(trainer, named):
+    """Schedules that follow the evaluation were refused, because the toy had none."""
+    recipe = recipe_of("sft", **USUAL_SFT, gradient_accumulation_steps=3, **trainer)
+    data = recipe.data.model_copy(update={"validation": "v.jsonl"})
+    recipe = recipe.model_copy(update={"data": data})
+    assert to_rehearse(recipe)
+    problem = rehearse(recipe, tiny.tokenizer())
+    assert (problem is None) == (named is None), problem
+    assert named is None or named in problem
+
+
+def test_a_refusal_takes_two_toys_and_is_not_of_what_the_toy_itself_set(monkeypatch):
+    toys = []
+
+    def toy(recipe, tokenizer):
+        toys.append(recipe.trainer)
+        if recipe.trainer.get("loss_type") == ["ipo"]:
+            raise ValueError(message)
+
+    monkeypatch.setattr(toy_step, "toy_step", toy)
+    recipe = recipe_of("dpo", loss_type=["ipo"], label_smoothing=0.2, use_weighting=True)
+    for message, problem in {
+        "ipo takes no labels": "trainer.loss_type: ['ipo'] cannot be used here: ipo takes no labels",
+        "no": "trainer: loss_type, label_smoothing, use_weighting cannot be used here: no",
+        "ipo needs a larger per_device_train_batch_size": "None",
+    }.items():
+        toys.clear()
+        assert str(rehearse(recipe, None)).startswith(problem)
+        assert len(toys) <= 2
 
 
 def test_the_child_has_no_launcher_and_leaves_this_process_alone(tmp_path, monkeypatch):
