@@ -171,10 +171,23 @@ class CachedLM(LM):
             return [[] for _ in texts]
         return tokenizer(texts, add_special_tokens=False).input_ids
 
+    def _added(self, text: str) -> int:
+        """The number of special tokens that lm-eval writes around a prompt: none where it begins
+        with one, as a chat does, and none before a server, which gets ids.
+        """
+        tokenizer = getattr(self._inner, "tokenizer", None)
+        beginning = getattr(tokenizer, "bos_token", None)
+        if not callable(tokenizer) or self._backend.kind == "server":
+            return 0
+        if beginning and text.startswith(beginning):
+            return 0
+        return int(tokenizer.num_special_tokens_to_add(pair=False))
+
     def _lengths(self, kind: str, requests: list[Instance]) -> list[int]:
         """Return prompt tokens per request, after checking that they fit."""
         texts = ["".join(r.args) if kind == "loglikelihood" else r.args[0] for r in requests]
-        lengths = [len(ids) for ids in self._encode(texts)]
+        lengths = [count + self._added(text) for count, text in zip(
+            map(len, self._encode(texts)), texts, strict=True)]  # fmt: skip
         limit = self._backend.max_length
         if limit is None or kind == "loglikelihood_rolling":
             return lengths

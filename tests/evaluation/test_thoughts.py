@@ -1,10 +1,12 @@
 """What of a reply is judged: in texts, chats of suites, programs and rewards."""
 
+import dataclasses
 import json
 import threading
 from http.server import ThreadingHTTPServer
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from moe_finetune.errors import EvaluationError
 from moe_finetune.evaluation.cached_lm import CachedLM
@@ -244,6 +246,29 @@ def test_a_chat_is_stopped_after_its_thoughts(tmp_path):
     assert lm.generate_until(requests) == ["7", "", "7"]
     assert inner.asked[0][1] == {"until": ["<|im_end|>"], "max_gen_toks": 30}
     assert (lm.usage.thoughts, lm.usage.unanswered) == (1, 1)
+
+
+@pytest.mark.parametrize(("kind", "prompt", "fits"), [
+    ("hf", "a" * 470, True), ("hf", "a" * 471, False), ("server", "a" * 471, True),
+    ("hf", "<s>" + "a" * 470, True),
+])  # fmt: skip
+def test_a_beginning_that_the_tokenizer_adds_counts(tmp_path, kind, prompt, fits):
+    """A prompt of exactly the limit would be cut by one token without a word."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    entry = SuiteTask(task="sums", metric="exact_match", max_tokens=29)
+    lm, _ = model(tmp_path, entry, {prompt: "7"}, tokenizer)
+    lm._backend = dataclasses.replace(lm._backend, kind=kind, lm=lm._inner)
+    assert len(tokenizer("aa").input_ids) == 3
+    request = ask("generate_until", prompt, {"until": ["\n"]})
+    if fits:
+        assert lm.generate_until([request]) == ["7"]
+    else:
+        with pytest.raises(EvaluationError, match="do not fit into the context of 500 tokens"):
+            lm.generate_until([request])
 
 
 def test_a_fenced_program_of_a_chat_is_whole(tmp_path):
