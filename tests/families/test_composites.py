@@ -173,9 +173,12 @@ def test_other_sizes_in_shards(family, changes, tmp_path):
             model.zero_grad()
             model(**batch).loss.backward()
         gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    # The gradient of a router whose one expert has weight 1 is 0: what is left is the rounding of
+    # the others, less than a step of float32 of the largest.
+    rounding = 1e-7 * max(float(gradient.abs().max()) for gradient in gradients[0].values())
     for name, wanted in gradients[0].items():
         difference = float((wanted - gradients[1][name]).abs().max())
-        assert difference < 2e-4 * float(wanted.abs().max()) + 1e-9, name
+        assert difference < 2e-4 * float(wanted.abs().max()) + rounding, name
     merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
     assert {f.name for f in base.glob("*.safetensors")} == {
         f.name for f in (tmp_path / "merged").glob("*.safetensors")
