@@ -11,7 +11,14 @@ from pathlib import Path
 import typer
 
 # Importing these modules registers their verbs.
-from moe_finetune.cli import checkpoints, evaluation, experts, interactive, runs  # noqa: F401
+from moe_finetune.cli import (  # noqa: F401
+    checkpoints,
+    evaluation,
+    experts,
+    interactive,
+    runs,
+    verify,
+)
 from moe_finetune.cli.app import app, check_alone, split_common
 from moe_finetune.cli.pipes import outlive_readers
 from moe_finetune.errors import (

@@ -16,13 +16,14 @@ RESUMED = "the same command with --resume continues"
 CONTINUED = {
     **dict.fromkeys(("study", "upcycle"), f"{RESUMED}, if the output exists"),
     **dict.fromkeys(("eval", "demo"), "the same command continues"),
-    **dict.fromkeys(("serve", "doctor", "init", "inspect", "preview", "report", "compare"), ""),
+    **dict.fromkeys(("serve", "doctor", "init", "inspect", "preview"), ""),
+    **dict.fromkeys(("report", "compare", "verify"), ""),
 }
 """How an interrupted verb goes on; the others write nothing before they are done."""
 
 
 ORDER = (
-    *("init", "preview", "train", "report", "merge", "convert", "inspect"),
+    *("init", "preview", "train", "report", "merge", "verify", "convert", "inspect"),
     *("eval", "compare", "serve", "analyze", "select", "study", "upcycle", "demo", "doctor"),
 )
 """The verbs as ``--help`` lists them: what most people need first."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +17,8 @@ from moe_finetune.io.terminal import terminal
 from moe_finetune.io.versions import untested
 
 if TYPE_CHECKING:
+    from moe_finetune.checkpoint.open import Checkpoint
+    from moe_finetune.checkpoint.verify import VerifyReport
     from moe_finetune.recipe.schema import Recipe
     from moe_finetune.training.self_test.family_check import FamilyCheck
 
@@ -167,18 +170,15 @@ def _print_serve_line(source: str, base: str | None, folder: Path) -> None:
     from moe_finetune.checkpoint.open import open_checkpoint
     from moe_finetune.vllm.adapters import serve_line
 
-    _, opened = _adapter_and_base(Path(source), base)
-    print(
-        "serve, on a GPU: "
-        + serve_line(open_checkpoint(opened), read_adapter(folder), checkpoint_name(source))
-    )
-    print(
-        "compare its answers once with those of the merged checkpoint: --enable-lora has changed "
-        "what vLLM computes for MoE models, without an error (vllm-project/vllm#49063)"
-    )
+    _, opened = adapter_and_base(Path(source), base)
+    name = checkpoint_name(source)
+    print("serve, on a GPU: " + serve_line(open_checkpoint(opened), read_adapter(folder), name))
+    words = ["moe-finetune", "verify", source, *(["--base", base] if base is not None else [])]
+    words += ["--served", "http://127.0.0.1:8000", "--model", name, "--base-model", str(opened)]
+    print(f"then check that it is applied (vllm-project/vllm#49354): {shlex.join(words)}")
 
 
-def _adapter_and_base(source: Path, base: str | None) -> tuple[Path, Path]:
+def adapter_and_base(source: Path, base: str | None) -> tuple[Path, Path]:
     """The adapter's folder, of a run's too, and the base's: ``base``, or what the adapter names."""
     from moe_finetune.models.loading import local_folder
 
@@ -193,7 +193,7 @@ def _convert_adapter(source: Path, to: AdapterForm, base: str | None, output: Pa
     from moe_finetune.vllm.adapters import convert_for_vllm
 
     warn_of_plugins(source)
-    adapter, folder = _adapter_and_base(source, base)
+    adapter, folder = adapter_and_base(source, base)
     form = {"peft": as_peft, "per-expert": as_per_expert, "vllm": convert_for_vllm}[to.value]
     return convert_adapter(adapter, folder, output, form)
 
@@ -242,7 +242,7 @@ def merge(
 
     warn_of_plugins(source)  # the base is elsewhere
     verify = verify or bool(untested())
-    adapter, folder = _adapter_and_base(source, base)
+    adapter, folder = adapter_and_base(source, base)
     bias = None if drop_bias else read_bias(adapter)
     opened = open_checkpoint(folder, stored=True)
     if verify and not dry_run and (output / "config.json").is_file():
@@ -267,16 +267,26 @@ def merge(
         )
         print("\n".join([*report.kinds(), *report.notes]))
     if verify:
-        from moe_finetune.checkpoint.verify import verify_merge
-
-        parts = opened, adapter, open_checkpoint(output)
-        try:
-            print(f"verified: {verify_merge(*parts, bias=bias).text()}")
-        except KeyboardInterrupt:
-            how = f"interrupted; {output} is written but not verified: repeat the command"
-            print(how, file=sys.stderr)
-            raise KeyboardInterrupt(how) from None
+        print(f"verified: {verified(opened, adapter, output, bias).text()}")
     print(f"upload: hf upload OWNER/NAME {shlex.quote(str(output))}")
+
+
+def verified(
+    base: Path | Checkpoint,
+    adapter: Path,
+    merged: Path,
+    bias: Mapping[int, Sequence[float]] | None,
+) -> VerifyReport:
+    """Compare a written merge with base + adapter; an interrupt says how to go on."""
+    from moe_finetune.checkpoint.open import open_checkpoint
+    from moe_finetune.checkpoint.verify import verify_merge
+
+    try:
+        return verify_merge(base, adapter, open_checkpoint(merged), bias=bias)
+    except KeyboardInterrupt:
+        how = f"interrupted; {merged} is written but not verified: repeat the command"
+        print(how, file=sys.stderr)
+        raise KeyboardInterrupt(how) from None
 
 
 def base_of(adapter: Path) -> Path:

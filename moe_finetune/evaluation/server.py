@@ -1,46 +1,29 @@
-"""A running server behind lm-eval's client; every reply is validated before it is scored.
-
-A redirect is an error: the user did not choose the other address, and it must not get the key.
-"""
+"""A running server behind lm-eval's client; every reply is validated before it is scored."""
 
 import io
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-import httpx
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 
 from moe_finetune.errors import EvaluationError, did_you_mean
 from moe_finetune.io.checkpoint_files import read_config
 from moe_finetune.io.environment import package_versions
 from moe_finetune.io.hashes import checkpoint_hash, sha256_json
-from moe_finetune.io.json_file import JsonError, parse_json
+from moe_finetune.vllm.openai_server import (
+    ROUNDING,
+    BadReply,
+    ServerError,
+    failure,
+    log_probability,
+    only_choice,
+    server_models,
+)
 
 REQUEST_SECONDS, TRIES = 300, 4
-# Rounding in float32 may give a token of probability 1 a log-probability slightly above 0.
-_ROUNDING = 1e-3
-_LOWEST = 1e30
-_TRANSIENT = (408, 409, 425, 429, 500, 502, 503, 504)
-
-
-class ServerError(EvaluationError):
-    """A server refuses a request; ``transient`` if the same request may succeed later."""
-
-    def __init__(self, message: str, transient: bool = False):
-        super().__init__(message)
-        self.transient = transient
-
-
-class BadReply(EvaluationError):
-    """A reply that cannot be scored; ``request`` is lm-eval's, None for a rolled window."""
-
-    def __init__(self, message: str, request: tuple[Any, ...] | None = None):
-        super().__init__(message)
-        self.request = request
 
 
 class _CheckedSession:
@@ -105,55 +88,6 @@ class CheckedCompletions(LocalCompletionsAPI):
         return [text(only_choice(outputs))]
 
 
-def failure(status: int, text: str, headers: Mapping[str, str]) -> ServerError:
-    """Return the error for a reply with a status other than 200."""
-    if 300 <= status < 400 and "Location" in headers:
-        return ServerError(
-            f"HTTP {status}: it redirects to {headers['Location']}, and redirects are not "
-            "followed; give the final address"
-        )
-    return ServerError(f"HTTP {status}: {text[:500].strip()}", status in _TRANSIENT)
-
-
-def check_address(url: str) -> str:
-    """``url`` without slashes at its end."""
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        raise EvaluationError(f"base_url: '{url}' is not an http address") from None
-    if parts.username is not None or parts.password is not None:
-        raise EvaluationError(
-            f"base_url: the address contains a user name or password; give the address of "
-            f"{parts.hostname} without it, and the key in OPENAI_API_KEY"
-        )
-    if not usable:
-        raise EvaluationError(f"base_url: '{url}' is not an http address")
-    return url.rstrip("/")
-
-
-def server_models(base_url: str) -> dict[str, str]:
-    """Return the models that an OpenAI-compatible server offers: name -> folder, if reported."""
-    url = check_address(base_url) + "/models"
-    try:
-        response = httpx.get(url, timeout=10)
-        if response.status_code != 200:
-            raise failure(response.status_code, response.text, response.headers)
-        reply = parse_json(response.content)
-    except (httpx.HTTPError, httpx.InvalidURL, JsonError, ServerError) as error:
-        raise EvaluationError(
-            f"no server answers at {url} ({error}); start one with 'moe-finetune serve'"
-        ) from None
-    entries = reply.get("data") if isinstance(reply, dict) else None
-    if not isinstance(entries, list) or not all(
-        isinstance(entry, dict) and isinstance(entry.get("id"), str) for entry in entries
-    ):
-        raise EvaluationError(
-            f"{url} does not answer like an OpenAI-compatible server ({reply!r:.200})"
-        )
-    return {entry["id"]: str(entry.get("root") or "") for entry in entries}
-
-
 def open_server(
     checkpoint: str | Path, base_url: str | None, model: str | None, seed: int
 ) -> tuple[CheckedCompletions, dict[str, Any], str]:
@@ -216,17 +150,6 @@ def open_server(
     )
 
 
-def only_choice(reply: Any) -> dict[str, Any]:
-    """Return the choice of a reply to one prompt."""
-    choices = reply.get("choices") if isinstance(reply, dict) else None
-    if not isinstance(choices, list) or not all(isinstance(c, dict) for c in choices):
-        raise BadReply("the reply has no list of choices")
-    indices = [choice.get("index") for choice in choices]
-    if indices != [0] or isinstance(indices[0], bool):
-        raise BadReply(f"the reply to one prompt has choices of index {indices}, not [0]")
-    return choices[0]
-
-
 def text(choice: dict[str, Any]) -> str:
     """Return a generation's text."""
     content = choice.get("text")
@@ -252,23 +175,15 @@ def score(choice: dict[str, Any], tokens: int, context: int) -> tuple[float, boo
             raise BadReply(f"{name} has {count} entries for {tokens} tokens sent and 1 generated")
     total, greedy = 0.0, True
     for position in range(context, tokens):
-        logprob = _log_probability(logprobs["token_logprobs"][position], position)
+        logprob = log_probability(logprobs["token_logprobs"][position], position)
         best = logprobs["top_logprobs"][position]
         if not isinstance(best, dict) or not best:
             raise BadReply(f"top_logprobs[{position}] is {best!r:.40}")
-        highest = max(_log_probability(value, position) for value in best.values())
-        if highest < logprob - _ROUNDING:
+        highest = max(log_probability(value, position) for value in best.values())
+        if highest < logprob - ROUNDING:
             raise BadReply(
                 f"top_logprobs[{position}] are below the token's own log-probability {logprob}"
             )
         total += logprob
         greedy = greedy and logprob == highest
     return total, greedy
-
-
-def _log_probability(value: Any, position: int) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise BadReply(f"log-probability {position} is {value!r:.40}")
-    if not -_LOWEST <= value <= _ROUNDING:  # also false for NaN
-        raise BadReply(f"log-probability {position} is {value}, not the logarithm of a probability")
-    return float(value)

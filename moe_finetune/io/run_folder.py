@@ -61,6 +61,7 @@ class RunFolder:
         self.base_evaluation = path / "eval_base"
         self.base_results = self.base_evaluation / RESULTS_FILE
         self.steps = path / "steps"
+        self.served = path / "served.json"
         self.page = path / "report" / "index.html"
 
     def step(self, step: int) -> RunFolder:

@@ -75,6 +75,8 @@ def next_commands(page: Path | None, run: Path, start: Sequence[str] = ()) -> st
         lines.append(("look at the report", [*words, str(page)]))
     if (run / "merged").is_dir():
         lines.append(("serve it", [program(), "serve", str(run)]))
+        asked = [program(), "verify", str(run), "--served", "http://127.0.0.1:8000"]
+        lines.append(("check what is served", asked))
     if start:
         lines.append(("train on your own data", [program(), *start]))
     return listed(lines)

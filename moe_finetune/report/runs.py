@@ -49,6 +49,7 @@ class Run:
     scores: dict[str, Score]
     base_scores: dict[str, Score]
     evaluation: dict[str, Any]  # results.json without its scores: backend, checkpoint, ...
+    served: dict[str, Any]  # the last verdict of `verify --served`
 
     @property
     def method(self) -> str | None:
@@ -155,6 +156,7 @@ def read_run(folder: Path, label: str) -> Run:
         scores=scores,
         base_scores=read_results(files.base_results)[1],
         evaluation={k: v for k, v in results.items() if k != "tasks"},
+        served=_read_json(files.served),
     )
 
 

@@ -132,7 +132,7 @@ def test_the_printed_line_serves_a_converted_adapter(tmp_path, tiny_checkpoint, 
     printed = capsys.readouterr().out
     (line,) = (line for line in printed.splitlines() if "vllm serve" in line)
     words = shlex.split(line.partition(": ")[2])
-    assert words[:3] == ["vllm", "serve", str(base)] and "vllm#49063" in printed
+    assert words[:3] == ["vllm", "serve", str(base)] and "vllm#49354" in printed
     options = pairs(words)
     assert options["--max-lora-rank"] == "16" and "--enable-mixed-moe-lora-format" in words
     module = {"name": "law", "path": str(tmp_path / "out"), "is_3d_lora_weight": True}

@@ -35,7 +35,15 @@ def _run(report: Report, run: Run) -> Markup:
                          download=f"{name}.yaml")),
             tag("pre", tag("code", text), tabindex="0"),
         )  # fmt: skip
-    return tag("div", _command(report.swatch(run), str(recorded or command)), recipe)
+    return tag("div", _command(report.swatch(run), str(recorded or command)), recipe, _served(run))
+
+
+def _served(run: Run) -> Markup | None:
+    """The last check of what a server answers, in a sentence; None without one."""
+    verdict, model, date = (run.served.get(key) for key in ("verdict", "model", "date"))
+    if not verdict:
+        return None
+    return tag("p", f"Served as '{model}', {str(date)[:10]}: {verdict} (served.json).")
 
 
 def _command(title: str | Markup, command: str) -> Markup:
