@@ -85,8 +85,8 @@ def verify(
 
     warn_of_plugins(source)
     if served is None:
-        asked = (model, base_model, prompts, reference, reference_base)
-        if any(value is not None for value in asked) or rounded:
+        served_options = (model, base_model, prompts, reference, reference_base)
+        if any(value is not None for value in served_options) or rounded:
             raise RecipeError("--served: give the server's address, or none of its options")
         _verify_files(source, adapter, base, json)
         return
@@ -173,10 +173,10 @@ def _verify_served(
         raise RecipeError("--reference-base: is the base of --reference; give that, too")
     run = RunFolder(source)
     with terminal().announced("verify"):
-        asked = Served(served, model)
-        asked_base = None
+        served_model = Served(served, model)
+        served_base = None
         if base_model is not None:
-            asked_base = Served(served, base_model, name_option="--base-model")
+            served_base = Served(served, base_model, name_option="--base-model")
         sources, folder = _sources(run, adapter, base, reference, reference_base)
         recipe = _recipe(run)
         if prompts is not None:
@@ -185,7 +185,7 @@ def _verify_served(
             rows = run_prompts(recipe, load_tokenizer(folder))
         else:
             rows = fixed_prompts(load_tokenizer(folder))
-    report = check_served(asked, sources, rows, load_tokenizer(folder), asked_base)
+    report = check_served(served_model, sources, rows, load_tokenizer(folder), served_base)
     if run.recipe.is_file():
         report.write(run)
     print(dumps(report.to_mapping(), indent=2) if as_json else report.text())

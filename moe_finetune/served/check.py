@@ -241,8 +241,8 @@ def _tuned(sources: Sources, answers: Sequence[Answer]) -> tuple[Values, float |
     values = [scores.logprobs for scores in exact]
     rounded = values
     if (stored := _dtype_of(checkpoint)) != torch.float32:
-        again = reference.score(checkpoint, answers, sources.adapter, stored)
-        rounded = [scores.logprobs for scores in again]
+        in_dtype = reference.score(checkpoint, answers, sources.adapter, stored)
+        rounded = [scores.logprobs for scores in in_dtype]
     return values, _equal_share(answers, exact), _apart(values, rounded)
 
 
@@ -254,12 +254,12 @@ def _dtype_of(checkpoint: Checkpoint) -> torch.dtype:
 
 def _equal_share(answers: Sequence[Answer], scores: Sequence[reference.Scores]) -> float | None:
     equal = []
-    for answer, own in zip(answers, scores, strict=True):
+    for answer, scored in zip(answers, scores, strict=True):
         prompt = answer.first == 1  # the prompt was scored, so one token was generated after it
         if prompt and answer.next_token is None:
             return None
         generated = [answer.next_token] if prompt else answer.ids[answer.first :]
-        likeliest = own.greedy[-1:] if prompt else own.greedy[:-1]
+        likeliest = scored.greedy[-1:] if prompt else scored.greedy[:-1]
         equal += [one == other for one, other in zip(generated, likeliest, strict=True)]
     return float(np.mean(equal))
 

@@ -169,8 +169,8 @@ def _prompt_logprobs(served: Served, prompt: list[int]) -> Answer:
             raise BadReply(f"prompt_logprobs[{position}] does not have the prompt's token {token}")
         values.append(_finite(entry.get("logprob"), position))
     generated = choice.get("token_ids")
-    after = generated[0] if isinstance(generated, list) and generated else None
-    return Answer(prompt, 1, np.array(values), after)
+    next_token = generated[0] if isinstance(generated, list) and generated else None
+    return Answer(prompt, 1, np.array(values), next_token)
 
 
 def _echo(served: Served, prompt: list[int]) -> Answer:

@@ -39,8 +39,8 @@ def compare_rendering(served: Served, tokenizer: Any) -> tuple[Rendering, str]:
         return "not compared", str(error)
     if expected is None:
         return "another", "the server renders a chat, but the folder has no chat template"
-    own = expected if isinstance(chat, list) else len(expected)
-    if chat != own:
+    by_folder = expected if isinstance(chat, list) else len(expected)
+    if chat != by_folder:
         sizes = len(chat) if isinstance(chat, list) else chat, len(expected)
         return "another", f"a chat is {sizes[0]} tokens on the server and {sizes[1]} by the folder"
     try:

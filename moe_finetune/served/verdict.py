@@ -85,7 +85,7 @@ def floor_of(differences: Sequence[np.ndarray], measured: bool) -> Floor:
     values = np.concatenate(list(differences))
     factor = 1.0 if measured else 2.0
     numbers = factor * values.mean(), factor * np.quantile(values, QUANTILE, method="inverted_cdf")
-    mean, p99 = (max(LEAST_FLOOR, float(number)) for number in numbers)
+    mean, p99 = (max(LEAST_FLOOR, float(value)) for value in numbers)
     return Floor(mean, p99, measured)
 
 
