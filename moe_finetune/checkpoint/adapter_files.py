@@ -142,23 +142,27 @@ def read_bias(folder: Path) -> dict[int, list[float]] | None:
     return bias
 
 
+def no_merge_because(config: Mapping[str, Any]) -> str | None:
+    """Why an adapter with this PEFT config cannot be merged, and what to do; None if it can."""
+    for key in _REFUSED:
+        if config.get(key):
+            return f"'{key}' is set; moe-finetune cannot merge such an adapter; merge it with PEFT"
+    start = config.get("init_lora_weights", True)
+    if start not in (True, False, None, *_KEEP_BASE):
+        return (
+            f"init_lora_weights is {start!r:.60}, which changes the base's weights too; convert "
+            "the adapter to an ordinary one with PEFT"
+        )
+    return None
+
+
 def _read_config(file: Path) -> dict[str, Any]:
     config = read_object(file, AdapterError, COPY_AGAIN)
     if config.get("peft_type") != "LORA":
         kind = config.get("peft_type")
         raise AdapterError(f"{file}: peft_type is {kind}; only LoRA adapters (LORA) can be merged")
-    for key in _REFUSED:
-        if config.get(key):
-            raise AdapterError(
-                f"{file}: '{key}' is set; moe-finetune cannot merge such an adapter; merge it "
-                "with PEFT"
-            )
-    start = config.get("init_lora_weights", True)
-    if start not in (True, False, None, *_KEEP_BASE):
-        raise AdapterError(
-            f"{file}: init_lora_weights is {start!r:.60}, which changes the base's weights too; "
-            "convert the adapter to an ordinary one with PEFT"
-        )
+    if (reason := no_merge_because(config)) is not None:
+        raise AdapterError(f"{file}: {reason}")
     try:
         _Config.model_validate(config)
         for pattern in (*(config.get("rank_pattern") or ()), *(config.get("alpha_pattern") or ())):

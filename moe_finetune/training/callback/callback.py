@@ -24,11 +24,13 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from moe_finetune.checkpoint.adapter_files import no_merge_because
 from moe_finetune.errors import CheckpointError, ObjectiveError, RecipeError
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.versions import warn_of_untested
@@ -64,6 +66,10 @@ ORDER = (
     "StopOnSignal",  # may end the run, so it comes last
 )
 """The order of a trainer's callbacks, which matters in each event."""
+
+
+_LAST_GIVEN: WeakKeyDictionary[Any, ref[SpecializationCallback]] = WeakKeyDictionary()
+"""The callback that each trainer's model was given last, for an object that replaces it."""
 
 
 def add_callbacks(trainer: Any, *callbacks: TrainerCallback) -> None:
@@ -146,6 +152,9 @@ class SpecializationCallback(TrainerCallback, ExportableState):
             balance loss (raised when training begins).
     """
 
+    saved_tables: str | None = None
+    """Set by transformers alone, in an object that it makes of :meth:`state`."""
+
     def __init__(
         self,
         method: str | dict[str, Any] | Method | None = None,
@@ -211,12 +220,39 @@ class SpecializationCallback(TrainerCallback, ExportableState):
         if getattr(trainer, "aux_loss_enabled", False):
             raise ObjectiveError(OWN_BALANCE_LOSS)
         model: Any = trainer.model
+        _LAST_GIVEN[model] = ref(self)
         check_arguments(trainer.args, self.method, backbone_of(model).config)
         self._window.trainer = trainer
 
+    def _replace_earlier(self, model: Any) -> None:
+        """Go on as the callback in whose stead transformers made this object.
+
+        It does so at a resume with ``restore_callback_states_from_checkpoint``, from ``state()``
+        alone. What the other was given besides is taken over, and both have one state from now on,
+        since the code that made the other goes on to read it.
+        """
+        del self.saved_tables  # they are read from the checkpoint's own state
+        reference = _LAST_GIVEN.get(model)
+        earlier = reference() if reference is not None else None
+        if earlier is None:
+            return
+        self.output, self.routing_file = earlier.output, earlier.routing_file
+        self.run_metadata, self._window = earlier.run_metadata, earlier._window
+        earlier.__dict__ = self.__dict__
+        if self._window.trainer is not None:
+            # A new list, since the trainer is going through the old one.
+            handler = self._window.trainer.callback_handler
+            handler.callbacks = sorted(handler.callbacks, key=_position)
+
     # -- the trainer's events -----------------------------------------------------------------
 
+    def on_init_end(self, args, state, control, model=None, **kwargs):
+        if model is not None:
+            _LAST_GIVEN[model] = ref(self)
+
     def on_train_begin(self, args, state, control, model=None, **kwargs):
+        if self.saved_tables is not None:
+            self._replace_earlier(model)
         check_arguments(args, self.method, backbone_of(model).config)
         check_all_sharded(model)
         self._window.begin(args, kwargs.get("train_dataloader"), state)
@@ -255,6 +291,8 @@ class SpecializationCallback(TrainerCallback, ExportableState):
         state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         self._say_where_the_bias_goes(specialization)
         self._say_what_is_balanced(args.gradient_accumulation_steps)
+        if self.output is not None:
+            self._say_what_cannot_be_merged(model)
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._window.step(state)
@@ -376,6 +414,22 @@ class SpecializationCallback(TrainerCallback, ExportableState):
                 "model routes without it, unlike in training. Set export_bias: drop to accept "
                 "that, or balance with the load_balance term",
                 family.title,
+            )
+
+    def _say_what_cannot_be_merged(self, model: Any) -> None:
+        config = getattr(model, "peft_config", {}).get(getattr(model, "active_adapter", None))
+        reason = None if config is None else no_merge_because(config.to_dict())
+        if reason is not None:
+            log.warning(
+                "WARNING: the adapter in %s cannot be merged by moe-finetune: %s. PEFT converts it "
+                "with the adapter as it is now, before training: to have that, stop, set "
+                "peft_config[...].init_lora_weights = True, call model.save_pretrained('initial'), "
+                "and after training model.save_pretrained(..., "
+                "path_initial_model_for_weight_conversion='initial')"
+                if "init_lora_weights" in reason
+                else "WARNING: the adapter in %s cannot be merged by moe-finetune: %s",
+                self.output,
+                reason,
             )
 
     def _say_what_is_balanced(self, micro_batches: int) -> None:

@@ -73,9 +73,15 @@ def train(recipe: Recipe, run: RunFolder, inputs: Inputs, resume: bool = False) 
     def save(folder: RunFolder) -> None:
         method = callback.specialization
         assert method is not None
-        metadata = callback.run_metadata
-        parts = model, start.tokenizer, recipe, folder.path, method.balancer, metadata
-        save_trained(*parts, base=start.checkpoint)
+        save_trained(
+            model,
+            start.tokenizer,
+            recipe,
+            folder.path,
+            balancer=method.balancer,
+            metadata=callback.run_metadata,
+            base=start.checkpoint,
+        )
 
     ending = EndsAsPlanned()
     add_callbacks(trainer, KeepSteps(recipe, run, save), ending)

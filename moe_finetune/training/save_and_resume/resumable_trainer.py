@@ -16,8 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.utils.data import Sampler
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import SaveStrategy
 
 from moe_finetune.checkpoint.adapter_files import WEIGHTS as ADAPTER_FILE
@@ -69,6 +72,27 @@ _Trainer: Any = object
 OPTIMIZER_FILE = f"{FOLDER}/optimizer.safetensors"
 _PICKLED = "training_args.bin"
 log = logging.getLogger(__name__)
+
+
+class EpochSeeded(Sampler[int]):
+    """A sampler whose order follows from a seed and the epoch's number alone.
+
+    One that draws from the global generator draws at an epoch's start, whose state no checkpoint
+    inside the epoch has: a resumed run would take other rows.
+    """
+
+    def __init__(self, sampler: Any, seed: int):
+        self.sampler, self.seed, self.epoch = sampler, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        self.sampler.generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return iter(self.sampler)
 
 
 class ResumableTrainer(_Trainer):
@@ -202,6 +226,13 @@ class ResumableTrainer(_Trainer):
         (folder / _PICKLED).unlink(missing_ok=True)
 
     # -- reading ------------------------------------------------------------------------------
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        sampler = super()._get_train_sampler(*args, **kwargs)
+        if not isinstance(sampler, LengthGroupedSampler):
+            return sampler
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return EpochSeeded(sampler, seed)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train; a checkpoint to resume from is verified first.

@@ -4,8 +4,9 @@ import json
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from moe_finetune import SpecializationCallback
 from moe_finetune.checkpoint.adapter_files import BIAS_FILE, read_bias
@@ -13,7 +14,7 @@ from moe_finetune.errors import AdapterError, CaptureError, ObjectiveError
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.recipe.sections import LoraSection
-from moe_finetune.training.specialization import Specialization
+from moe_finetune.training.specialization import Specialization, on_model
 from tests.support import tiny
 from tests.training.cases import collate, rows
 
@@ -170,6 +171,35 @@ def test_transformers_may_restore_the_callback_itself(tmp_path):
     assert (new.dropout, new.kernel) == (0.1, "grouped")
     assert new.specialization.recorder.kernel == "grouped"
     assert all(name in new.table_state() for name in recall.after[2])
+
+
+def test_the_callback_that_was_given_goes_on_as_the_one_that_replaces_it(tmp_path, tiny_checkpoint):
+    """Folder, window and the reference of who made it were lost."""
+
+    def model():
+        loaded = AutoModelForCausalLM.from_pretrained(tiny_checkpoint("qwen3_moe"))
+        torch.manual_seed(0)
+        return get_peft_model(loaded, LoraConfig(r=3, target_modules=["q_proj"]))
+
+    options = {"max_steps": 4, "save_steps": 2, "gradient_accumulation_steps": 2}
+    straight = SpecializationCallback(BIASED)
+    made, _ = stock(tmp_path / "trainer", model(), straight, **options)
+    straight.attach(made)
+    made.train()
+    given = SpecializationCallback(BIASED, output=tmp_path / "run")
+    options["restore_callback_states_from_checkpoint"] = True
+    again, _ = stock(tmp_path / "again", model(), given, **options)
+    without(again, Recall)
+    given.attach(again)
+    again.processing_class = again.callback_handler.processing_class = tiny.tokenizer()
+    again.train(resume_from_checkpoint=str(tmp_path / "trainer" / "checkpoint-2"))
+    (new,) = [c for c in again.callback_handler.callbacks if isinstance(c, SpecializationCallback)]
+    assert new is not given and new is again.callback_handler.callbacks[0]
+    assert given.specialization is new.specialization is not None
+    assert same(given.table_state(), straight.table_state())
+    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
+    given.close()
+    assert on_model(again.model) is None
 
 
 def test_evaluation_after_training_sees_the_bias_until_it_is_closed(tmp_path):

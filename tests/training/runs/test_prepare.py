@@ -19,6 +19,8 @@ from moe_finetune.training.before.prepare import prepare
 from moe_finetune.training.run.checkpoint_and_rows import open_start
 from moe_finetune.training.run.train import KeepSteps
 
+PLATEAU = "trainer.lr_scheduler_kwargs={patience: 0, threshold: 10.0, min_lr: 1.0e-9}"
+
 
 @pytest.fixture
 def recipe(tmp_path, tiny_checkpoint) -> Path:
@@ -228,26 +230,36 @@ def test_a_resume_takes_other_keys_where_they_leave_the_training_what_it_was(
     assert (run / name).stat().st_mtime_ns == trained
 
 
-@pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "greedy"])
-def test_a_schedule_that_follows_the_evaluation_trains_and_resumes(
-    capsys, recipe, tmp_path, monkeypatch, schedule
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["trainer.lr_scheduler_type=reduce_lr_on_plateau", PLATEAU],
+        ["trainer.lr_scheduler_type=greedy", PLATEAU],
+        ["trainer.restore_callback_states_from_checkpoint=true", "method=loss_free"],
+        ["trainer.neftune_noise_alpha=5", "trainer.label_smoothing_factor=0.1"],
+        ["trainer.train_sampling_strategy=group_by_length"],
+        ["trainer.train_sampling_strategy=batch_rebalance"],
+    ],
+)
+def test_values_that_follow_what_happens_in_a_run_resume_to_the_byte(
+    capsys, recipe, tmp_path, monkeypatch, options
 ):
     def stop_in_step_3(self, args, state, control, **kwargs):
         if state.global_step == 3:
             raise KeyboardInterrupt
 
     shutil.copy(recipe.parent / "data.jsonl", tmp_path / "held-out.jsonl")
+    follows = PLATEAU in options
     options = [
+        *options,
         f"data.validation={tmp_path / 'held-out.jsonl'}",
-        f"trainer.lr_scheduler_type={schedule}",
-        "trainer.lr_scheduler_kwargs={patience: 0, threshold: 10.0, min_lr: 1.0e-9}",
         *("trainer.max_steps=5", "trainer.eval_steps=1", "trainer.save_steps=2"),
     ]
     straight, run = tmp_path / "straight", tmp_path / "run"
     assert train(capsys, recipe, *options, "--output", straight)[0] == 0
     rows = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
     rates = [row["learning_rate"] for row in rows if row["kind"] == "train"]
-    assert rates[-1] < rates[0]
+    assert not follows or rates[-1] < rates[0]
     with monkeypatch.context() as patched:
         patched.setattr(KeepSteps, "on_step_end", stop_in_step_3)
         assert train(capsys, recipe, *options, "--output", run)[0] == 130
