@@ -152,6 +152,7 @@ docs: $(STAMP)  ## Build the documentation's site into build/docs
 
 tables: $(STAMP)  ## Write the documentation's tables of keys and of saved figures, and its pictures
 	$(BIN)/python docs/site/keys.py
+	$(BIN)/python docs/site/schema.py
 	$(BIN)/python docs/site/figures.py
 	$(BIN)/python docs/site/pictures.py
 

@@ -147,7 +147,9 @@ def stages(recipe: Recipe, run: RunFolder, inputs: Inputs | None, resume: bool) 
     run.note(seconds=round(earlier_seconds + time.perf_counter() - started, 1))
     with phase("report"):
         from moe_finetune.report import write_report
+        from moe_finetune.report.card import add_scores
 
+        add_scores(run)
         write_report([run.path], run.page)
     run.finish()
 

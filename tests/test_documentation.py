@@ -1,6 +1,8 @@
 """What the pages say exists: verbs, families, keys, figures, links, messages."""
 
+import jsonschema
 import pytest
+import yaml
 
 from moe_finetune import cli
 from moe_finetune.models import FAMILIES
@@ -40,6 +42,24 @@ def test_the_tables_of_keys_are_current():
         name for name in keys.TABLES if keys.written(name) != (keys.REFERENCE / name).read_text()
     ]
     assert not old, f"run `make tables`: {', '.join(old)}"
+
+
+def test_the_schema_of_recipes_is_current_and_takes_what_is_shipped():
+    schema = script("schema")
+    assert schema.FILE.read_text(encoding="utf-8") == schema.text(), "run `make tables`"
+    check = jsonschema.Draft202012Validator(schema.schema()).is_valid
+    folders = ("", "models", "methods", "data", "training", "stages", "demo")
+    files = [f for name in folders for f in (ROOT / "recipes" / name).glob("*.yaml")]
+    assert len(files) > 40
+    assert [f.name for f in files if not check(yaml.safe_load(f.read_text()))] == []
+    for wrong in (
+        {"modle": {}},
+        {"lora": {"rank": "many"}},
+        {"data": {"max_length": 1}},
+        {"trainer": {"learning_rat": 1e-4}},
+        {"method": {"terms": {"erc": {"alhpa": 1}}}},
+    ):
+        assert not check(wrong), wrong
 
 
 def test_the_examples_figures_are_the_saved_ones():

@@ -146,20 +146,38 @@ def model_card(
     from huggingface_hub import ModelCardData
 
     name, license = public_name(base), license_of(base if folder is None else folder)
-    hub = str(base) if is_hub_id(base) else None
-    tags = ["moe", "moe-finetune"]
-    front = ModelCardData(library_name=library, tags=tags, base_model=hub, license=license)
+    front = ModelCardData(
+        library_name=library,
+        pipeline_tag="text-generation",
+        tags=["moe", "moe-finetune"],
+        base_model=str(base) if is_hub_id(base) else None,
+        datasets=[str(source) for source in data if is_hub_id(source)] or None,
+        license=license,
+    )
     lines = ["---", front.to_yaml(), "---", ""]
     lines += [f"# {title}", ""]
     lines += [origin.format(f"`{name}`"), ""]
     sources = ", ".join(f"`{public_name(source)}`" for source in data)
     facts: dict[str, Any] = {"Base": f"`{name}`", "Method": method, "Data": sources}
+    facts["Paper"] = _paper_of(method)
     facts |= {key: _public_value(value) for key, value in (options or {}).items()}
     facts["License of the base"] = license or "not stated by the base; ask its authors before use"
     lines += ["| | |", "| --- | --- |"]
     lines += [f"| {key} | {_cell(value)} |" for key, value in facts.items() if value]
     lines += ["", "The folder holds no code and loads without `trust_remote_code`.", ""]
     return "\n".join(lines)
+
+
+def _paper_of(method: str | None) -> str | None:
+    """A link to the paper of a preset, which the hub shows with the model."""
+    from moe_finetune.losses.presets import PRESETS
+
+    paper = PRESETS[method].paper if method is not None and method in PRESETS else None
+    if paper is None:
+        return None
+    if paper.arxiv is None:
+        return paper.title
+    return f"[{paper.title}](https://huggingface.co/papers/{paper.arxiv})"
 
 
 def license_of(base: str | Path) -> str | None:

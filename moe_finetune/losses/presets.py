@@ -10,6 +10,32 @@ from moe_finetune.registry import Registry
 
 
 @dataclass(frozen=True)
+class Paper:
+    """A method's paper; ``arxiv`` is its number there, or None."""
+
+    title: str
+    arxiv: str | None
+
+
+PAPERS = {
+    "P0": Paper("Advancing Expert Specialization for Better MoE", "2505.22323"),
+    "P1": Paper(
+        "Synergistic Intra- and Cross-Layer Regularization Losses for MoE Expert Specialization",
+        "2602.14159",
+    ),
+    "P2": Paper(
+        "Coupling Experts and Routers in Mixture-of-Experts via an Auxiliary Loss", "2512.23447"
+    ),
+    "P3": Paper("Supervised Routing for MoE", None),
+    "P4": Paper(
+        "Variational Inference, Entropy, and Orthogonality: A Unified Theory of Mixture-of-Experts",
+        "2601.03577",
+    ),
+}
+"""The papers by the names that :attr:`Preset.source` begins with."""
+
+
+@dataclass(frozen=True)
 class Preset:
     """One method.
 
@@ -33,6 +59,11 @@ class Preset:
     recommended: Mapping[str, Mapping[str, Any]] | None = None
     perturbations: Mapping[str, Any] = field(default_factory=dict)
     bias_update: float | None = None
+
+    @property
+    def paper(self) -> Paper | None:
+        """The paper that the method is from; None for one of nobody's in particular."""
+        return PAPERS.get(self.source.split()[0])
 
     def method(self) -> dict[str, Any]:
         """The preset as a recipe's ``method:`` mapping; a copy that may be modified."""

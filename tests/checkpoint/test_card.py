@@ -8,6 +8,7 @@ import yaml
 from moe_finetune.checkpoint.adapter_files import write_metadata
 from moe_finetune.checkpoint.export import license_of, write_card
 from moe_finetune.checkpoint.merge import merge_adapter
+from moe_finetune.losses.presets import PAPERS, PRESETS
 from tests.checkpoint import helpers
 
 
@@ -53,7 +54,23 @@ def test_contents(tmp_path):
 def test_hub_base(tmp_path):
     text = write_card(tmp_path, "Qwen/Qwen3-30B-A3B").read_text()
     assert front(text)["base_model"] == "Qwen/Qwen3-30B-A3B"
-    assert "not stated" in text
+    assert front(text)["pipeline_tag"] == "text-generation" and "datasets" not in front(text)
+    assert "not stated" in text and "Paper" not in text
+
+
+def test_the_paper_and_the_hubs_datasets_are_linked(tmp_path):
+    data = ["openai/gsm8k", "rows.jsonl"]
+    text = write_card(tmp_path, "Qwen/Qwen3-30B-A3B", method="erc", data=data).read_text()
+    assert front(text)["datasets"] == ["openai/gsm8k"]
+    assert "(https://huggingface.co/papers/2512.23447)" in text
+    text = write_card(tmp_path, "Qwen/Qwen3-30B-A3B", method="loss_free").read_text()
+    assert "Paper" not in text
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_preset_of_a_paper_has_its_link(name):
+    paper = PRESETS[name].paper
+    assert (paper is not None) == (PRESETS[name].source[:2] in PAPERS)
 
 
 @pytest.mark.parametrize(
