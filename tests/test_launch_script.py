@@ -1,4 +1,4 @@
-"""The one-file script with inline metadata: a real training on a tiny checkpoint, then its merge."""
+"""The one-file script with inline metadata: a real training of a tiny checkpoint, then a merge."""
 
 import json
 import re
