@@ -256,7 +256,7 @@ def evaluate_base(recipe: Recipe, run: RunFolder) -> None:
     It comes last, so that a run that is stopped has the scores of its own model. If the base
     cannot be scored, the run still ends with its report.
     """
-    from moe_finetune.evaluation.base import score_base
+    from moe_finetune.evaluation.base_scores import score_base
     from moe_finetune.evaluation.results import load_results
     from moe_finetune.training.run.checkpoint_and_rows import base_folder
 

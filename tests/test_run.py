@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_finetune.errors import RecipeError
-from moe_finetune.io.rows import write_jsonl
+from moe_finetune.io.row_files import write_jsonl
 from moe_finetune.io.run_folder import RunFolder, read_log
 from moe_finetune.run import merge, run_recipe
 from moe_finetune.training.run.checkpoint_and_rows import open_start, start_model

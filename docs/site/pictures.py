@@ -20,7 +20,7 @@ from moe_finetune.losses.erc import erc_from_table
 from moe_finetune.losses.functional import coupling_loss
 from moe_finetune.losses.gram import gram
 from moe_finetune.metrics.arrays import entropy
-from moe_finetune.routing.measures import least_alpha
+from moe_finetune.routing.measures_of_model import least_alpha
 from moe_finetune.routing.sums import squared_cosine
 
 FOLDER = Path(__file__).resolve().parents[1] / "pictures"

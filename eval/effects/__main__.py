@@ -21,8 +21,8 @@ from moe_finetune.errors import MoeFinetuneError
 from moe_finetune.io import output_lock, write_atomic
 from moe_finetune.plugins import use
 from moe_finetune.study import run_study
+from moe_finetune.study.read_study import RunResult
 from moe_finetune.study.recipe import load_study
-from moe_finetune.study.results import RunResult
 
 Results = dict[str, dict[int, Result]]
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from moe_finetune.errors import RecipeError
 from moe_finetune.evaluation.statistics import Interval, t_interval
 from moe_finetune.io import write_atomic
-from moe_finetune.io.tables import markdown
+from moe_finetune.io.text_tables import markdown
 
 Verdict = Literal["reproduced", "sign only", "not reproduced", "opposite", "not run"]
 WORDS: Mapping[Verdict, str] = {

@@ -111,7 +111,7 @@ def evaluate(
     run = RunFolder(checkpoint) if RunFolder(checkpoint).recipe.is_file() else None
     checkpoint = str(checkpoint_in(checkpoint))
     if check:
-        from moe_finetune.evaluation.offline import check_suite, render_checks
+        from moe_finetune.evaluation.what_can_run import check_suite, render_checks
         from moe_finetune.models.loading import load_tokenizer
 
         checks = check_suite(
@@ -218,7 +218,7 @@ def compare(
     from moe_finetune.report.analysis import comparison_text, find_trace
     from moe_finetune.routing.comparison import compare_traces
     from moe_finetune.routing.trace import RoutingTrace
-    from moe_finetune.study.compare import compare as compare_results
+    from moe_finetune.study.compare_evaluations import compare as compare_results
     from moe_finetune.study.page import comparison_page
     from moe_finetune.study.render import comparison_text as tests_text
 

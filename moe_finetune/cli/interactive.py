@@ -51,7 +51,7 @@ def init(
     if gpu is not None and not 0 < gpu < 1e6:
         raise RecipeError(f"--gpu: must be the GiB of one GPU, such as 24, not {gpu:g}")
     from moe_finetune.losses.presets import PRESETS
-    from moe_finetune.report.outcome import listed, program
+    from moe_finetune.report.end_of_run import listed, program
     from moe_finetune.training.before.starter_recipe import (
         Answers,
         check_method,

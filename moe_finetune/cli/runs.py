@@ -107,7 +107,7 @@ def train(
         raise
     if run is None:
         return
-    from moe_finetune.report.outcome import end_run, next_commands
+    from moe_finetune.report.end_of_run import end_run, next_commands
 
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"run: {run}")

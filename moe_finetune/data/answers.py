@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_finetune.data.chat import Conversation, RenderingError, Span, limited
-from moe_finetune.data.thoughts import CLOSING
+from moe_finetune.data.thought_tags import CLOSING
 from moe_finetune.data.turns import REASONING
 
 FEW = 12

@@ -17,7 +17,7 @@ from typing import Any
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from moe_finetune.data.template_fields import compiled_template
-from moe_finetune.data.thoughts import CLOSING, OPENING
+from moe_finetune.data.thought_tags import CLOSING, OPENING
 from moe_finetune.data.turns import REASONING
 from moe_finetune.errors import DataError
 

@@ -42,7 +42,7 @@ from moe_finetune.errors import DataError, DiskSpaceError, OutputError
 from moe_finetune.io import output_folder, output_lock, sync
 from moe_finetune.io.cache_folder import cache_folder
 from moe_finetune.io.json_file import read_object
-from moe_finetune.io.rows import Row
+from moe_finetune.io.row_files import Row
 from moe_finetune.recipe.data import DataSection, DataSource, Paths
 
 if TYPE_CHECKING:

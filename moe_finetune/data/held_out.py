@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_finetune.errors import DataError
-from moe_finetune.io.rows import Row
+from moe_finetune.io.row_files import Row
 
 _NUMBERS = 1 << 64
 

@@ -12,11 +12,11 @@ import numpy as np
 
 from moe_finetune.data.chat import TemplateLimitError
 from moe_finetune.data.held_out import held_out_of
-from moe_finetune.data.rows import Former
+from moe_finetune.data.row_forms import Former
 from moe_finetune.errors import DataError, did_you_mean, reason_of
 from moe_finetune.io.hashes import sha256_file, sha256_json
 from moe_finetune.io.hub import check_hub, commit_of, opened_commit
-from moe_finetune.io.rows import TABLES, Placed, Row, kind_of, placed_rows, without_nulls
+from moe_finetune.io.row_files import TABLES, Placed, Row, kind_of, placed_rows, without_nulls
 from moe_finetune.io.split_files import SAVED, data_files, files_of
 from moe_finetune.recipe.data import DataSection, DataSource, Paths
 

@@ -15,7 +15,7 @@ import numpy as np
 from moe_finetune.data.answers import answers_of, without_thoughts
 from moe_finetune.data.chat import Conversation, RenderingError, Span, tagging_template
 from moe_finetune.errors import DataError, did_you_mean
-from moe_finetune.io.rows import Row
+from moe_finetune.io.row_files import Row
 
 IGNORED = -100
 
@@ -84,7 +84,7 @@ class Tokens:
 
 
 def tokenize_row(row: Mapping[str, Any], tokenizer: Any, completion_only: bool) -> Tokens:
-    """Token ids and labels of a formed row (see :mod:`moe_finetune.data.rows`).
+    """Token ids and labels of a formed row (see :mod:`moe_finetune.data.row_forms`).
 
     In a chat every assistant turn is learned, with its calls and end-of-turn token; in a prompt and
     completion, the completion and the end-of-text token; in a text, everything. With

@@ -14,7 +14,7 @@ from typing import Any
 
 from moe_finetune.errors import DataError, did_you_mean
 from moe_finetune.io.json_file import JsonError, parse_json
-from moe_finetune.io.rows import Row, short
+from moe_finetune.io.row_files import Row, short
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _ALIASES = {

@@ -17,7 +17,7 @@ from moe_finetune.io.run_folder import RESULTS_FILE, RunFolder
 from moe_finetune.io.terminal import terminal
 from moe_finetune.recipe.yaml_tree import recipes_folder
 from moe_finetune.report import write_report
-from moe_finetune.report.outcome import end_run, next_commands
+from moe_finetune.report.end_of_run import end_run, next_commands
 from moe_finetune.vllm.engine import engines_environment
 from moe_finetune.vllm.install import vllm_status
 

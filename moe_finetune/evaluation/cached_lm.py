@@ -11,10 +11,10 @@ from lm_eval.api.model import LM
 from moe_finetune.data.chat import TemplateLimitError, limited
 from moe_finetune.errors import EvaluationError
 from moe_finetune.evaluation.backends import Backend
-from moe_finetune.evaluation.cache import ReplyStore, answer_all
+from moe_finetune.evaluation.judged_reply import judged, opens_thoughts
+from moe_finetune.evaluation.lm_eval_tasks import REPLY_LENGTHS
+from moe_finetune.evaluation.reply_cache import ReplyStore, answer_all
 from moe_finetune.evaluation.suites import SuiteTask
-from moe_finetune.evaluation.tasks import REPLY_LENGTHS
-from moe_finetune.evaluation.thoughts import judged, opens_thoughts
 from moe_finetune.io.terminal import terminal
 
 Overflow = Literal["error", "truncate"]

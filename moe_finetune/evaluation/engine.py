@@ -10,18 +10,18 @@ from typing import Any, cast
 
 from moe_finetune.errors import EvaluationError, OutputExistsError
 from moe_finetune.evaluation.backends import Backend, open_backend
-from moe_finetune.evaluation.cache import ReplyStore
-from moe_finetune.evaluation.collect import sample_rows, task_result
-from moe_finetune.evaluation.lines import Line, lines_of, ready_lines
+from moe_finetune.evaluation.lm_eval_results import sample_rows, task_result
+from moe_finetune.evaluation.reply_cache import ReplyStore
 from moe_finetune.evaluation.results import SCHEMA, Results, TaskResult
 from moe_finetune.evaluation.sandbox import Sandbox
 from moe_finetune.evaluation.sandbox.install import no_sandbox
+from moe_finetune.evaluation.suite_lines import Line, lines_of, ready_lines
 from moe_finetune.evaluation.suites import Suite, load_suite, select
 from moe_finetune.io import clear_beside, clear_leftovers, one_writer, write_atomic
 from moe_finetune.io.environment import describe_environment
 from moe_finetune.io.hashes import sha256_json, to_json
 from moe_finetune.io.json_file import read_object
-from moe_finetune.io.rows import write_jsonl
+from moe_finetune.io.row_files import write_jsonl
 from moe_finetune.io.run_folder import RESULTS_FILE
 from moe_finetune.io.terminal import terminal
 
@@ -196,7 +196,7 @@ class _Run:
         from transformers import set_seed
 
         from moe_finetune.evaluation.cached_lm import CachedLM
-        from moe_finetune.evaluation.code import Run, scored_by, unscored
+        from moe_finetune.evaluation.programs import Run, scored_by, unscored
 
         seed, overflow = self.settings["seed"], self.settings["overflow"]
         store = ReplyStore(self.output / "cache" / self.key / "replies.sqlite", self.identity)

@@ -131,6 +131,6 @@ def samples_file(folder: str | Path, task: TaskResult) -> Path:
 
 def load_samples(folder: str | Path, task: TaskResult) -> list[dict[str, Any]]:
     """Read the per-item samples of one task."""
-    from moe_finetune.io.rows import read_rows
+    from moe_finetune.io.row_files import read_rows
 
     return read_rows(samples_file(folder, task))

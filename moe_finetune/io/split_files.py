@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from moe_finetune.errors import DataError
-from moe_finetune.io.rows import TABLES, kind_of
+from moe_finetune.io.row_files import TABLES, kind_of
 
 SPLITS = {
     "train": {"train", "training"},

@@ -19,8 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from moe_finetune.io.board import Board, Phase
-from moe_finetune.io.board import duration as duration
+from moe_finetune.io.terminal_board import Board, Phase
+from moe_finetune.io.terminal_board import duration as duration
 
 Style = Literal["live", "plain"]
 OWN = "moe_finetune"

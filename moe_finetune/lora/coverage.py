@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from moe_finetune.io.tables import aligned
+from moe_finetune.io.text_tables import aligned
 from moe_finetune.models import family_of_model
 from moe_finetune.models.module_places import Places
 

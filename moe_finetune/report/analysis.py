@@ -17,14 +17,14 @@ import numpy as np
 from moe_finetune.errors import DataError
 from moe_finetune.io import check_output, one_writer, output_folder, write_atomic
 from moe_finetune.io.run_folder import RunFolder, checkpoint_in
-from moe_finetune.io.tables import aligned
+from moe_finetune.io.text_tables import aligned
 from moe_finetune.metrics import top_choice
 from moe_finetune.metrics.arrays import mean_known
-from moe_finetune.routing.picture import PASSAGE, PASSAGES, passage, routing_path, snapshot
-from moe_finetune.routing.summary import summarize_trace
+from moe_finetune.routing.metrics_of_trace import summarize_trace
+from moe_finetune.routing.snapshot_file import PASSAGE, PASSAGES, passage, routing_path, snapshot
 
 if TYPE_CHECKING:
-    from moe_finetune.routing.measures import Measures
+    from moe_finetune.routing.measures_of_model import Measures
     from moe_finetune.routing.trace import RoutingTrace
 
 
@@ -105,7 +105,7 @@ def read_sequences(
     files: Sequence[str], tokenizer: Any, limit: int | None, max_length: int
 ) -> list[np.ndarray]:
     """Token ids of the first ``limit`` rows of ``files``, cut to ``max_length`` tokens."""
-    from moe_finetune.data.rows import Former
+    from moe_finetune.data.row_forms import Former
     from moe_finetune.data.sources import read_rows
     from moe_finetune.data.tokenize import tokenize_row
 
@@ -137,7 +137,7 @@ def write_analysis(
     """Write summary, snapshot and page of a trace into ``folder``, which will be ``output``."""
     from moe_finetune.report.context import Report
     from moe_finetune.report.page import render_page
-    from moe_finetune.report.runs import read_run
+    from moe_finetune.report.read_runs import read_run
     from moe_finetune.routing.trace import RoutingTrace
 
     opened = RoutingTrace.open(trace)

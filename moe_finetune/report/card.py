@@ -8,8 +8,8 @@ from moe_finetune.checkpoint.export import CARD_FILE
 from moe_finetune.evaluation.score import Score
 from moe_finetune.io import write_atomic
 from moe_finetune.io.run_folder import RunFolder
-from moe_finetune.report.compare import differences, score_text
-from moe_finetune.report.runs import read_results
+from moe_finetune.report.read_runs import read_results
+from moe_finetune.report.score_differences import differences, score_text
 
 TITLE = "## Scores"
 

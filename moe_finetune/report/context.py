@@ -10,10 +10,10 @@ import numpy as np
 from moe_finetune.evaluation.score import Score
 from moe_finetune.report.charts.frame import nth_color
 from moe_finetune.report.charts.lines import Series
-from moe_finetune.report.compare import Difference, differences
 from moe_finetune.report.markup import Markup, breakable, number, tag
-from moe_finetune.report.routing import Routing
-from moe_finetune.report.runs import Run
+from moe_finetune.report.read_runs import Run
+from moe_finetune.report.routing_snapshots import Routing
+from moe_finetune.report.score_differences import Difference, differences
 
 Cell = object
 """Content of a table cell: markup, or any value that is shown as text."""

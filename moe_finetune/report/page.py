@@ -11,7 +11,7 @@ from moe_finetune.errors import DataError, DiskSpaceError, OutputExistsError
 from moe_finetune.io import output_lock, write_atomic
 from moe_finetune.report.context import Report, Section
 from moe_finetune.report.markup import Markup, breakable, join, tag
-from moe_finetune.report.runs import read_runs
+from moe_finetune.report.read_runs import read_runs
 from moe_finetune.report.sections import SECTIONS
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moe_finetune.metrics.paths import top_choice
-from moe_finetune.routing.gather import gather
+from moe_finetune.routing.sums_of_trace import gather
 
 if TYPE_CHECKING:
     from moe_finetune.routing.sums import Sums

@@ -13,7 +13,7 @@ from moe_finetune.moe.choice.loss_free_bias import BiasBalancer
 if TYPE_CHECKING:
     from moe_finetune.checkpoint.open import Checkpoint
     from moe_finetune.checkpoint.updates import OpenAdapter
-    from moe_finetune.routing.measures import Measures
+    from moe_finetune.routing.measures_of_model import Measures
 
 
 def record(

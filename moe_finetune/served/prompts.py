@@ -7,9 +7,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_finetune.data.stages import load_for_stage
+from moe_finetune.data.preference_and_prompt_rows import load_for_stage
 from moe_finetune.errors import DataError
-from moe_finetune.io.rows import placed_rows
+from moe_finetune.io.row_files import placed_rows
 
 if TYPE_CHECKING:
     from moe_finetune.recipe.schema import Recipe

@@ -20,8 +20,8 @@ take.
 """
 
 from moe_finetune.study.expand import Run, expand
+from moe_finetune.study.read_study import RunResult, StudyResults, load_results
 from moe_finetune.study.recipe import StudyRecipe, load_study, study_from_tree
-from moe_finetune.study.results import RunResult, StudyResults, load_results
 from moe_finetune.study.runner import run_study
 
 __all__ = [

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from moe_finetune.errors import StudyError, did_you_mean
-from moe_finetune.study.results import AVERAGE, RunResult, StudyResults
+from moe_finetune.study.read_study import AVERAGE, RunResult, StudyResults
 
 
 @dataclass(frozen=True)

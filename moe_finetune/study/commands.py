@@ -30,7 +30,7 @@ def carry_out_study(
 
 def show_plan(recipe: str, overrides: Sequence[str], output: Path | None) -> None:
     """Print the arms of a study with their runs; with ``output`` also how many are finished."""
-    from moe_finetune.io.tables import aligned
+    from moe_finetune.io.text_tables import aligned
     from moe_finetune.study import expand
     from moe_finetune.study.expand import different_routers
     from moe_finetune.study.folder import state_of

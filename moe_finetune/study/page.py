@@ -11,13 +11,13 @@ from moe_finetune.metrics.words import word
 from moe_finetune.report.charts.frame import nth_color
 from moe_finetune.report.charts.intervals import Dot, dot_plot
 from moe_finetune.report.charts.lines import Series, line_chart
-from moe_finetune.report.compare import verdict_mark
 from moe_finetune.report.context import Report, Section, figure, group, swatch, table
 from moe_finetune.report.markup import Markup, join, number, tag
 from moe_finetune.report.page import render_page
+from moe_finetune.report.score_differences import verdict_mark
 from moe_finetune.study import render
 from moe_finetune.study.columns import Column
-from moe_finetune.study.results import AVERAGE, StudyResults, mean_curve
+from moe_finetune.study.read_study import AVERAGE, StudyResults, mean_curve
 from moe_finetune.study.table import Cell, Group, Table, group_and_row
 
 POINTS = 3  # fewer points are not a curve

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 
-from moe_finetune.io.tables import aligned, csv_text, markdown
+from moe_finetune.io.text_tables import aligned, csv_text, markdown
 from moe_finetune.study.columns import Column
 from moe_finetune.study.table import Cell, Group, Row, Table
 

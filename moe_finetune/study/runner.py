@@ -20,8 +20,8 @@ from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.io.terminal import terminal
 from moe_finetune.study import folder as disk
 from moe_finetune.study.expand import Run, different_routers, expand
+from moe_finetune.study.read_study import StudyResults, load_results
 from moe_finetune.study.recipe import LaunchSection, StudyRecipe
-from moe_finetune.study.results import StudyResults, load_results
 
 log = logging.getLogger(__name__)
 POLL = 0.5

@@ -21,7 +21,7 @@ from moe_finetune.evaluation.statistics import (
     relative_gain,
 )
 from moe_finetune.study.columns import Column, columns_of, value_of
-from moe_finetune.study.results import AVERAGE, RunResult, StudyResults
+from moe_finetune.study.read_study import AVERAGE, RunResult, StudyResults
 
 
 @dataclass

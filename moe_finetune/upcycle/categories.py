@@ -89,7 +89,7 @@ def remark_on_repetitions(categories: Mapping[str, Category]) -> str | None:
 
 
 def _rows(category: str, paths: str | list[str]) -> Iterator[str]:
-    from moe_finetune.data.rows import Former
+    from moe_finetune.data.row_forms import Former
     from moe_finetune.data.sources import read_rows
 
     for source in [paths] if isinstance(paths, str) else paths:

@@ -7,7 +7,7 @@ from pathlib import Path
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.io.checkpoint_files import read_headers, tensors_of
 from moe_finetune.io.safetensors_header import FLOATS, TensorInfo
-from moe_finetune.upcycle.dense import DenseFacts, dense_facts
+from moe_finetune.upcycle.dense_parents import DenseFacts, dense_facts
 from moe_finetune.upcycle.frequencies import tokenizer_hash
 
 FEED_FORWARD = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}

@@ -11,8 +11,8 @@ from typing import Any
 
 from moe_finetune.errors import DataError
 from moe_finetune.evaluation.engine import definitions, evaluate
-from moe_finetune.evaluation.lines import ready_lines
 from moe_finetune.evaluation.results import load_samples
+from moe_finetune.evaluation.suite_lines import ready_lines
 from moe_finetune.evaluation.suites import load_suite
 
 JUDGEMENT = "local_judgement"

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from moe_finetune.metrics import conditional_mean_rank
-from moe_finetune.routing.picture import routing_path, snapshot
+from moe_finetune.routing.snapshot_file import routing_path, snapshot
 from moe_finetune.routing.sums import CHOICES, VALUES, Sums
 from moe_finetune.upcycle.texts import SPLITS, Split
 
@@ -89,7 +89,7 @@ def measure(
     """
     from moe_finetune.checkpoint.load import load_model
     from moe_finetune.moe.layers import model_facts
-    from moe_finetune.upcycle.dense import load_dense
+    from moe_finetune.upcycle.dense_parents import load_dense
 
     model: Any = (load_model if moe else load_dense)(folder, dtype=recipe.dense.dtype)
     model.eval().to(accelerator())

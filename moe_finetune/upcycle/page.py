@@ -7,12 +7,12 @@ from pathlib import Path
 from moe_finetune.report.context import Report, Section, folded, table
 from moe_finetune.report.markup import Markup, join, tag
 from moe_finetune.report.page import render_page
-from moe_finetune.report.runs import Run, read_run
+from moe_finetune.report.read_runs import Run, read_run
 from moe_finetune.report.sections.curves import CURVES
 from moe_finetune.report.sections.routing import ROUTING
 from moe_finetune.report.sections.specialization import SPECIALIZATION
 from moe_finetune.study.page import study_sections, table_markup
-from moe_finetune.study.results import StudyResults
+from moe_finetune.study.read_study import StudyResults
 from moe_finetune.study.table import Table
 from moe_finetune.upcycle.results import CURVES as CURVES_FOLDER
 from moe_finetune.upcycle.results import NOTES, measured_folder

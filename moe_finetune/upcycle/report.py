@@ -8,7 +8,7 @@ from moe_finetune.io import write_atomic
 from moe_finetune.io.environment import describe_environment
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.run_folder import RESULTS_FILE, RunFolder
-from moe_finetune.io.tables import markdown
+from moe_finetune.io.text_tables import markdown
 from moe_finetune.study.render import to_markdown
 from moe_finetune.study.table import make_table
 from moe_finetune.upcycle import page, results

@@ -13,7 +13,7 @@ import numpy as np
 
 from moe_finetune.errors import RecipeError
 from moe_finetune.io.json_file import read_object
-from moe_finetune.study.results import RunResult, StudyResults
+from moe_finetune.study.read_study import RunResult, StudyResults
 from moe_finetune.study.table import Table
 from moe_finetune.upcycle.schema import UpcycleRecipe
 from moe_finetune.upcycle.texts import SPLITS, Split

@@ -69,7 +69,7 @@ def run_job(job: Job, work_folder: Path, output: Path, curve: Path | None = None
     from moe_finetune.training.callback.early_ends import StopOnSignal
     from moe_finetune.training.save_and_resume.resumable_trainer import find_checkpoint
     from moe_finetune.training.save_and_resume.save_trained import save_trained
-    from moe_finetune.upcycle.dense import load_dense
+    from moe_finetune.upcycle.dense_parents import load_dense
 
     recipe = job.recipe
     tokenizer = load_tokenizer(job.start)

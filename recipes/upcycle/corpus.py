@@ -15,7 +15,7 @@ from pathlib import Path
 
 import yaml
 
-from moe_finetune.io.rows import write_jsonl
+from moe_finetune.io.row_files import write_jsonl
 from moe_finetune.upcycle.categories import read_categories
 from moe_finetune.upcycle.schema import TextSection
 from moe_finetune.upcycle.texts import SPLITS, splits_of

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_finetune.checkpoint.exported_bias import router_name
 from moe_finetune.checkpoint.open import open_checkpoint
-from moe_finetune.io.rows import write_jsonl
+from moe_finetune.io.row_files import write_jsonl
 from moe_finetune.run import run_recipe
 from tests.support.recipes import recipe_of
 from tests.support.tiny_heads import HEADS, WEIGHTS, carries, names_of, with_head

@@ -12,7 +12,7 @@ from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.errors import AdapterError, CheckpointError, UnsupportedModelError
 from moe_finetune.training.before.inspect_checkpoint import inspect_checkpoint, inspect_dense
-from moe_finetune.upcycle.dense import load_dense_config
+from moe_finetune.upcycle.dense_parents import load_dense_config
 from tests.support import tiny, tiny_families
 
 INDEX = "model.safetensors.index.json"

@@ -15,7 +15,7 @@ from unittest import mock
 import transformers
 from packaging.version import Version
 
-from moe_finetune.data.rows import Former
+from moe_finetune.data.row_forms import Former
 from moe_finetune.data.tokenize import tokenize_row
 from moe_finetune.errors import DataError
 from tests.support.conversations import ASK, OPENAI, SHAREGPT, TOOLS, TRL, YES, tokenizer_of

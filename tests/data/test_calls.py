@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from moe_finetune.data.rows import Former
+from moe_finetune.data.row_forms import Former
 from moe_finetune.errors import DataError
 from moe_finetune.recipe.sections import DataSection
 from tests.data.loading import load_dataset_for

@@ -12,7 +12,7 @@ import pytest
 from moe_finetune.data import answers, chat
 from moe_finetune.data.answers import answers_of
 from moe_finetune.data.chat import Conversation
-from moe_finetune.data.rows import Former
+from moe_finetune.data.row_forms import Former
 from moe_finetune.data.tokenize import set_chat_template, tokenize_row
 from moe_finetune.data.turns import each_answer
 from moe_finetune.errors import DataError

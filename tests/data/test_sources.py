@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from moe_finetune.data.rows import Former
+from moe_finetune.data.row_forms import Former
 from moe_finetune.data.sources import draw, read_rows
 from moe_finetune.errors import DataError
-from moe_finetune.io.rows import write_jsonl
+from moe_finetune.io.row_files import write_jsonl
 from moe_finetune.recipe.sections import DataSection
 from tests.data.loading import CHAT, load_dataset_for, prepare, texts
 from tests.support import tiny

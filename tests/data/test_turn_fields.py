@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from moe_finetune.data.chat import Conversation
-from moe_finetune.data.rows import Former
+from moe_finetune.data.row_forms import Former
 from moe_finetune.data.template_fields import field_reader
 from moe_finetune.errors import DataError
 from moe_finetune.recipe.sections import DataSection

@@ -9,7 +9,7 @@ import torch
 
 from moe_finetune.errors import DependencyError
 from moe_finetune.evaluation.sandbox import Limits, Sandbox
-from moe_finetune.io.rows import read_rows
+from moe_finetune.io.row_files import read_rows
 from tests.evaluation import judge_server
 from tests.evaluation.completions_server import Handler
 

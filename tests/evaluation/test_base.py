@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from moe_finetune import cli
 from moe_finetune.errors import EvaluationError
-from moe_finetune.evaluation import base as module
-from moe_finetune.io.rows import write_jsonl
+from moe_finetune.evaluation import base_scores as module
+from moe_finetune.io.row_files import write_jsonl
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.recipe.schema import load_recipe
 from moe_finetune.run import evaluate_base

@@ -6,7 +6,7 @@ from contextlib import closing
 import pytest
 
 from moe_finetune.errors import EvaluationError, OutputBusyError
-from moe_finetune.evaluation.cache import ReplyStore, answer_all
+from moe_finetune.evaluation.reply_cache import ReplyStore, answer_all
 
 IDENTITY = {"checkpoint": "a", "settings": {"seed": 0}}
 

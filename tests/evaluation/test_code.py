@@ -8,9 +8,9 @@ import os
 import pytest
 
 from moe_finetune.errors import DataError, EvaluationError
-from moe_finetune.evaluation.code import human_eval_program, mbpp_program, score_code
+from moe_finetune.evaluation.programs import human_eval_program, mbpp_program, score_code
 from moe_finetune.evaluation.sandbox.names import required_names
-from moe_finetune.io.rows import read_rows
+from moe_finetune.io.row_files import read_rows
 from tests.evaluation.forgers import FORGERS, WIRE
 
 

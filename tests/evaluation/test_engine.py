@@ -16,11 +16,11 @@ from moe_finetune.errors import (
     OutputExistsError,
 )
 from moe_finetune.evaluation.backends import open_backend
-from moe_finetune.evaluation.cache import ReplyStore
 from moe_finetune.evaluation.engine import evaluate
+from moe_finetune.evaluation.reply_cache import ReplyStore
 from moe_finetune.evaluation.results import load_results, load_samples
 from moe_finetune.io.hashes import checkpoint_hash
-from moe_finetune.io.rows import read_rows
+from moe_finetune.io.row_files import read_rows
 from tests.evaluation.local import write_suite
 from tests.support import tiny
 

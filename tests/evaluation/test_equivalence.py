@@ -4,9 +4,9 @@ import threading
 import pytest
 
 from moe_finetune.errors import DependencyError
-from moe_finetune.evaluation import equivalence
-from moe_finetune.evaluation.equivalence import same_answer
-from moe_finetune.evaluation.extract import boxed, final_number, math_answer
+from moe_finetune.evaluation import math_equivalence
+from moe_finetune.evaluation.final_answers import boxed, final_number, math_answer
+from moe_finetune.evaluation.math_equivalence import same_answer
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,8 @@ def test_equal_mathematics(answer, reference, same):
 
 def test_an_answer_that_never_ends_is_wrong_and_the_next_is_compared(monkeypatch, capsys):
     """Outside of the main thread, where no alarm can be set."""
-    comparer = equivalence._Comparer()
-    monkeypatch.setattr(equivalence, "CPU_SECONDS", 1)
+    comparer = math_equivalence._Comparer()
+    monkeypatch.setattr(math_equivalence, "CPU_SECONDS", 1)
     found = []
 
     def compare():
@@ -65,7 +65,7 @@ def test_an_answer_that_never_ends_is_wrong_and_the_next_is_compared(monkeypatch
 def test_without_the_library_it_is_said(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DependencyError, match=r"math-verify.*pip install 'moe-finetune\[eval\]'"):
-        equivalence.require()
+        math_equivalence.require()
 
 
 def test_final_answers_of_solutions():

@@ -3,7 +3,7 @@ from fractions import Fraction
 
 import pytest
 
-from moe_finetune.evaluation.extract import (
+from moe_finetune.evaluation.final_answers import (
     boxed,
     final_number,
     math_answer,
@@ -11,7 +11,7 @@ from moe_finetune.evaluation.extract import (
     numbers,
     strict_number,
 )
-from moe_finetune.io.rows import read_rows
+from moe_finetune.io.row_files import read_rows
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from moe_finetune import cli
 from moe_finetune.errors import DataError, EvaluationError
 from moe_finetune.evaluation.backends import Backend
 from moe_finetune.evaluation.engine import evaluate
-from moe_finetune.evaluation.lines import ready_lines
-from moe_finetune.evaluation.offline import check_suite
+from moe_finetune.evaluation.suite_lines import ready_lines
 from moe_finetune.evaluation.suites import Suite
+from moe_finetune.evaluation.what_can_run import check_suite
 from tests.support import tiny
 
 EXACT = {"task": "sums", "template": "local_exact_match", "shots": 0, "metric": "exact_match"}

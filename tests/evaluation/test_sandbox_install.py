@@ -6,9 +6,9 @@ import os
 import pytest
 
 from moe_finetune.cli import doctor
-from moe_finetune.evaluation.offline import check_suite, render_checks
 from moe_finetune.evaluation.sandbox.install import remedy, sandbox_state
 from moe_finetune.evaluation.suites import Suite
+from moe_finetune.evaluation.what_can_run import check_suite, render_checks
 
 TASK = {"task": "humaneval_local", "label": "code", "shots": 0, "metric": "pass@1",
         "filter": "sandbox", "code": "humaneval", "files": {"test": "rows.jsonl"}}  # fmt: skip

@@ -9,15 +9,15 @@ import pytest
 
 from moe_finetune.errors import DataError, DependencyError, EvaluationError
 from moe_finetune.evaluation.backends import open_backend
-from moe_finetune.evaluation.code import human_eval_program, mbpp_program, scored_by
-from moe_finetune.evaluation.collect import task_result
 from moe_finetune.evaluation.engine import evaluate
-from moe_finetune.evaluation.lines import lines_of
-from moe_finetune.evaluation.offline import check_suite, render_checks
+from moe_finetune.evaluation.lm_eval_results import task_result
+from moe_finetune.evaluation.lm_eval_tasks import Leaf
+from moe_finetune.evaluation.programs import human_eval_program, mbpp_program, scored_by
 from moe_finetune.evaluation.results import load_samples
 from moe_finetune.evaluation.sandbox import Sandbox
+from moe_finetune.evaluation.suite_lines import lines_of
 from moe_finetune.evaluation.suites import Suite, SuiteTask, load_suite, suite_names
-from moe_finetune.evaluation.tasks import Leaf
+from moe_finetune.evaluation.what_can_run import check_suite, render_checks
 from tests.evaluation.local import write_suite
 from tests.evaluation.made_rows import Oracle, made_rows
 

@@ -10,10 +10,10 @@ from tokenizers.processors import TemplateProcessing
 
 from moe_finetune.errors import EvaluationError
 from moe_finetune.evaluation.cached_lm import CachedLM
-from moe_finetune.evaluation.code import human_eval_program, mbpp_program
+from moe_finetune.evaluation.judged_reply import judged, opens_thoughts
+from moe_finetune.evaluation.programs import human_eval_program, mbpp_program
 from moe_finetune.evaluation.suites import SuiteTask
-from moe_finetune.evaluation.thoughts import judged, opens_thoughts
-from moe_finetune.io.rows import read_rows
+from moe_finetune.io.row_files import read_rows
 from moe_finetune.recipe.sections import RewardSection
 from moe_finetune.training.stages.rewards import boxed, exact_match, reward_functions
 from tests.evaluation.completions_server import Handler
@@ -222,7 +222,7 @@ class Inner:
 
 def model(tmp_path, entry, replies, tokenizer=None):
     from moe_finetune.evaluation.backends import Backend
-    from moe_finetune.evaluation.cache import ReplyStore
+    from moe_finetune.evaluation.reply_cache import ReplyStore
 
     inner = Inner(tokenizer or tiny.tokenizer(), replies)
     backend = Backend(kind="hf", lm=inner, identity="x", checkpoint="x", settings={}, chunk=8)
@@ -301,7 +301,7 @@ def test_a_reply_longer_than_the_context_is_refused(tmp_path, overflow):
 
 
 def test_a_line_of_a_suite_records_how_it_was_asked():
-    from moe_finetune.evaluation.collect import task_result
+    from moe_finetune.evaluation.lm_eval_results import task_result
 
     entry = SuiteTask(task="t", metric="acc", chat=True, enable_thinking=False, max_tokens=7)
     raw = {"results": {}, "versions": {}, "n-samples": {}}

@@ -9,7 +9,7 @@ import pytest
 from moe_finetune.errors import OutputBusyError, OutputExistsError
 from moe_finetune.io import output_lock
 from moe_finetune.io.hashes import KnownDigests, sha256_file
-from moe_finetune.io.once import once
+from moe_finetune.io.made_once import once
 
 
 class Work:

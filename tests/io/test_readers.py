@@ -7,7 +7,7 @@ import pytest
 from moe_finetune.data.sources import read_rows
 from moe_finetune.errors import DataError
 from moe_finetune.io.json_file import JsonError, parse_json, read_object
-from moe_finetune.io.rows import read_rows as read_task_rows
+from moe_finetune.io.row_files import read_rows as read_task_rows
 from moe_finetune.io.yaml_file import YamlError, parse_yaml
 
 # Nine levels of nine aliases, and 26 levels of two merged mappings, under 1 KB of text each.

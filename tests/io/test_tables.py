@@ -1,4 +1,4 @@
-from moe_finetune.io.tables import aligned, csv_text, markdown
+from moe_finetune.io.text_tables import aligned, csv_text, markdown
 
 
 def test_columns_are_aligned():

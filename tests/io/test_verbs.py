@@ -16,7 +16,7 @@ from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.yaml_tree import Tree
 from moe_finetune.training.run.begin_run import check_run_folder
-from moe_finetune.upcycle.merge import merge_experts
+from moe_finetune.upcycle.merge_into_moe import merge_experts
 
 NOWHERE = "nowhere-at-all"
 COMMANDS = {

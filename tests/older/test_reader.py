@@ -13,7 +13,7 @@ import pytest
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
-from moe_finetune.io.rows import write_jsonl
+from moe_finetune.io.row_files import write_jsonl
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.run import run_recipe
 from tests.conftest import READER

@@ -6,7 +6,7 @@ import jinja2
 import pytest
 import yaml
 
-from moe_finetune.data.rows import Former
+from moe_finetune.data.row_forms import Former
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.recipe.schema import load_recipe
 

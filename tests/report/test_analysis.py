@@ -22,7 +22,7 @@ from moe_finetune.losses.functional import erc_loss
 from moe_finetune.metrics import conditional_activation
 from moe_finetune.models.loading import load_tokenizer
 from moe_finetune.report.analysis import analyze, find_trace
-from moe_finetune.routing.measures import router_geometry
+from moe_finetune.routing.measures_of_model import router_geometry
 from moe_finetune.routing.trace import RoutingTrace
 from moe_finetune.routing.trace_writer import TraceWriter
 from tests.checkpoint.helpers import adapter as random_adapter

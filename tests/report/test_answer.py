@@ -15,7 +15,7 @@ from moe_finetune.metrics.words import Word
 from moe_finetune.recipe.method import resolve_method
 from moe_finetune.recipe.yaml_tree import merge_mappings
 from moe_finetune.report.context import Report
-from moe_finetune.report.runs import read_runs
+from moe_finetune.report.read_runs import read_runs
 from moe_finetune.report.sections.answer import ANSWER
 from moe_finetune.report.sections.curves import CURVES
 from moe_finetune.report.sections.experts import LEADING, Change

@@ -9,7 +9,7 @@ import pytest
 
 from moe_finetune.evaluation.score import Score
 from moe_finetune.evaluation.statistics import paired_bootstrap
-from moe_finetune.report.compare import SIGNS, difference, score_text, verdict_mark
+from moe_finetune.report.score_differences import SIGNS, difference, score_text, verdict_mark
 
 
 def _share(value: float, n: int) -> Score:

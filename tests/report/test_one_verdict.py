@@ -9,9 +9,9 @@ import pytest
 from moe_finetune.evaluation import statistics
 from moe_finetune.evaluation.score import Score
 from moe_finetune.report.context import Report
-from moe_finetune.report.runs import Run, read_runs
+from moe_finetune.report.read_runs import Run, read_runs
 from moe_finetune.report.sections.answer import answer_text
-from moe_finetune.study.compare import compare
+from moe_finetune.study.compare_evaluations import compare
 from tests.support.results import write_results
 
 

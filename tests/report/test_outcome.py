@@ -3,7 +3,7 @@
 import json
 
 from moe_finetune.io.terminal import Terminal, use_terminal
-from moe_finetune.report.outcome import end_run, listed, next_commands, program
+from moe_finetune.report.end_of_run import end_run, listed, next_commands, program
 
 
 def _run(folder, score, overlap, losses):

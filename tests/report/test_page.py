@@ -14,11 +14,11 @@ from moe_finetune.errors import OutputError, OutputExistsError
 from moe_finetune.evaluation.score import compare_scores
 from moe_finetune.evaluation.statistics import holm
 from moe_finetune.report import write_report
-from moe_finetune.report.compare import difference
 from moe_finetune.report.context import Report, Section
 from moe_finetune.report.markup import VOID, Markup, tag
 from moe_finetune.report.page import render_page
-from moe_finetune.report.runs import read_runs
+from moe_finetune.report.read_runs import read_runs
+from moe_finetune.report.score_differences import difference
 from moe_finetune.report.sections.text import token_consistency
 from tests.report.folders import routing, write_run
 

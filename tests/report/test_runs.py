@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moe_finetune.errors import DataError, TraceError
-from moe_finetune.report.runs import find_runs, read_run, read_runs
+from moe_finetune.report.read_runs import find_runs, read_run, read_runs
 from tests.report.folders import write_run
 
 

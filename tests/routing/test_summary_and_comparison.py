@@ -19,7 +19,7 @@ from moe_finetune.metrics.arrays import entropy
 from moe_finetune.metrics.experts import separation
 from moe_finetune.routing import comparison as compare_module
 from moe_finetune.routing.comparison import compare_traces
-from moe_finetune.routing.summary import summarize_trace
+from moe_finetune.routing.metrics_of_trace import summarize_trace
 from moe_finetune.routing.trace import RoutingTrace
 from moe_finetune.routing.trace_writer import TraceWriter
 

@@ -14,7 +14,12 @@ from moe_finetune.losses.gram import gram
 from moe_finetune.metrics import mutual_coherence, score_variance
 from moe_finetune.moe.layers import model_facts
 from moe_finetune.moe.recorder.hooks import Recorder
-from moe_finetune.routing.measures import Measures, least_alpha, router_geometry, router_values
+from moe_finetune.routing.measures_of_model import (
+    Measures,
+    least_alpha,
+    router_geometry,
+    router_values,
+)
 from moe_finetune.routing.sums import CHOICES, NEEDS, SCORES, Sums, largest_cosine, squared_cosine
 from tests.support import tiny
 

@@ -6,9 +6,9 @@ import pytest
 from moe_finetune.errors import EvaluationError
 from moe_finetune.evaluation.score import Score, compare_scores
 from moe_finetune.io import write_atomic
-from moe_finetune.io.rows import write_jsonl
-from moe_finetune.report.compare import difference
-from moe_finetune.study.compare import compare
+from moe_finetune.io.row_files import write_jsonl
+from moe_finetune.report.score_differences import difference
+from moe_finetune.study.compare_evaluations import compare
 from moe_finetune.study.page import comparison_page
 from moe_finetune.study.render import comparison_text
 from tests.support.results import write_results as write

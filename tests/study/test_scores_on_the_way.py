@@ -11,7 +11,7 @@ import yaml
 from moe_finetune.evaluation.results import load_results, step_results
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.recipe.schema import load_recipe
-from moe_finetune.report.runs import read_run
+from moe_finetune.report.read_runs import read_run
 from moe_finetune.run import lost_steps, plan_run, run_recipe
 from moe_finetune.study import load_results as load_study_results
 from moe_finetune.study import load_study, run_study

@@ -6,7 +6,7 @@ import re
 
 from transformers import AddedToken
 
-from moe_finetune.data.rows import Former
+from moe_finetune.data.row_forms import Former
 from moe_finetune.data.tokenize import IGNORED, tokenize_row
 from moe_finetune.training.before.preview import marked
 from tests.support import tiny

@@ -4,7 +4,7 @@ import numpy as np
 
 from moe_finetune.io import write_atomic
 from moe_finetune.io.hashes import to_json
-from moe_finetune.io.rows import write_jsonl
+from moe_finetune.io.row_files import write_jsonl
 
 
 def write_results(folder, tasks, prompts="same", complete=True, metric="acc", **declared):

@@ -45,7 +45,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WARM = ("moe_finetune.", "tests.", "accelerate.commands.launch.", "vllm.", "pytest.")
 """Beginnings of the names of modules that are run warm."""
 CODE = (
-    "import moe_finetune.evaluation.equivalence as child; ",
+    "import moe_finetune.evaluation.math_equivalence as child; ",
     "from multiprocessing.spawn import spawn_main; ",
 )
 """Beginnings of what is run warm with ``-c``."""

@@ -7,7 +7,7 @@ import yaml
 from safetensors.torch import load_file
 
 from moe_finetune import cli
-from moe_finetune.io.rows import write_jsonl
+from moe_finetune.io.row_files import write_jsonl
 from tests.upcycle import dense
 
 BALANCE = {"preset": "supervised_routing_baseline"}

@@ -9,9 +9,9 @@ import yaml
 from moe_finetune.checkpoint.load import load_model
 from moe_finetune.data.batches import fill
 from moe_finetune.errors import DataError
-from moe_finetune.io.rows import write_jsonl
+from moe_finetune.io.row_files import write_jsonl
 from moe_finetune.upcycle import merge_experts
-from moe_finetune.upcycle.dense import load_dense
+from moe_finetune.upcycle.dense_parents import load_dense
 from moe_finetune.upcycle.frequencies import count_table
 from moe_finetune.upcycle.judgement import check_answers, judge
 from moe_finetune.upcycle.measure import measure, text_losses

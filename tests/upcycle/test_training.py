@@ -11,7 +11,7 @@ from moe_finetune.losses.functional import supervised_routing_loss
 from moe_finetune.moe.layers import backbone_of
 from moe_finetune.recipe.method import resolve_method
 from moe_finetune.upcycle import merge_experts
-from moe_finetune.upcycle.dense import load_dense
+from moe_finetune.upcycle.dense_parents import load_dense
 from moe_finetune.upcycle.frequencies import count_table
 from moe_finetune.upcycle.training import Job, build, run_job
 from tests.support import tiny

@@ -163,7 +163,7 @@ def test_train_hands_over_the_merged_recipe(capsys, monkeypatch, tmp_path):
 
     monkeypatch.setattr("moe_finetune.run.run_recipe", keep)
     monkeypatch.setattr(
-        "moe_finetune.report.outcome.end_run", lambda *ended: seen.update(ended=ended)
+        "moe_finetune.report.end_of_run.end_run", lambda *ended: seen.update(ended=ended)
     )
     arguments = [first, second, "trainer.max_steps=5", "--output", tmp_path / "o", "--resume"]
     assert run(capsys, "train", *arguments)[0] == 0

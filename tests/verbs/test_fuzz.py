@@ -20,14 +20,14 @@ from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.checkpoint.updates import check_adapter
 from moe_finetune.cli import main
-from moe_finetune.data.rows import Former
+from moe_finetune.data.row_forms import Former
 from moe_finetune.data.sources import read_rows
 from moe_finetune.errors import MoeFinetuneError
 from moe_finetune.evaluation.results import load_results
 from moe_finetune.evaluation.suites import load_suite
 from moe_finetune.lora.select import ExpertSelection
 from moe_finetune.recipe.schema import load_recipe
-from moe_finetune.report.runs import read_run
+from moe_finetune.report.read_runs import read_run
 from tests.checkpoint import helpers
 from tests.training.resume.harness import write_inputs
 

@@ -18,7 +18,7 @@ from moe_finetune.checkpoint.updates import check_adapter
 from moe_finetune.checkpoint.weight_files import fingerprint
 from moe_finetune.cli import main
 from moe_finetune.errors import AdapterError, CheckpointError
-from moe_finetune.upcycle.dense import load_dense
+from moe_finetune.upcycle.dense_parents import load_dense
 from tests.support import tiny
 
 pytestmark = pytest.mark.faults

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from moe_finetune.io.rows import write_jsonl
+from moe_finetune.io.row_files import write_jsonl
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.models.loading import load_tokenizer
 from moe_finetune.recipe.schema import recipe_from_tree

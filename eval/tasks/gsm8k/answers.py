@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_finetune.evaluation.extract import final_number, strict_number
+from moe_finetune.evaluation.final_answers import final_number, strict_number
 
 
 def strict(resps, docs):

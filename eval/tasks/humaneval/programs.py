@@ -1,6 +1,6 @@
 """Generated programs run in the sandbox, all items at once; pass@1 is the share that passes."""
 
-from moe_finetune.evaluation.code import pass_rate, verdicts
+from moe_finetune.evaluation.programs import pass_rate, verdicts
 
 
 def run(resps, docs):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from moe_finetune.errors import DataError
-from moe_finetune.evaluation.equivalence import require, same_answer
-from moe_finetune.evaluation.extract import boxed, math_answer
+from moe_finetune.evaluation.final_answers import boxed, math_answer
+from moe_finetune.evaluation.math_equivalence import require, same_answer
 
 
 def with_answer(dataset):

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from moe_finetune.evaluation.score import Score
 from moe_finetune.io.terminal import duration
 from moe_finetune.metrics.words import Word, word
-from moe_finetune.report.compare import Difference, score_text
 from moe_finetune.report.context import Report, Section, differ, folded, group
 from moe_finetune.report.markup import DASH, Markup, breakable, is_number, join, number, tag
-from moe_finetune.report.runs import Run, ends, losses_compare
+from moe_finetune.report.read_runs import Run, ends, losses_compare
+from moe_finetune.report.score_differences import Difference, score_text
 from moe_finetune.report.sections.experts import Change, expert_changes, experts_table
 from moe_finetune.report.sections.goal import goal_text, goal_word
 from moe_finetune.report.sections.scores import baseline_label, score_table

@@ -9,7 +9,7 @@ from moe_finetune.metrics.words import word
 from moe_finetune.report.charts.lines import SMOOTH_FROM, Series, line_chart, moving_mean
 from moe_finetune.report.context import Cell, Report, Section, figure, folded, group, table
 from moe_finetune.report.markup import Markup, join, number, tag
-from moe_finetune.report.runs import Curve, Run, ends
+from moe_finetune.report.read_runs import Curve, Run, ends
 
 GROUPS = (
     *("Loss", "Loss terms", "Routing during training", "Optimization", "Other logged values"),

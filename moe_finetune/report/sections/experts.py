@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from moe_finetune.metrics.words import Word, word
 from moe_finetune.report.context import Cell, Report, folded, table
 from moe_finetune.report.markup import DASH, Markup, join, number, tag
-from moe_finetune.report.runs import Run
+from moe_finetune.report.read_runs import Run
 
 LEADING = (
     "expert_overlap", "score_variance", "max_violation", "entropy",

@@ -4,7 +4,7 @@ from typing import Any
 
 from moe_finetune.losses.presets import PRESETS, Preset
 from moe_finetune.metrics.words import Word, word
-from moe_finetune.report.runs import Run, ends
+from moe_finetune.report.read_runs import Run, ends
 from moe_finetune.report.sections.experts import Change, before_and_after
 
 STRONGER = 3

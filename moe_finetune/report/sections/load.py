@@ -7,7 +7,7 @@ import numpy as np
 from moe_finetune.report.charts.heatmap import legend, shared_limits
 from moe_finetune.report.context import Snapshot, Timeline, figure, listed
 from moe_finetune.report.markup import Markup, number
-from moe_finetune.report.routing import Routing
+from moe_finetune.report.routing_snapshots import Routing
 from moe_finetune.report.sections.panels import expert_map, over_time, panel, panels, slider
 
 UNIT = "× even share"

@@ -8,7 +8,7 @@ import numpy as np
 from moe_finetune.report.charts.heatmap import MOST_CELLS, heat_map
 from moe_finetune.report.context import END, START, Snapshot, Timeline
 from moe_finetune.report.markup import Markup, join, tag
-from moe_finetune.report.routing import Routing
+from moe_finetune.report.routing_snapshots import Routing
 
 
 def panel(shot: Snapshot, picture: Markup, note: str | None = None) -> Markup:

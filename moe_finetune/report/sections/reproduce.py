@@ -7,7 +7,7 @@ import yaml
 
 from moe_finetune.report.context import Report, Section
 from moe_finetune.report.markup import Markup, join, tag
-from moe_finetune.report.runs import Run
+from moe_finetune.report.read_runs import Run
 from moe_finetune.report.sections.settings import without_secrets
 
 

@@ -4,7 +4,6 @@ import math
 
 from moe_finetune.evaluation.score import Score
 from moe_finetune.report.charts.intervals import Dot, dot_plot, forest
-from moe_finetune.report.compare import SIGNS, Difference, score_text, verdict_mark
 from moe_finetune.report.context import (
     BEFORE,
     Cell,
@@ -16,6 +15,7 @@ from moe_finetune.report.context import (
     table,
 )
 from moe_finetune.report.markup import DASH, Markup, breakable, join, number, tag
+from moe_finetune.report.score_differences import SIGNS, Difference, score_text, verdict_mark
 
 
 def _render(report: Report) -> Markup | None:

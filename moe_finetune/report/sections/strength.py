@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from moe_finetune.report.context import Cell, Report, Section, table
 from moe_finetune.report.markup import DASH, Markup, join, number, tag
-from moe_finetune.report.runs import Run
+from moe_finetune.report.read_runs import Run
 
 
 def _render(report: Report) -> Markup | None:

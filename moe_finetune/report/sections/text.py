@@ -8,7 +8,7 @@ from typing import Any
 from moe_finetune.report.charts.frame import nth_color
 from moe_finetune.report.context import Cell, Report, Snapshot, figure, group, listed, table
 from moe_finetune.report.markup import DASH, Markup, join, number, tag
-from moe_finetune.report.routing import reading
+from moe_finetune.report.routing_snapshots import reading
 from moe_finetune.report.sections.panels import panel
 
 TOKENS = 600  # of colored text per snapshot

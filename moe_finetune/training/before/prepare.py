@@ -16,7 +16,7 @@ from torch import nn
 from transformers import Trainer
 
 from moe_finetune.data.examples import Examples
-from moe_finetune.data.stages import load_for_stage
+from moe_finetune.data.preference_and_prompt_rows import load_for_stage
 from moe_finetune.errors import DataError, MoeFinetuneError, RecipeError
 from moe_finetune.lora.coverage import lora_coverage
 from moe_finetune.lora.targets import add_lora

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from moe_finetune.data.examples import load_examples
-from moe_finetune.data.stages import ANSWERS, ids_of, load_for_stage
+from moe_finetune.data.preference_and_prompt_rows import ANSWERS, ids_of, load_for_stage
 from moe_finetune.data.tokenize import IGNORED
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES

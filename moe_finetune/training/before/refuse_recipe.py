@@ -16,7 +16,7 @@ from moe_finetune.checkpoint.exported_bias import bias_config
 from moe_finetune.checkpoint.open import stale_head
 from moe_finetune.checkpoint.updates import check_adapter
 from moe_finetune.errors import DependencyError, RecipeError, UnsupportedModelError, did_you_mean
-from moe_finetune.evaluation.lines import ready_lines
+from moe_finetune.evaluation.suite_lines import ready_lines
 from moe_finetune.evaluation.suites import load_suite, select
 from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.large.offload import check_offload

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import yaml
 
+from moe_finetune.data.preference_and_prompt_rows import FIELDS, StageFormer
 from moe_finetune.data.sources import SourceReader, read_rows
-from moe_finetune.data.stages import FIELDS, StageFormer
 from moe_finetune.errors import RecipeError, did_you_mean
 from moe_finetune.evaluation.suites import load_suite
 from moe_finetune.io.atomic import refuse_existing, write_new

@@ -29,8 +29,8 @@ from moe_finetune.moe.layers import model_facts
 from moe_finetune.moe.perturbation import Perturbation
 from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.moe.recorder.observed import observed
-from moe_finetune.routing.measures import Measures
-from moe_finetune.routing.picture import PASSAGE, PASSAGES, passage, routing_path, snapshot
+from moe_finetune.routing.measures_of_model import Measures
+from moe_finetune.routing.snapshot_file import PASSAGE, PASSAGES, passage, routing_path, snapshot
 from moe_finetune.routing.sums import NEEDS
 from moe_finetune.training import ranks
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_finetune.losses.objective import LayerLoss
 from moe_finetune.losses.record import RoutingRecord
-from moe_finetune.routing.measures import router_geometry
+from moe_finetune.routing.measures_of_model import router_geometry
 from moe_finetune.routing.sums import CHOICES, Sums
 from moe_finetune.training import ranks
 

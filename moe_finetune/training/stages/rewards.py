@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from moe_finetune.checkpoint.tokenizer_files import reply_ends
-from moe_finetune.data.stages import READ_BY
+from moe_finetune.data.preference_and_prompt_rows import READ_BY
 from moe_finetune.errors import DataError, DependencyError, RecipeError, did_you_mean
-from moe_finetune.io.rows import short
+from moe_finetune.io.row_files import short
 from moe_finetune.recipe.sections import RewardSection
 from moe_finetune.registry import Registry
 
@@ -44,7 +44,7 @@ def text_of(completion: Any) -> str:
 
 def answer_of(completion: Any) -> str:
     """The text of a completion after the model's thoughts; empty if it has no answer."""
-    from moe_finetune.evaluation.thoughts import judged
+    from moe_finetune.evaluation.judged_reply import judged
 
     return judged(text_of(completion)) or ""
 
@@ -54,7 +54,7 @@ def exact_match(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> 
 
     As GSM8K is scored. An answer without a number is compared as text.
     """
-    from moe_finetune.evaluation.extract import (
+    from moe_finetune.evaluation.final_answers import (
         final_number,
         math_answer,
         names_differ,
@@ -73,8 +73,8 @@ def exact_match(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> 
 
 def boxed(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
     r"""1 for a completion whose ``\boxed{}`` is mathematically equal to ``answer``, else 0."""
-    from moe_finetune.evaluation.equivalence import same_answer
-    from moe_finetune.evaluation.extract import boxed as in_the_box
+    from moe_finetune.evaluation.final_answers import boxed as in_the_box
+    from moe_finetune.evaluation.math_equivalence import same_answer
 
     return [
         float(same_answer(in_the_box(answer_of(c)), in_the_box(str(a)) or str(a)))
@@ -84,7 +84,7 @@ def boxed(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[f
 
 def code_tests(completions: Sequence[Any], tests: Sequence[Any], **_: Any) -> list[float]:
     """1 for a completion whose program passes its row's ``tests`` in a sandbox, else 0."""
-    from moe_finetune.evaluation.code import mbpp_program
+    from moe_finetune.evaluation.programs import mbpp_program
     from moe_finetune.evaluation.sandbox import Sandbox
 
     programs = [
@@ -110,7 +110,7 @@ def _after_thoughts(
     TRL decodes completions without special tokens, which are what ends the thoughts of some models,
     and a prompt may open thoughts that were cut before they closed.
     """
-    from moe_finetune.evaluation.thoughts import judged
+    from moe_finetune.evaluation.judged_reply import judged
 
     @functools.wraps(function)
     def reward(completions: Sequence[Any], **fields: Any) -> list[float]:
@@ -173,7 +173,7 @@ def reward_functions(
 
 def _check_dependencies(name: str) -> None:
     if name == "boxed":
-        from moe_finetune.evaluation.equivalence import require
+        from moe_finetune.evaluation.math_equivalence import require
 
         require()
     elif name == "code":

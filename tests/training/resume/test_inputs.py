@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_finetune.errors import CheckpointError, RecipeError
 from moe_finetune.io.hub import continue_with
-from moe_finetune.io.rows import write_jsonl
+from moe_finetune.io.row_files import write_jsonl
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.models import loading
 from moe_finetune.recipe.schema import recipe_from_tree

@@ -7,7 +7,7 @@ import pytest
 
 from moe_finetune.errors import DiskSpaceError
 from moe_finetune.io import folder
-from moe_finetune.io.rows import write_jsonl
+from moe_finetune.io.row_files import write_jsonl
 from moe_finetune.run import plan_run, run_recipe
 from moe_finetune.training.run import train
 from moe_finetune.training.run.step_count import checkpoints_at_once

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from moe_finetune.data.rows import Former
+from moe_finetune.data.row_forms import Former
 from moe_finetune.data.sources import read_rows
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.yaml_tree import Tree

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from moe_finetune.io.rows import write_jsonl
+from moe_finetune.io.row_files import write_jsonl
 from moe_finetune.io.run_folder import read_log
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.yaml_tree import Tree

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moe_finetune.data.stages import StageFormer
+from moe_finetune.data.preference_and_prompt_rows import StageFormer
 from moe_finetune.errors import DataError, RecipeError
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.sections import RewardSection

@@ -7,7 +7,7 @@ import torch
 
 from moe_finetune.moe.layers import model_facts
 from moe_finetune.moe.recorder.hooks import Recorder
-from moe_finetune.routing.measures import router_geometry
+from moe_finetune.routing.measures_of_model import router_geometry
 from moe_finetune.training.measures.routing_statistics import TrainingStatistics
 from tests.support import tiny
 

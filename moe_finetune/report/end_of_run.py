@@ -11,11 +11,11 @@ from pathlib import Path
 
 from moe_finetune.evaluation.score import Score
 from moe_finetune.io.run_folder import RESULTS_FILE
-from moe_finetune.io.tables import aligned
 from moe_finetune.io.terminal import terminal
+from moe_finetune.io.text_tables import aligned
 from moe_finetune.report.context import Report
 from moe_finetune.report.markup import DASH
-from moe_finetune.report.runs import read_results, read_runs
+from moe_finetune.report.read_runs import read_results, read_runs
 from moe_finetune.report.sections.answer import answer_text
 
 WIDTH = 100

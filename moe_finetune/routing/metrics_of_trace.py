@@ -10,7 +10,7 @@ from moe_finetune.metrics.arrays import mean_known
 from moe_finetune.metrics.domains import domain_information
 from moe_finetune.metrics.experts import NEIGHBORS, separation
 from moe_finetune.metrics.paths import pair_counts
-from moe_finetune.routing.gather import gather
+from moe_finetune.routing.sums_of_trace import gather
 
 if TYPE_CHECKING:
     from moe_finetune.routing.trace import RoutingTrace, TraceChunk

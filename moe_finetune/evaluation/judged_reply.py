@@ -10,7 +10,7 @@ Who compares texts strips them.
 
 import re
 
-from moe_finetune.data.thoughts import ANSWER, OPENING
+from moe_finetune.data.thought_tags import ANSWER, OPENING
 
 _ANSWER = re.compile(ANSWER)
 # Not in quotes: an answer, or a program, may speak of the tags.

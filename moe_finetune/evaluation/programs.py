@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import DataError, EvaluationError, did_you_mean
+from moe_finetune.evaluation.judged_reply import judged
 from moe_finetune.evaluation.sandbox import Program, Sandbox, Verdict
 from moe_finetune.evaluation.sandbox.names import free_names, required_names
 from moe_finetune.evaluation.statistics import mean_and_deviation
-from moe_finetune.evaluation.thoughts import judged
-from moe_finetune.io.rows import read_rows, write_jsonl
+from moe_finetune.io.row_files import read_rows, write_jsonl
 
 # A fence may follow a list's mark, whose width then indents the block, or words that lead to it.
 _FENCE = re.compile(r"([ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)([^`~\n]*?)(`{3,}|~{3,})[ \t]*([^`\n]*)")

@@ -13,7 +13,7 @@ from pathlib import Path
 from moe_finetune.errors import EvaluationError
 from moe_finetune.evaluation.results import Results, load_results
 from moe_finetune.evaluation.score import Score, scores_of
-from moe_finetune.study.results import RunResult, StudyResults
+from moe_finetune.study.read_study import RunResult, StudyResults
 from moe_finetune.study.table import Table, make_table
 
 

@@ -16,7 +16,7 @@ from moe_finetune.evaluation.results import load_results as load_evaluation
 from moe_finetune.evaluation.score import Score, scores_of
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.run_folder import RunFolder
-from moe_finetune.report.runs import Curve, read_curves
+from moe_finetune.report.read_runs import Curve, read_curves
 from moe_finetune.study import folder as disk
 
 RMSE = "_rmse"

@@ -20,13 +20,13 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from moe_finetune.data.examples import Examples, load_examples, said, unread_lines
-from moe_finetune.data.rows import columns_of, renamed, with_values
+from moe_finetune.data.row_forms import columns_of, renamed, with_values
 from moe_finetune.data.sources import SourceReader, files_line, listed, rows_of
 from moe_finetune.data.template_fields import field_reader
 from moe_finetune.data.tokenize import IGNORED, beginning_of, rendered, set_chat_template
 from moe_finetune.data.turns import COLUMNS, TurnCounts, conversation
 from moe_finetune.errors import DataError, did_you_mean
-from moe_finetune.io.rows import Row, short
+from moe_finetune.io.row_files import Row, short
 from moe_finetune.recipe.data import DataSection, Paths
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES, Stage

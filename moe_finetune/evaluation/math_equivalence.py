@@ -1,6 +1,6 @@
 r"""Compare two final answers mathematically: ``2\sqrt{3}`` equals ``\sqrt{12}``.
 
-:mod:`moe_finetune.evaluation.extract` compares texts and numbers. Everything else goes to
+:mod:`moe_finetune.evaluation.final_answers` compares texts and numbers. Everything else goes to
 math-verify in a child process: a model may write ``9^{9^{9}}``, on which computer algebra spends
 hours in one call, or all memory. The library's own limits are alarms, which only the main thread
 can set and which do not interrupt such a call. The kernel's limits on the process do, and count
@@ -19,7 +19,7 @@ import threading
 import time
 
 from moe_finetune.errors import DependencyError
-from moe_finetune.evaluation.extract import math_equal, names_differ, normalize_math
+from moe_finetune.evaluation.final_answers import math_equal, names_differ, normalize_math
 
 CPU_SECONDS = 5
 MEMORY_BYTES = 2 << 30
@@ -43,7 +43,8 @@ def same_answer(answer: str | None, reference: str) -> bool:
     """Return whether ``answer`` equals ``reference`` as text, as a number, or by computer algebra.
 
     Args:
-        answer: LaTeX or text, as :func:`moe_finetune.evaluation.extract.math_answer` finds it.
+        answer: LaTeX or text, as :func:`~moe_finetune.evaluation.final_answers.math_answer` finds
+            it.
     """
     if answer is None or math_equal(answer, reference):
         return answer is not None

@@ -17,11 +17,8 @@ from typing import Any
 
 from moe_finetune.data.chat import limited
 from moe_finetune.errors import DataError, EvaluationError, MoeFinetuneError, did_you_mean
-from moe_finetune.evaluation.code import failed, scored_by
-from moe_finetune.evaluation.collect import task_result
-from moe_finetune.evaluation.rows import load_rows
-from moe_finetune.evaluation.suites import Suite, SuiteTask, eval_root
-from moe_finetune.evaluation.tasks import (
+from moe_finetune.evaluation.lm_eval_results import task_result
+from moe_finetune.evaluation.lm_eval_tasks import (
     REPLY_LENGTHS,
     Leaf,
     fields_of,
@@ -30,6 +27,9 @@ from moe_finetune.evaluation.tasks import (
     require_hub,
     same_version,
 )
+from moe_finetune.evaluation.programs import failed, scored_by
+from moe_finetune.evaluation.suite_rows import load_rows
+from moe_finetune.evaluation.suites import Suite, SuiteTask, eval_root
 from moe_finetune.io.hashes import sha256_json
 
 _SPLIT_KEYS = ("test_split", "validation_split", "fewshot_split", "training_split")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import DataError
-from moe_finetune.io.rows import Row, placed_rows
+from moe_finetune.io.row_files import Row, placed_rows
 
 
 def load_rows(path: Path, template: str | None = None) -> Any:

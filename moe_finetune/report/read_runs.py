@@ -13,7 +13,7 @@ from moe_finetune.io.json_file import read_object
 from moe_finetune.io.run_folder import RunFolder, read_log
 from moe_finetune.io.yaml_file import read_yaml
 from moe_finetune.report.markup import is_number
-from moe_finetune.report.routing import Routing
+from moe_finetune.report.routing_snapshots import Routing
 
 AXES = ("kind", "step", "epoch")
 

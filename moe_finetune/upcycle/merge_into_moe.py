@@ -24,7 +24,7 @@ from moe_finetune.io.checkpoint_files import INDEX, index_text
 from moe_finetune.io.safetensors_header import ITEM_BYTES, Header, TensorInfo, build_header
 from moe_finetune.models import FAMILIES
 from moe_finetune.models.class_structure import patterns_on_disk
-from moe_finetune.upcycle.dense import DenseFacts
+from moe_finetune.upcycle.dense_parents import DenseFacts
 from moe_finetune.upcycle.experts import (
     FEED_FORWARD,
     Expert,

@@ -1,6 +1,7 @@
 """A routing snapshot as JSON, in a run's ``routing/before.json`` and ``after.json``.
 
-The report reads it (:mod:`moe_finetune.report.routing`). Parts that were not measured are absent.
+The report reads it (:mod:`moe_finetune.report.routing_snapshots`). Parts that were not measured are
+absent.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

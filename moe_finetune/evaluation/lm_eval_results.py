@@ -3,9 +3,9 @@
 import math
 from typing import Any
 
+from moe_finetune.evaluation.lm_eval_tasks import Leaf
 from moe_finetune.evaluation.results import Metric, TaskResult
 from moe_finetune.evaluation.suites import SuiteTask
-from moe_finetune.evaluation.tasks import Leaf
 from moe_finetune.io.hashes import sha256_text, to_json
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from moe_finetune.data.turns import COLUMNS, conversation, unlearned
 from moe_finetune.errors import DataError, did_you_mean
-from moe_finetune.io.rows import Row, short
+from moe_finetune.io.row_files import Row, short
 
 Form = Literal["messages", "prompt_completion", "text"]
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import EvaluationError, MoeFinetuneError
-from moe_finetune.evaluation.lines import Line, data_folder
 from moe_finetune.evaluation.sandbox.install import no_sandbox
+from moe_finetune.evaluation.suite_lines import Line, data_folder
 from moe_finetune.evaluation.suites import Suite, load_suite
 
 _SAMPLED = 50
