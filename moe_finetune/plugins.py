@@ -6,6 +6,7 @@ under the entry point group :data:`GROUP`. A recipe that somebody sends can thus
 came with it.
 """
 
+import ast
 import hashlib
 import os
 import site
@@ -24,7 +25,8 @@ GROUP = "moe_finetune.plugins"
 VARIABLE = "MOE_FINETUNE_PLUGINS"
 """Environment variable that hands files and names on to children and ranks."""
 
-_files: dict[Path, str] = {}
+_files: dict[Path, tuple[str, str]] = {}
+"""SHA-256 of each file, and of it with the files below its folder that it imports."""
 _installed: set[str] = set()
 
 
@@ -52,7 +54,7 @@ def use_file(path: str | Path) -> None:
     except OSError as error:
         raise PluginError(f"--plugin {path}: cannot be read ({error.strerror})") from error
     digest = hashlib.sha256(content).hexdigest()
-    if _files.get(file) == digest:
+    if _files.get(file, ())[:1] == (digest,):
         return
     module = types.ModuleType(f"moe_finetune_plugin_{digest[:12]}")
     module.__file__ = str(file)
@@ -67,8 +69,45 @@ def use_file(path: str | Path) -> None:
         line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
         where = f", line {line}" if line else ""
         raise PluginError(f"{file}{where}: {type(error).__name__}: {error}") from error
-    _files[file] = digest
+    _files[file] = digest, _with_imported(file, content)
     _hand_on()
+
+
+def _with_imported(file: Path, content: bytes) -> str:
+    """SHA-256 of a plugin's file, and of the files below its folder that it imports, if any."""
+    sources, unread = {file: content}, [(content, "")]
+    away = [Path(path).resolve() for path in (*_installation_folders(), Path(__file__).parent)]
+    while unread:
+        source, package = unread.pop()
+        for name in _imported(ast.parse(source), package):
+            module = sys.modules.get(name)
+            path = Path(str(getattr(module, "__file__", None) or "/")).resolve()
+            below = path.suffix == ".py" and path.is_relative_to(file.parent)
+            if below and path not in sources and not any(map(path.is_relative_to, away)):
+                sources[path] = path.read_bytes()
+                unread.append((sources[path], str(getattr(module, "__package__", None) or "")))
+    digests = {
+        path.relative_to(file.parent).as_posix(): hashlib.sha256(text).hexdigest()
+        for path, text in sources.items()
+    }
+    if len(digests) == 1:
+        return digests[file.name]
+    return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()
+
+
+def _imported(tree: ast.AST, package: str) -> Iterator[str]:
+    """Names of the modules that a source may import, with the packages that they lie in."""
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1]
+            start = ".".join([*(above if node.level else ()), *filter(None, [node.module])])
+            names = [start, *(f"{start}.{alias.name}" for alias in node.names)]
+        for name in names:
+            parts = name.split(".")
+            yield from (".".join(parts[:count]) for count in range(1, len(parts) + 1))
 
 
 def use_inherited() -> None:
@@ -128,14 +167,14 @@ def module_of(name: str) -> str:
 
 def loaded_files() -> dict[str, str]:
     """Name and SHA-256 of each plugin file that this process runs, for a run's notes."""
-    return {file.name: digest for file, digest in _files.items()}
+    return {file.name: digest for file, (_, digest) in _files.items()}
 
 
 def missing_files(noted: object) -> list[str]:
     """The plugin files of a run's notes that this process does not run as they were."""
     if not isinstance(noted, Mapping):
         return []
-    known = set(_files.values())
+    known = {digest for _, digest in _files.values()}
     return [f"{name} (sha256 {str(d)[:12]})" for name, d in noted.items() if d not in known]
 
 

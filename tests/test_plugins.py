@@ -91,6 +91,23 @@ def test_a_file_on_the_command_line_is_known_to_every_verb_and_child(tmp_path, c
     assert child.stdout.strip() == str(plugins.loaded_files())
 
 
+def test_a_file_is_also_what_it_imports_below_its_folder(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "helpers_of_mine").mkdir()
+    helper = write(tmp_path, "FACTOR = 1", "helpers_of_mine/formula.py")
+    write(tmp_path, "from .formula import FACTOR", "helpers_of_mine/__init__.py")
+    write(tmp_path, "left = 1", "other.py")
+    file = write(tmp_path, "import json\nfrom helpers_of_mine import FACTOR")
+    digests = set()
+    for factor, other in ((1, 1), (1, 2), (-1000, 2)):
+        helper.write_text(f"FACTOR = {factor}")
+        write(tmp_path, f"left = {other}", "other.py")
+        plugins._files.clear()
+        plugins.use_file(file)
+        digests.add(plugins.loaded_files()["mine.py"])
+    assert len(digests) == 2
+
+
 def test_a_wrong_fact_of_a_family_is_named(tmp_path, capsys):
     config = unheard.config()
     class_of(config).from_config(config).save_pretrained(tmp_path / "base")

@@ -16,6 +16,7 @@ from moe_finetune.data.row_forms import Former
 from moe_finetune.errors import DataError, did_you_mean, reason_of
 from moe_finetune.io.hashes import sha256_file, sha256_json
 from moe_finetune.io.hub import check_hub, commit_of, opened_commit
+from moe_finetune.io.json_file import read_object
 from moe_finetune.io.row_files import TABLES, Placed, Row, kind_of, placed_rows, without_nulls
 from moe_finetune.io.split_files import SAVED, data_files, files_of
 from moe_finetune.recipe.data import DataSection, DataSource, Paths
@@ -60,8 +61,7 @@ def source_identity(source: str, split: str = "train") -> list[Any]:
     if files is not None:
         return [[kind_of(file), sha256_file(file)] for file in files]
     if folder.is_dir():
-        saved = sorted(path for path in folder.rglob("*") if path.is_file())
-        return [split, *([str(p.relative_to(folder)), sha256_file(p)] for p in saved)]
+        return [split, *([path.name, sha256_file(path)] for path in _saved_files(folder, split))]
     return [source, split, _dataset(source, split)._fingerprint]
 
 
@@ -101,6 +101,19 @@ def _files(source: str, split: str) -> list[Path] | None:
     if kind_of(path) in (*TABLES, ".txt") or path.is_absolute() or source.startswith((".", "~")):
         raise DataError(f"no data file or folder {source} (relative to {Path.cwd()})")
     return None
+
+
+def _saved_files(folder: Path, split: str) -> list[Path]:
+    """The files of a saved data set: those that its state names, not what programs cache there."""
+    if (folder / "dataset_dict.json").is_file():
+        if not (folder / split).is_dir():
+            _dataset(str(folder), split)  # names the splits
+        folder = folder / split
+    state = folder / "state.json"
+    named = read_object(state, DataError, "save the data set again").get("_data_files")
+    if not isinstance(named, list) or not all(isinstance(file, dict) for file in named):
+        raise DataError(f"{state}: names no files (_data_files); save the data set again")
+    return [state, *(folder / str(file.get("filename")) for file in named)]
 
 
 def _dataset(source: str, split: str) -> Any:

@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import platform
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,22 @@ def describe_environment() -> dict[str, Any]:
 
 
 def write_environment(path: Path) -> None:
-    """Write a run's software versions and hardware to its ``environment.json``."""
-    write_atomic(path, json.dumps(describe_environment(), indent=2) + "\n")
+    """Write a run's software versions and hardware to its ``environment.json``.
+
+    Those of the start stay; a resume adds its own to ``resumed`` if they differ from the last.
+    """
+    now = describe_environment()
+    noted: Any = {}
+    if path.is_file():
+        with suppress(ValueError):
+            noted = json.loads(path.read_text(encoding="utf-8"))
+    if isinstance(noted, dict) and "packages" in noted:
+        later = noted.get("resumed", [])
+        last = {name: value for name, value in [noted, *later][-1].items() if name != "resumed"}
+        if {**last, "date": now["date"]} != now:
+            later = [*later, now]
+        now = {**noted, "resumed": later} if later else noted
+    write_atomic(path, json.dumps(now, indent=2) + "\n")
 
 
 def _processor() -> str:

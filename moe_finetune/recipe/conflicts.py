@@ -1,6 +1,7 @@
 """Combinations of keys that cannot run, and keys that ``--resume`` may not change."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Container, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -143,15 +144,44 @@ CHANGEABLE = (
 """Keys that do not affect steps already trained."""
 
 
-def check_resumable(saved: Any, resumed: Any, where: str) -> list[str]:
+_SOURCE = re.compile(r"(data\.(?:train|validation))(?:\.\d+)?(?:\.path)?")
+"""Keys with the path or hub id of rows; of a list, one for each source."""
+
+
+def check_resumable(
+    saved: Any,
+    resumed: Any,
+    where: str,
+    by_content: Container[str] = (),
+    same_trainer: Callable[[str], bool] = lambda name: False,
+) -> list[str]:
     """The dotted keys that differ; none of them changes steps that are already trained.
 
     Args:
         where: the file of ``saved``.
+        by_content: keys whose content is compared elsewhere, so that paths need not be equal.
+        same_trainer: whether a key of ``trainer:`` that only one recipe has is set to its default.
     """
     old, new = (dict(leaves(recipe.to_mapping())) for recipe in (saved, resumed))
     changed = sorted(key for key in {*old, *new} if old.get(key) != new.get(key))
-    fixed = [key for key in changed if not any(fnmatchcase(key, p) for p in CHANGEABLE)]
+    changed = [
+        key
+        for key in changed
+        if (key in old and key in new)
+        or not key.startswith("trainer.")
+        or not same_trainer(key.split(".")[1])
+    ]
+
+    def is_content(key: str) -> bool:
+        source = _SOURCE.fullmatch(key)
+        texts = isinstance(old.get(key), str) and isinstance(new.get(key), str)
+        return texts and (source[1] if source else key) in by_content
+
+    fixed = [
+        key
+        for key in changed
+        if not is_content(key) and not any(fnmatchcase(key, pattern) for pattern in CHANGEABLE)
+    ]
     if fixed:
         lines = [f"\n  {key}: {_short(old, key)}, now {_short(new, key)}" for key in fixed]
         raise RecipeError(

@@ -1,6 +1,7 @@
 """A run's folder before training: checked, and begun."""
 
 import logging
+from contextlib import suppress
 
 from moe_finetune.errors import CheckpointError, RecipeError
 from moe_finetune.evaluation.results import step_results
@@ -32,7 +33,14 @@ def check_run_folder(recipe: Recipe, run: RunFolder, resume: bool) -> None:
         continue_with(read_inputs(run).get("commits", {}))
         if versions := changed_versions(run):
             log.warning("--resume: other versions than at the start of the run: %s", versions)
-        changed = check_resumable(load_recipe(saved), recipe, str(saved))
+        earlier = load_recipe(saved)
+        changed = check_resumable(
+            earlier,
+            recipe,
+            str(saved),
+            by_content=read_inputs(run).get("inputs", {}),
+            same_trainer=lambda name: _same_argument(run, earlier, recipe, name),
+        )
         if changed:
             log.warning("--resume: changed since the start of the run: %s", ", ".join(changed))
         scored = [step for step in step_results(output) if "evaluation.every" not in changed]
@@ -46,6 +54,17 @@ def check_run_folder(recipe: Recipe, run: RunFolder, resume: bool) -> None:
         log.warning("--resume: %s is empty, so the run starts from the beginning", output)
     elif resume:
         raise RecipeError(f"--resume: {output} contains no run; start it without --resume")
+
+
+def _same_argument(run: RunFolder, earlier: Recipe, recipe: Recipe, name: str) -> bool:
+    """Whether both recipes give the trainer the same value: one of them may write a default out."""
+    from moe_finetune.training.run.trainer import training_arguments
+
+    missing = object()
+    with suppress(Exception):  # a wrong value is refused later, by its own check
+        old, new = (training_arguments(one, run.path) for one in (earlier, recipe))
+        return bool(getattr(old, name, missing) == getattr(new, name, None))
+    return False
 
 
 def check_checkpoints(run: RunFolder) -> None:

@@ -6,10 +6,12 @@ import hashlib
 import json
 import logging
 import secrets
+import typing
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moe_finetune.data.tokenize import CHAT_TEMPLATES, TRAINING
 from moe_finetune.errors import CheckpointError, RecipeError
 from moe_finetune.io import write_atomic
 from moe_finetune.io.hashes import checkpoint_hash, sha256_file, sha256_json
@@ -115,15 +117,24 @@ def fingerprints(start: Start) -> dict[str, str]:
 
 
 def _files(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """The fingerprint of each file that a key names."""
+    """The fingerprint of each file that a key names; "all" of ``lora.experts`` names none."""
     keys: dict[str, Any] = {"data.chat_template": recipe.data.chat_template}
-    if recipe.lora is not None:
+    if recipe.data.chat_template in (TRAINING, *CHAT_TEMPLATES):
+        keys.clear()
+    if recipe.lora is not None and recipe.lora.experts != "all":
         keys["lora.experts"] = recipe.lora.experts
     for term, options in recipe.method.terms.items():
-        keys |= {f"method.terms.{term}.{name}": value for name, value in options}
+        for name, value in options:
+            if _is_text(type(options).model_fields[name].annotation):
+                keys[f"method.terms.{term}.{name}"] = value
     for key, value in keys.items():
         if isinstance(value, str) and (path := Path(value).expanduser()).is_file():
             yield key, sha256_file(path)
+
+
+def _is_text(hint: Any) -> bool:
+    """Whether an option takes any text, such as a file's path, and not only names that it lists."""
+    return hint is str or str in typing.get_args(hint)
 
 
 def rows_fingerprint(sources: Paths, recipe: Recipe) -> str:
@@ -174,13 +185,23 @@ def _tokenizer(start: Start) -> str:
     return sha256_json([[path.name, sha256_file(path)] for path in sorted(files)])
 
 
-def _module(name: str) -> list[str]:
-    """Name and source of an installed plugin."""
+def _module(name: str) -> list[Any]:
+    """Name and source of an installed plugin: every file of Python code of its package."""
     import importlib.util
 
     from moe_finetune.plugins import module_of
 
-    spec = importlib.util.find_spec(module_of(name))
-    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
+    spec = importlib.util.find_spec(module_of(name).partition(".")[0])
+    if spec is None:
         return [name]
-    return [name, sha256_file(Path(spec.origin))]
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    if not folders:
+        return [name, sha256_file(Path(spec.origin))] if spec.origin is not None else [name]
+    return [
+        name,
+        *(
+            [path.relative_to(folder).as_posix(), sha256_file(path)]
+            for folder in folders
+            for path in sorted(folder.rglob("*.py"))
+        ),
+    ]

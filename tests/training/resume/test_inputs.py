@@ -5,8 +5,10 @@ import shutil
 
 import pytest
 import torch
+from datasets import Dataset, DatasetDict, load_from_disk
 from safetensors.torch import load_file, save_file
 
+from moe_finetune.data.sources import content_hash
 from moe_finetune.errors import CheckpointError, RecipeError
 from moe_finetune.io.hub import continue_with
 from moe_finetune.io.row_files import write_jsonl
@@ -16,7 +18,7 @@ from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.yaml_tree import Tree
 from moe_finetune.run import plan_run, run_recipe
 from moe_finetune.training.run.checkpoint_and_rows import open_start
-from moe_finetune.training.run.input_fingerprints import fingerprints
+from moe_finetune.training.run.input_fingerprints import _module, fingerprints
 from moe_finetune.training.save_and_resume.training_state import checkpoints
 from tests.checkpoint.helpers import adapter
 
@@ -160,6 +162,65 @@ def test_a_changed_input_is_refused_and_a_copy_resumes(folder, stopped, caplog):
     assert stopped.trained
     assert "data.validation has other rows" in caplog.text
     assert "torch 2.4, now" in caplog.text and "numpy" not in caplog.text
+
+
+def test_the_same_bytes_resume_under_another_path_and_a_default_may_be_written_out(
+    folder, stopped, monkeypatch
+):
+    environment = json.loads(stopped.environment.read_text())
+    change_json(stopped.environment, packages={"torch": "2.4"})
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("qwen3_moe", "train.jsonl", "held_out.jsonl"):
+        shutil.move(folder / name, elsewhere / name)
+    monkeypatch.chdir(elsewhere)
+    with pytest.raises(RecipeError, match=r"trainer\.weight_decay: not set, now 0\.1"):
+        run_recipe(recipe(elsewhere, trainer={"weight_decay": 0.1}), stopped.path, resume=True)
+    moved = recipe(
+        elsewhere,
+        trainer={"weight_decay": 0.0, "gradient_checkpointing": False},
+        model={"path": "qwen3_moe"},
+        data={"train": "train.jsonl"},
+    )
+    run_recipe(moved, stopped.path, resume=True)
+    assert stopped.trained
+    noted = json.loads(stopped.environment.read_text())
+    assert noted["packages"] == {"torch": "2.4"}
+    assert [later["packages"] for later in noted["resumed"]] == [environment["packages"]]
+
+
+def test_values_that_are_no_paths_are_no_files(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    before = fingerprints(open_start(recipe(folder, method={"preset": "aux_loss"})))
+    for name in ("all", "sum", "batch", "switch"):
+        (folder / name).write_text("not an input")
+    assert fingerprints(open_start(recipe(folder, method={"preset": "aux_loss"}))) == before
+
+
+def test_a_saved_data_set_is_the_files_that_its_state_names(folder):
+    saved = folder / "saved"
+    Dataset.from_list(ROWS).save_to_disk(str(saved))
+    before = content_hash(str(saved))
+    load_from_disk(str(saved)).filter(lambda row: "3" not in row["text"])
+    assert list(saved.glob("cache-*.arrow")) and content_hash(str(saved)) == before
+    both = DatasetDict({"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS[:2])})
+    both.save_to_disk(str(folder / "both"))
+    before = content_hash(str(folder / "both"))
+    assert before != content_hash(str(folder / "both"), "test")
+    (folder / "both" / "train" / "data-00000-of-00001.arrow").write_bytes(b"other")
+    assert content_hash(str(folder / "both")) != before
+
+
+def test_a_plugin_is_every_file_of_its_package(tmp_path, monkeypatch):
+    package = tmp_path / "losses_of_mine"
+    (package / "deeper").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    formula = package / "deeper" / "formula.py"
+    formula.write_text("FACTOR = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = _module("losses_of_mine")
+    formula.write_text("FACTOR = -1000")
+    assert _module("losses_of_mine") != before
 
 
 def test_a_share_that_is_held_out_is_an_input(folder):
