@@ -82,8 +82,8 @@ def _with_imported(file: Path, content: bytes) -> str:
         for name in _imported(ast.parse(source), package):
             module = sys.modules.get(name)
             path = Path(str(getattr(module, "__file__", None) or "/")).resolve()
-            below = path.suffix == ".py" and path.is_relative_to(file.parent)
-            if below and path not in sources and not any(map(path.is_relative_to, away)):
+            inside = path.suffix == ".py" and path.is_relative_to(file.parent)
+            if inside and path not in sources and not any(map(path.is_relative_to, away)):
                 sources[path] = path.read_bytes()
                 unread.append((sources[path], str(getattr(module, "__package__", None) or "")))
     digests = {
@@ -102,8 +102,8 @@ def _imported(tree: ast.AST, package: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: len(package.split(".")) - node.level + 1]
-            start = ".".join([*(above if node.level else ()), *filter(None, [node.module])])
+            packages = package.split(".")[: len(package.split(".")) - node.level + 1]
+            start = ".".join([*(packages if node.level else ()), *filter(None, [node.module])])
             names = [start, *(f"{start}.{alias.name}" for alias in node.names)]
         for name in names:
             parts = name.split(".")

@@ -164,8 +164,10 @@ def plan_step(inputs: Inputs, model: nn.Module) -> MemoryPlan | None:
     recipe, train = inputs.start.recipe, inputs.train
     if ranks.world_size() > 1:
         return None
-    if not recipe.data.packing and "input_ids" in train.column_names and len(train):
-        longest = pc.max(pc.list_value_length(train.data.column("input_ids"))).as_py()
+    read = [rows for rows in (train, inputs.validation) if rows is not None and len(rows)]
+    if not recipe.data.packing and read and "input_ids" in train.column_names:
+        lengths = [pc.list_value_length(rows.data.column("input_ids")) for rows in read]
+        longest = max(pc.max(length).as_py() for length in lengths)
         data = recipe.data.model_copy(update={"max_length": min(longest, recipe.data.max_length)})
         recipe = recipe.model_copy(update={"data": data})
     return plan_model(model, recipe, "cuda" if torch.cuda.is_available() else "cpu")

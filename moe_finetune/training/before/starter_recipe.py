@@ -70,6 +70,7 @@ _CHECKPOINTING = (
     {"trainer.gradient_checkpointing": True},
     "activations are computed twice instead of kept",
 )
+_EVALUATED = "trainer.per_device_eval_batch_size"
 _ONE_ROW = "trainer.per_device_train_batch_size", "trainer.gradient_accumulation_steps"
 _AUTO_RANK = (
     {"lora.parts.experts.rank": "auto"},
@@ -163,6 +164,8 @@ def starter(answers: Answers, changes: Sequence[Line] = (), gpu: float | None = 
         ("trainer.gradient_accumulation_steps", step // rows, f"{step} rows a step on one device"),
         ("trainer.seed", 42, "of the adapter, the order of rows and dropout"),
     ]
+    if answers.validation is not None:
+        lines.append((_EVALUATED, rows, "of data.validation at once; left out: 8"))
     if answers.suite is not None:
         lines.append(
             ("evaluation.suite", answers.suite, "the tuned model is scored, then its base")
@@ -238,8 +241,11 @@ def memory_changes(values: dict[str, Any], gpu: float | None = None) -> tuple[li
     trainer, steps = values["trainer"], list[Change]()
     fits_at_rest = plan(0).stored.fixed < plan(0).room(size)
     rows = trainer["per_device_train_batch_size"] * trainer["gradient_accumulation_steps"]
+    one_row: dict[str, Any] = dict(zip(_ONE_ROW, (1, rows), strict=True))
+    if _EVALUATED.split(".")[1] in trainer and values.get("stage") != "grpo":
+        one_row[_EVALUATED] = 1
     smaller: list[Change] = [
-        (dict(zip(_ONE_ROW, (1, rows), strict=True)), "one row at a time, as many rows a step"),
+        (one_row, "one row at a time, as many rows a step"),
         _AUTO_RANK,
         _SHORTER_COMPLETIONS if values.get("stage") == "grpo" else _SHORTER,
     ]

@@ -209,7 +209,7 @@ def toy_step(recipe: Recipe, tokenizer: Any) -> None:
     from moe_finetune.training.run.trainer import RunTrainer, training_arguments
 
     stage, model = STAGES[recipe.stage], _toy(recipe, tokenizer)
-    kept = {
+    trainer = {
         name: value
         for name, value in recipe.trainer.items()
         if not any(fnmatchcase(name, pattern) for pattern in NOT_ON_A_TOY)
@@ -217,27 +217,27 @@ def toy_step(recipe: Recipe, tokenizer: Any) -> None:
     more: dict[str, Any] = {}
     row: dict[str, Any]
     if stage.form == "tokens":
-        kept |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+        trainer |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
         row = {"input_ids": list(range(5, 12)), "labels": [-100, -100, *range(7, 12)]}
     elif stage.form == "prompts":
         check_generation(recipe.trainer)
-        size = kept.get("num_generations", 8)
-        kept |= {"per_device_train_batch_size": size, "max_completion_length": COMPLETION}
+        size = trainer.get("num_generations", 8)
+        trainer |= {"per_device_train_batch_size": size, "max_completion_length": COMPLETION}
         more["reward_funcs"] = [_alternating(section.name) for section in recipe.rewards]
         row = {"prompt": "a b"}
     else:
-        kept |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+        trainer |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
         row = {"prompt": "a b", "chosen": " c d", "rejected": " e"}
         if stage.reference and recipe.lora is None:
             more["ref_model"] = _toy(recipe, tokenizer)
-    rows = Dataset.from_list([row] * (4 * (kept.get("steps_per_generation") or 1)))
+    rows = Dataset.from_list([row] * (4 * (trainer.get("steps_per_generation") or 1)))
     validation = None if recipe.data.validation is None else Dataset.from_list([row] * 2)
-    checkpointing = any(kept.get(key) for key in CHECKPOINTING_OPTIONS)
-    kept = {name: value for name, value in kept.items() if name not in CHECKPOINTING}
-    kept |= {**_OURS, "gradient_checkpointing": checkpointing}
-    kept["max_steps"] = 1 if kept.get("max_steps") == 1 else STEPS
-    kept["gradient_accumulation_steps"] = min(kept.get("gradient_accumulation_steps") or 1, 2)
-    smaller = recipe.model_copy(update={"trainer": kept})
+    checkpointing = any(trainer.get(key) for key in CHECKPOINTING_OPTIONS)
+    trainer = {name: value for name, value in trainer.items() if name not in CHECKPOINTING}
+    trainer |= {**_OURS, "gradient_checkpointing": checkpointing}
+    trainer["max_steps"] = 1 if trainer.get("max_steps") == 1 else STEPS
+    trainer["gradient_accumulation_steps"] = min(trainer.get("gradient_accumulation_steps") or 1, 2)
+    smaller = recipe.model_copy(update={"trainer": trainer})
     kind = type("Toy", (RunTrainer, stage.trainer_class()), {})
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         args = training_arguments(smaller, Path(folder))

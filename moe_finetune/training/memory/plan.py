@@ -25,9 +25,11 @@ from moe_finetune.quantization.codec import NF4, packed_shapes
 from moe_finetune.training import ranks
 from moe_finetune.training.memory.step_bytes import (
     AFTER_MEASURING,
+    EVALUATION,
     MEASURING,
     Device,
     MicroBatch,
+    evaluation_batch,
     micro_batch,
     scan_of,
     step_bytes,
@@ -61,7 +63,8 @@ class Stored:
         opened: the most that a layer takes while it computes: some dequantized experts; with FSDP2
             the gathered layer and the next one, and their gradients until they are reduced.
         measured_gradients: kept while the losses' strength is measured.
-        states: of the optimizer; ``paged``: in memory shared with the host.
+        states: of the optimizer; ``paged``: in memory shared with the host;
+            ``unknown_optimizer``: its name, if its states count as Adam's without being measured.
     """
 
     weights_by: dict[str, int]
@@ -75,6 +78,7 @@ class Stored:
     states: int
     paged: bool
     parameters: int
+    unknown_optimizer: str | None = None
 
     @property
     def weights(self) -> int:
@@ -92,15 +96,28 @@ class Stored:
         return model + self.gradients + self.states_on_device
 
 
+STATE_BYTES: dict[str, int] = {
+    **dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "paged_adamw_32bit"), 8),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), 2),
+    **dict.fromkeys(("ademamix", "paged_ademamix_32bit"), 12),
+    **dict.fromkeys(("ademamix_8bit", "paged_ademamix_8bit"), 3),
+    **dict.fromkeys(("lion_32bit", "paged_lion_32bit", "adagrad"), 4),
+    **dict.fromkeys(("rmsprop", "rmsprop_bnb", "rmsprop_bnb_32bit"), 4),
+    **dict.fromkeys(("lion_8bit", "paged_lion_8bit", "rmsprop_bnb_8bit"), 1),
+    **dict.fromkeys(("sgd", "adafactor"), 0),
+}
+"""Bytes of an optimizer's states for each number that trains, as measured after an update."""
+_OF_ADAM = 8
+
+
+def optimizer_of(recipe: Recipe) -> str:
+    """The value of ``trainer.optim``."""
+    return str(recipe.trainer.get("optim", "adamw"))
+
+
 def state_bytes(recipe: Recipe, trained: int) -> int:
     """Bytes of the optimizer's states for so many trained numbers; unknown ones count as Adam's."""
-    name = str(recipe.trainer.get("optim", "adamw"))
-    moments = 2
-    if any(kind in name for kind in ("lion", "rmsprop", "adagrad")):
-        moments = 1
-    elif any(kind in name for kind in ("sgd", "adafactor")):
-        moments = 0
-    return moments * trained * (1 if "8bit" in name else 4)
+    return STATE_BYTES.get(optimizer_of(recipe), _OF_ADAM) * trained
 
 
 def stored_bytes(model: nn.Module, recipe: Recipe, gpus: int = 1) -> Stored:
@@ -163,18 +180,20 @@ def stored_bytes(model: nn.Module, recipe: Recipe, gpus: int = 1) -> Stored:
         staged, _ = gathered.pop(None, 0), reduced.pop(None, 0)
         opened += 2 * max(gathered.values()) + 2 * max(reduced.values(), default=0)
     reference = micro_batch(recipe).reference
+    name = optimizer_of(recipe)
     return Stored(
-        dict(weights_by),
-        stacks.total() if offload else 0,
-        staged,
-        opened,
-        (4 if recipe.model.dtype == "float32" else 2) * parameters if reference else 0,
-        adapter,
-        4 * trained,
-        measured,
-        state_bytes(recipe, trained),
-        "paged" in str(recipe.trainer.get("optim")),
-        parameters,
+        weights_by=dict(weights_by),
+        host=stacks.total() if offload else 0,
+        staged=staged,
+        opened=opened,
+        reference=(4 if recipe.model.dtype == "float32" else 2) * parameters if reference else 0,
+        adapter=adapter,
+        gradients=4 * trained,
+        measured_gradients=measured,
+        states=state_bytes(recipe, trained),
+        paged="paged" in name,
+        parameters=parameters,
+        unknown_optimizer=None if name in STATE_BYTES else name,
     )
 
 
@@ -258,6 +277,8 @@ class MemoryPlan:
             answer, more = "may not fit", f"; the plan may be {BOUND:.0%} off, and "
             if self.exceeds(gib):
                 answer, more = "does not fit", "; "
+            if self.moment == EVALUATION:
+                more += "lower trainer.per_device_eval_batch_size; "
             more += "docs/memory.md lists changes that help"
         room = f"{self.room(gib) / GIB:.1f} of {gib:.1f} GiB are for tensors"
         return f"{answer}: needs {self.total / GIB:.1f} GiB; {room}{more}"
@@ -267,11 +288,15 @@ class MemoryPlan:
         stored = self.stored
         by_type = ", ".join(f"{size / GIB:.2f} {name}" for name, size in stored.weights_by.items())
         later = f"{stored.states / GIB:.2f} after the first update"
+        if self.optimizer == stored.states:
+            later = ""
+        if stored.unknown_optimizer is not None:
+            later += f"  {stored.unknown_optimizer} is not measured, and counts as AdamW"
         rows = [
             ("weights", stored.weights, by_type),
             *([("reference", stored.reference, "a second model")] if stored.reference else []),
             ("adapter", stored.adapter, "float32"),
-            ("optimizer", self.optimizer, later if self.optimizer < stored.states else ""),
+            ("optimizer", self.optimizer, later.strip()),
             ("step", self.step, f"gradients and activations, ±{BOUND:.0%}: {self.moment}"),
             ("total", self.total, ""),
             *([("host", stored.host, "pinned memory")] if stored.host else []),
@@ -322,6 +347,8 @@ def plan_model(model: nn.Module, recipe: Recipe, device: Device, gpus: int = 1) 
     moment = max(peaks, key=lambda name: peaks[name] + states(name))
     scans = any(scan_of(layer)[1] for layer in backbone_of(model).layers)
     batch = micro_batch(recipe)
+    if moment == EVALUATION:
+        batch = evaluation_batch(recipe) or batch
     return MemoryPlan(stored, states(moment), peaks[moment], moment, batch, device, scans)
 
 

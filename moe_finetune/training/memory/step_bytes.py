@@ -3,7 +3,9 @@
 Numbers that a decoder layer keeps for its backward, for each token, with H hidden units, Q query
 units, K chosen experts of width D, and O outputs of its other linear layers: 7 H + 3.3 Q + 1.4 O,
 another 3 Q if queries and keys are normalized, and K (2 D + H) in an MoE layer, whose backward has
-another K (3 D + 2.6 H) at once. They were fitted to steps of TRL's trainers on tensors without
+another K (3 D + 2.6 H) at once. Adapters of rank r keep 2 r for each linear layer and K 5 r for
+experts, with the experts' factors in the step's dtype. An evaluation, which keeps nothing, has
+K (3 D + 3.6 H) + 8 H at once. They were fitted to steps of TRL's trainers on tensors without
 values for sixteen published models, and are within 15 % there. Mamba and linear attention count as
 transformers' own torch code runs them, unless their kernels are installed, which keep less.
 """
@@ -30,6 +32,9 @@ CHUNK = 64
 SCAN_KERNELS = ("mamba_ssm", "fla")
 BACKWARD, MEASURING = "backward", "measuring the losses' strength"
 AFTER_MEASURING = f"backward after {MEASURING}"
+EVALUATION, ROUTING = "forward of the evaluation", "routing before and after"
+SNAPSHOT = 1024
+"""Tokens of the rows on which routing is measured at once, unless one row is longer."""
 
 
 class MicroBatch(NamedTuple):
@@ -65,6 +70,22 @@ def micro_batch(recipe: Recipe) -> MicroBatch:
     return MicroBatch(rows, length, computed and recipe.lora is None)
 
 
+def evaluation_batch(recipe: Recipe) -> MicroBatch | None:
+    """The rows of one forward of the evaluation; None if the run has none.
+
+    Its size is transformers' default, unless the recipe has ``per_device_eval_batch_size``.
+    """
+    trainer, stage = recipe.trainer, STAGES[recipe.stage]
+    if recipe.data.validation is None or trainer.get("eval_strategy") in (False, "no"):
+        return None
+    default = 8
+    if stage.form == "prompts":
+        default = trainer.get("num_generations_eval") or trainer.get("num_generations") or 8
+    rows = int(trainer.get("per_device_eval_batch_size") or default)
+    rows *= 2 if stage.form == "preference" else 1
+    return MicroBatch(rows, micro_batch(recipe).length)
+
+
 def step_bytes(model: nn.Module, recipe: Recipe, device: Device, gradients: int) -> dict[str, int]:
     """Peak bytes above what is stored, by moment of a step, from the shapes of ``model``.
 
@@ -72,7 +93,7 @@ def step_bytes(model: nn.Module, recipe: Recipe, device: Device, gradients: int)
     """
     from moe_finetune.losses import TERMS
 
-    config, places = causal_lm(model).config, places_in(model)
+    config, places, named = causal_lm(model).config, places_in(model), [*model.named_parameters()]
     text, trainer, method = config.get_text_config(), recipe.trainer, recipe.method
     batch = micro_batch(recipe)
     tokens, item = batch.tokens, 4 if recipe.model.dtype == "float32" else 2
@@ -81,7 +102,9 @@ def step_bytes(model: nn.Module, recipe: Recipe, device: Device, gradients: int)
         "gram" in need or need == "outputs" for term in method.terms for need in TERMS[term].needs
     )
     outputs = chosen * hidden if losses else 0  # gradients of the experts' outputs, by the losses
-    working = chosen * (3 * width + 2.6 * hidden) + outputs
+    adapted = any(".lora_" in n and f".{places.experts_path}." in n for n, _ in named)
+    trained = adapted or recipe.lora is None
+    working = chosen * (3 * width + (2.6 if trained else 1.7) * hidden) + outputs
     eager = (recipe.model.attn_implementation or config._attn_implementation) == "eager"
     scores = text.num_attention_heads * batch.length if eager else 0  # of all pairs of tokens
     kernels = device == "cuda" and any(map(importlib.util.find_spec, SCAN_KERNELS))
@@ -106,13 +129,22 @@ def step_bytes(model: nn.Module, recipe: Recipe, device: Device, gradients: int)
     whole = not checkpointing(trainer, default=device == "cuda")
     size = item * tokens
     activations = size * (sum(layers) if whole else len(layers) * hidden)
+    if whole:
+        share = chosen / places.num_experts
+        activations += _kept_by_lora(model, places.experts_path, share, tokens, item)
     if trainer.get("activation_offloading"):
         activations = 0
-    # On a GPU a kernel folds a tile of logits in place; on a CPU, operations in float32 copy it.
-    tile = min(tokens, TOKENS) * min(text.vocab_size, COLUMNS) * (item if device == "cuda" else 28)
-    if trainer.get("label_smoothing_factor") and STAGES[recipe.stage].form == "tokens":
-        tile = 5 * size * text.vocab_size
-    head = tile + 8 * tokens * hidden
+
+    def head_of(count: int) -> float:
+        # On a GPU a kernel folds a tile of logits in place; on a CPU, operations in float32 copy
+        # it.
+        tile = min(count, TOKENS) * min(text.vocab_size, COLUMNS)
+        tile *= item if device == "cuda" else 28
+        if trainer.get("label_smoothing_factor") and STAGES[recipe.stage].form == "tokens":
+            tile = 5 * item * count * text.vocab_size
+        return tile + 8 * count * hidden
+
+    head = head_of(tokens)
     if recipe.lora is None:
         head += 4 * hidden * text.vocab_size  # the head's gradient, before it is added
     layer = size * (working if whole else working + max(layers))
@@ -124,6 +156,15 @@ def step_bytes(model: nn.Module, recipe: Recipe, device: Device, gradients: int)
     else:
         backward = max(start, gradients) + max(layer, head)
     peaks = {"forward, head and loss": start + head, BACKWARD: backward}
+    # Without a graph a layer keeps nothing for the next one. Routing is measured with the experts'
+    # outputs; attention that is not fused has all pairs of tokens several times at once.
+    forward = chosen * (3 * width + 3.6 * hidden) + 8 * hidden
+    pairs = 8 * hidden + (5.5 if item == 2 else 4) * scores
+    measured = max(batch.length, min(SNAPSHOT, tokens))  # fewer only where rows are short
+    peaks[ROUTING] = item * measured * max(forward + chosen * hidden, pairs)
+    if (evaluation := evaluation_batch(recipe)) is not None:
+        scored = evaluation.tokens
+        peaks[EVALUATION] = max(head_of(scored), item * scored * max(forward, pairs))
     if method.terms and (
         method.strength.first or any(options.share is not None for options in method.terms.values())
     ):
@@ -131,6 +172,25 @@ def step_bytes(model: nn.Module, recipe: Recipe, device: Device, gradients: int)
         peaks[MEASURING] = backward + (gradients if whole else 6 * size * hidden)
         peaks[AFTER_MEASURING] = backward
     return {moment: round(peak) for moment, peak in peaks.items()}
+
+
+def _kept_by_lora(model: nn.Module, experts: str, share: float, tokens: int, item: int) -> float:
+    """Bytes that all adapters keep for their backward in a step without checkpointing.
+
+    Products with A, rank r: 5 r numbers for each of a token's K experts in both projections, of
+    which ``share`` is K / E, and 2 r elsewhere; and of experts the factors in the step's dtype,
+    since those of float32 are cast layer by layer and the copies stay.
+    """
+    size = 0.0
+    for name, parameter in model.named_parameters():
+        if ".lora_" not in name:
+            continue
+        of_experts = f".{experts}." in name
+        if of_experts and item == 2:
+            size += 2 * parameter.numel()
+        if ".lora_A." in name:
+            size += item * tokens * parameter.shape[0] * (2.5 * share if of_experts else 2)
+    return size
 
 
 def _activations(layer: nn.Module, text: Any, experts: str, mixer: nn.Module | None) -> float:

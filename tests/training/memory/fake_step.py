@@ -37,8 +37,10 @@ from moe_finetune.training.memory.step_bytes import (
     AFTER_MEASURING,
     BACKWARD,
     COLUMNS,
+    EVALUATION,
     MEASURING,
     Device,
+    evaluation_batch,
     micro_batch,
 )
 
@@ -160,6 +162,14 @@ def _run(
         loss.backward()
         note(AFTER_MEASURING)
     del loss
+    if (scored := evaluation_batch(recipe)) is not None:
+        model.zero_grad()
+        base = live.now  # what is left of a step is counted with it
+        live.reset()
+        ids = torch.zeros(scored.rows, scored.length, dtype=torch.int64)
+        with in_mode(model, train=False), torch.no_grad():
+            forward()
+        note(EVALUATION)
     return peaks
 
 

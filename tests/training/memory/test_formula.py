@@ -8,7 +8,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.yaml_tree import Tree, merge_mappings
 from moe_finetune.training.memory.plan import BOUND, stored_bytes
-from moe_finetune.training.memory.step_bytes import step_bytes
+from moe_finetune.training.memory.step_bytes import EVALUATION, step_bytes
 from tests.published.fixture import FOLDER
 from tests.training.memory.fake_step import adapted_model, step_peaks
 
@@ -30,6 +30,16 @@ SETTINGS = {
     "window": {"trainer": {"gradient_accumulation_steps": 4}},
     "float32": {"model": {"dtype": "float32"}},
     "offloaded": {"trainer": {"activation_offloading": True}},
+    "rank 64, whole": {"lora": {"rank": 64}, "trainer": {"gradient_checkpointing": False}},
+    "rank 256": {"lora": {"rank": 256}},
+    "rank 256, whole": {"lora": {"rank": 256}, "trainer": {"gradient_checkpointing": False}},
+    "attention alone": {"lora": {"rank": 64, "targets": ["attention"]}},
+    "evaluated": {"data": {"validation": "v"}, "trainer": {"per_device_train_batch_size": 1}},
+    "evaluated, eager": {
+        "model": {"attn_implementation": "eager"},
+        "data": {"validation": "v", "max_length": 1024},
+        "trainer": {"per_device_train_batch_size": 1},
+    },
 }
 HYBRIDS = {"granite_4_0_h_tiny": 1024, "nemotron_3_nano": 1024, "lfm2_8b_a1b": 1024,
            "qwen3_next": 1024, "kimi_linear": 256, "jamba_v0_1": 128}  # fmt: skip
@@ -66,4 +76,6 @@ def check(name, setting):
     model = adapted_model(config_of(name), recipe, "cuda")
     formula = step_bytes(model, recipe, "cuda", stored_bytes(model, recipe).gradients)
     step = step_peaks(model, recipe, "cuda")
+    if recipe.data.validation is not None:
+        assert max(step, key=step.get) == max(formula, key=formula.get) == EVALUATION
     assert max(formula.values()) / max(step.values()) == pytest.approx(1, abs=BOUND)

@@ -6,6 +6,8 @@ from functools import partial
 
 import pytest
 import torch
+from transformers import Trainer, TrainingArguments
+from transformers.training_args import OptimizerNames
 from typer.testing import CliRunner
 
 from eval.bench.measured import LiveBytes
@@ -17,13 +19,14 @@ from moe_finetune.moe.layers import backbone_of
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training.memory.plan import (
     GIB,
+    STATE_BYTES,
     plan_recipe,
     quantized_bytes,
     shard,
     state_bytes,
     stored_bytes,
 )
-from moe_finetune.training.memory.step_bytes import MicroBatch, micro_batch
+from moe_finetune.training.memory.step_bytes import EVALUATION, MicroBatch, micro_batch
 from tests.support import tiny
 
 
@@ -73,6 +76,41 @@ def test_live_bytes_are_those_of_storages():
 )
 def test_states_of_optimizers(optimizer, size):
     assert state_bytes(recipe(trainer={"optim": optimizer}), 7064) == size * 7064
+
+
+def test_states_are_as_large_as_those_of_each_optimizer_that_runs_here(tmp_path):
+    measured = set()
+    for name in OptimizerNames:
+        model = torch.nn.Linear(1024, 1536, bias=False)
+        arguments = TrainingArguments(tmp_path, optim=name.value, use_cpu=True, report_to=[])
+        try:
+            kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
+            optimizer = kind(list(model.parameters()), **options)
+            model(torch.randn(3, 1024)).square().sum().backward()
+            optimizer.step()
+        except (ImportError, ValueError, RuntimeError):  # not installed, or needs a GPU
+            continue
+        values = (value for state in optimizer.state.values() for value in state.values())
+        size = sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
+        planned = STATE_BYTES[name.value] * model.weight.numel()
+        assert size == pytest.approx(planned, rel=0.04, abs=0.01 * model.weight.numel()), name
+        measured.add(name.value)
+    assert {"ademamix", "ademamix_8bit", "adamw_torch", "lion_8bit", "adafactor"} <= measured
+    plan = plan_recipe(tiny.config("qwen3_moe"), recipe(trainer={"optim": "stable_adamw"}))
+    assert "stable_adamw is not measured" in "\n".join(plan.lines())
+
+
+def test_an_evaluation_of_more_rows_than_a_step_is_the_worst_moment():
+    config = tiny.config("qwen3_moe")
+    one = {"per_device_train_batch_size": 1, "gradient_checkpointing": True}
+    small = plan_recipe(config, recipe(trainer=one))
+    plan = plan_recipe(config, recipe(trainer=one, data={"validation": "v"}))
+    assert plan.total > small.total and plan.moment == EVALUATION and plan.batch.rows == 8
+    assert "per_device_eval_batch_size" in plan.verdict(plan.total / 3 / GIB)
+    less = {**one, "per_device_eval_batch_size": 1}
+    assert plan_recipe(config, recipe(trainer=less, data={"validation": "v"})).total < plan.total
+    off = recipe(trainer={**one, "eval_strategy": "no"}, data={"validation": "v"})
+    assert plan_recipe(config, off).total == small.total
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
