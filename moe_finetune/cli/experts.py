@@ -25,6 +25,7 @@ class Score(enum.StrEnum):
 
     token = "token"
     gate = "gate"
+    gained = "gained"
 
 
 @app.command()
@@ -106,36 +107,85 @@ def split_domains(data: Sequence[str], domains: Sequence[str]) -> dict[str, list
 def select(
     trace: Annotated[Path, typer.Argument(help="A trace, or the folder of `analyze`.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="JSON file to write.")],
+    after: Annotated[
+        Path | None, typer.Argument(help="With --score gained: a trace after routers trained.")
+    ] = None,
     score: Annotated[
         Score, typer.Option("--score", help="Measure of an expert's relevance.")
     ] = Score.token,
-    top_p: Annotated[float, typer.Option("--top-p", help="Share of relevance to keep.")] = 0.2,
+    top_p: Annotated[
+        float | None, typer.Option("--top-p", help="Share of relevance to keep.  [default: 0.2]")
+    ] = None,
+    top: Annotated[
+        str | None, typer.Option("--top", help="Share of each layer's experts, such as 25%.")
+    ] = None,
     domain: Annotated[str | None, typer.Option("--domain", help="Only this domain.")] = None,
 ) -> None:
     """Choose the experts that a task relies on, for lora.experts.
 
     Example: moe-finetune select traces/law --top-p 0.2 --output law.json
     """
-    from moe_finetune.lora.select import ExpertSelection, select_experts
+    from moe_finetune.lora.select import (
+        ExpertSelection,
+        expert_relevance,
+        gained_relevance,
+        top_experts,
+        top_p_experts,
+    )
     from moe_finetune.report.analysis import open_trace
+    from moe_finetune.routing.comparison import check_same_rows
 
-    if not 0 < top_p <= 1:
+    if top is not None and top_p is not None:
+        raise typer.BadParameter("--top and --top-p: choose one of them")
+    share = None if top is None else _share(top)
+    top_p = 0.2 if top_p is None and share is None else top_p
+    if top_p is not None and not 0 < top_p <= 1:
         raise typer.BadParameter(f"--top-p {top_p:g}: must be above 0 and at most 1")
+    if (after is not None) != (score is Score.gained):
+        raise typer.BadParameter("--score gained needs two traces, BEFORE and AFTER; others one")
     with output_lock(output):
         refuse_existing(output)
         opened = open_trace(trace)
         info = opened.info
-        chosen = select_experts(
-            opened.load("ids", domain),
-            opened.load("weights", domain) if score is Score.gate else None,
-            info.num_experts,
+        ids = opened.load("ids", domain)
+        if after is not None:
+            trained = open_trace(after)
+            check_same_rows(opened, trained)
+            later = trained.load("ids", domain)
+            relevance = gained_relevance(ids, later, info.num_experts, info.layers)
+        elif score is Score.gate:
+            weights = opened.load("weights", domain)
+            relevance = expert_relevance(ids, weights, info.num_experts, "gate")
+        else:
+            relevance = expert_relevance(ids, None, info.num_experts)
+        if share is not None:
+            chosen = top_experts(relevance, share)
+        else:
+            assert top_p is not None
+            chosen = top_p_experts(relevance, top_p)
+        selection = ExpertSelection(
+            experts=dict(zip(info.layers, chosen, strict=True)),
+            model_type=info.model_type,
+            num_experts=info.num_experts,
             score=score.value,
             top_p=top_p,
+            top=share,
         )
-        experts = dict(zip(info.layers, chosen, strict=True))
-        selection = ExpertSelection(experts, info.model_type, info.num_experts, score.value, top_p)
         selection.write(output)
     domains = [domain] if domain else list(info.domains)
     mixed = " (mixed; --domain NAME selects for one)" if len(domains) > 1 else ""
     print(f"domains: {', '.join(domains)}{mixed}")
     print(f"{sum(map(len, chosen))} experts in {len(chosen)} layers: {output}")
+    carried = sum(row[ids].sum() for row, ids in zip(relevance, chosen, strict=True))
+    print(f"they have {carried / len(chosen):.0%} of the {score.value} score")
+
+
+def _share(text: str) -> float:
+    """A share as ``25%`` or ``0.25``."""
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise typer.BadParameter(f"--top {text}: must be a share such as 25% or 0.25, up to 100%")
+    return value

@@ -1,12 +1,15 @@
-"""Expert selection for expert-selective fine-tuning (ESFT, Wang et al. 2024, arXiv 2407.01906).
+"""Experts of each layer that a task relies on, to train only these.
 
-Experts of a layer are taken in descending order of their relevance to a task until the running
-sum of the relevance, normalized to 1 per layer, reaches ``top_p``.
+They are taken in descending order of their relevance to a task: until the running sum of the
+relevance, normalized to 1 per layer, reaches ``top_p`` (ESFT, Wang et al. 2024, arXiv 2407.01906),
+or as many in each layer as a share of its experts is (HELLoRA, arXiv 2605.18795; MoE-Sieve,
+arXiv 2603.24044).
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -78,8 +81,46 @@ def select_experts(
     """
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p: got {top_p}, expected a share above 0 and at most 1")
-    relevance_LE = expert_relevance(index_TLK, weights_TLK, num_experts, score)
+    return top_p_experts(expert_relevance(index_TLK, weights_TLK, num_experts, score), top_p)
+
+
+def top_p_experts(relevance_LE: np.ndarray, top_p: float) -> list[list[int]]:
+    """The most relevant experts of each layer, until their relevance sums to ``top_p``."""
     return [_until(relevance_E, top_p) for relevance_E in relevance_LE]
+
+
+def top_experts(relevance_LE: np.ndarray, top: float) -> list[list[int]]:
+    """The ``ceil(top * E)`` most relevant experts of each layer, at least one, used or not.
+
+    Equal relevances go to the lower expert index.
+    """
+    if not 0 < top <= 1:
+        raise ValueError(f"top: got {top}, expected a share above 0 and at most 1")
+    # 0.07 * 100 is 7.000000000000001, and means 7.
+    count = max(1, math.ceil(top * relevance_LE.shape[1] - 1e-9))
+    order_LE = np.argsort(-relevance_LE, axis=1, kind="stable")
+    return [[int(expert) for expert in order_E[:count]] for order_E in order_LE]
+
+
+def gained_relevance(
+    before_TLK: Array, after_TLK: Array, num_experts: int, layers: Sequence[int] = ()
+) -> np.ndarray:
+    """What each expert's share of the dispatches rose by, ``(L, E)``, rows sum to 1.
+
+    The experts to which a router turned when only routers were trained (Router Lens, arXiv
+    2508.19594). An expert whose share fell has 0. ``layers``: their numbers, for the message.
+    """
+    before_LE = expert_relevance(before_TLK, None, num_experts)
+    gained_LE = np.maximum(expert_relevance(after_TLK, None, num_experts) - before_LE, 0)
+    totals_L = gained_LE.sum(-1)
+    if not totals_L.all():
+        layer = int(totals_L.argmin())
+        name = layers[layer] if layers else layer
+        raise DataError(
+            f"--score gained: in layer {name} no expert's share rose; train routers first "
+            "(lora.targets: [], router.train: full), and trace that run's model as AFTER"
+        )
+    return gained_LE / totals_L[:, None]
 
 
 def _until(relevance_E: np.ndarray, top_p: float) -> list[int]:
@@ -111,6 +152,7 @@ class ExpertSelection:
     num_experts: Count | None = None
     score: str | None = None
     top_p: float | None = None
+    top: float | None = None
 
     @model_validator(mode="after")
     def _ids(self) -> ExpertSelection:

@@ -3,6 +3,8 @@
 import inspect
 import typing
 from collections.abc import Callable
+from dataclasses import fields
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 from pydantic import create_model
@@ -11,6 +13,12 @@ from torch import Tensor
 from moe_finetune.losses.base import TERMS, LayerContext, Need, Term, TermOptions
 from moe_finetune.losses.record import RoutingRecord
 
+_DERIVED = (
+    name for name, value in vars(RoutingRecord).items() if isinstance(value, cached_property)
+)
+_NO_TENSORS = ("layer", "score", "expert_factors")
+READ = sorted({field.name for field in fields(RoutingRecord)}.union(_DERIVED) - {*_NO_TENSORS})
+"""Names of a record's tensors that a formula may take."""
 Formula = TypeVar("Formula", bound=Callable[..., Tensor])
 
 
@@ -38,7 +46,8 @@ def term(
         below: whether the gradient also flows into the layer's input.
 
     Raises:
-        ValueError: the name is registered already.
+        ValueError: the name is registered already, or a parameter is no tensor of the record
+            and no option.
     """
 
     def register(formula: Formula) -> Formula:
@@ -46,11 +55,18 @@ def term(
         options: dict[str, Any] = {}
         tensors: dict[str, str] = {}
         for parameter in inspect.signature(formula).parameters.values():
-            key, hint = parameter.name, hints[parameter.name]
+            key, hint = parameter.name, hints.get(parameter.name)
             if typing.get_origin(hint) is typing.Annotated:
                 options[key] = (hint, parameter.default)
-            else:
-                tensors[key] = f"{gram}_gram_TKK" if key == "gram_TKK" else key
+                continue
+            tensors[key] = f"{gram}_gram_TKK" if key == "gram_TKK" else key
+            if hint is None or tensors[key] not in READ:
+                problem = "has no annotation" if hint is None else "is not in a layer's record"
+                raise ValueError(
+                    f"@term '{name}': parameter '{key}' {problem}. @term reads tensors, annotated "
+                    f"as Tensor, by these names: {', '.join(READ)}, and gram_TKK with gram=; an "
+                    "option is annotated as Annotated[float, Field(...)], with a default"
+                )
 
         def loss(self: Term, record: RoutingRecord, context: LayerContext) -> Tensor:
             inputs = {key: getattr(record, attribute) for key, attribute in tensors.items()}

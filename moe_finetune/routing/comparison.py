@@ -119,6 +119,18 @@ class _Units:
         return self.unit_T[chunk.start : chunk.start + chunk.tokens]
 
 
+def check_same_rows(before: RoutingTrace, after: RoutingTrace) -> None:
+    """Refuse traces of different models or of different rows."""
+    from moe_finetune.errors import TraceError
+
+    _check_comparable(before, after)
+    if not _Units(before).same_as(_Units(after)):
+        raise TraceError(
+            f"{after.path}: has other rows than {before.path}; record both with the same --data "
+            "and --limit"
+        )
+
+
 def _check_comparable(a: RoutingTrace, b: RoutingTrace) -> None:
     from moe_finetune.errors import TraceError
 

@@ -4,8 +4,16 @@ import numpy as np
 import pytest
 import torch
 
+from moe_finetune import cli
 from moe_finetune.errors import DataError
-from moe_finetune.lora.select import ExpertSelection, expert_relevance, select_experts
+from moe_finetune.lora.select import (
+    ExpertSelection,
+    expert_relevance,
+    gained_relevance,
+    select_experts,
+    top_experts,
+)
+from moe_finetune.routing.trace_writer import TraceWriter
 
 
 def routed(seed: int = 0, tokens: int = 31, layers: int = 2, experts: int = 7, width: int = 3):
@@ -129,3 +137,54 @@ def test_selection_of_another_model(facts, message):
 def test_selection_without_facts_is_checked_by_its_ids():
     with pytest.raises(DataError, match="layer 2 names expert 5"):
         ExpertSelection({2: [5]}).check("olmoe", range(3), 5)
+
+
+def test_a_share_of_the_experts_is_as_many_in_each_layer():
+    relevance = np.array([[0.1, 0.4, 0.1, 0.4, 0, 0, 0], [0, 0, 0, 0, 0, 1.0, 0]])
+    assert top_experts(relevance, 0.25) == [[1, 3], [5, 0]]  # ties to the lower number
+    assert top_experts(relevance, 0.01) == [[1], [5]]
+    assert [len(ids) for ids in top_experts(np.ones((2, 100)), 0.07)] == [7, 7]
+    with pytest.raises(ValueError, match="top"):
+        top_experts(relevance, 0)
+
+
+def test_gained_experts_are_those_whose_share_rose():
+    before = np.array([[[0, 1]], [[0, 2]], [[0, 3]]])
+    after = np.array([[[0, 3]], [[3, 2]], [[0, 4]]])
+    assert gained_relevance(before, after, 6) == pytest.approx(np.array([[0, 0, 0, 0.5, 0.5, 0]]))
+    with pytest.raises(DataError, match=r"layer 9 no expert's share rose.*router\.train: full"):
+        gained_relevance(before, before, 6, layers=[9])
+
+
+def traced(folder, ids_TK, tokens):
+    """A trace of two MoE layers that selected the same experts."""
+    ids = np.stack([ids_TK, ids_TK], axis=1)
+    facts = {"model_type": "qwen3_moe", "checkpoint": "base", "layers": (1, 2), "num_experts": 6}
+    with TraceWriter(folder, top_k=2, **facts) as writer:
+        seq = np.zeros(len(ids), int)
+        writer.append(ids, np.full(ids.shape, 0.5), seq, token_ids_T=np.asarray(tokens))
+    return str(folder)
+
+
+def test_the_verb_selects_a_share_and_the_experts_that_gained(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = traced(tmp_path / "before", [[0, 1], [0, 2], [0, 3]], [5, 6, 7])
+    after = traced(tmp_path / "after", [[0, 3], [3, 2], [0, 4]], [5, 6, 7])
+    others = traced(tmp_path / "others", [[0, 3], [3, 2], [0, 4]], [5, 6, 8])
+    assert cli.main(["select", before, "--top", "30%", "--output", "hot.json"]) == 0
+    hot = ExpertSelection.read("hot.json")
+    assert hot.experts == {1: [0, 1], 2: [0, 1]} and hot.top == 0.3 and hot.top_p is None
+    assert "67% of the token score" in capsys.readouterr().out
+    gained = ["--score", "gained", "--top-p", "1", "--output"]
+    assert cli.main(["select", before, after, *gained, "gained.json"]) == 0
+    assert ExpertSelection.read("gained.json").experts == {1: [3, 4], 2: [3, 4]}
+    for arguments, message in (
+        ([before, others, *gained, "x.json"], "others: has other rows"),
+        ([before, *gained, "x.json"], "BEFORE and AFTER"),
+        ([before, after, "--output", "x.json"], "BEFORE and AFTER"),
+        ([before, "--top", "half", "--output", "x.json"], "--top half: must be a share"),
+        ([before, "--top", "1%", "--top-p", "0.2", "--output", "x.json"], "choose one"),
+    ):
+        assert cli.main(["select", *arguments]) == 2
+        assert message in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "x.json").exists()

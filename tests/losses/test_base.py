@@ -2,11 +2,13 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from moe_finetune.errors import ObjectiveError
 from moe_finetune.losses import TERMS
 from moe_finetune.losses.base import ModelFacts, Schedule, TermOptions, expand_layers
+from moe_finetune.losses.term import term
 from tests.support.objectives import objective_of
 
 NAMES = list(TERMS)
@@ -125,3 +127,19 @@ def test_terms_on_the_selection_leave_out_layers_that_look_experts_up(name):
 def test_erc_needs_router_and_experts_in_one_space():
     with pytest.raises(ObjectiveError, match="router and experts read different vectors"):
         objective_of({"erc": {"weight": 1.0}}, replace(FACTS, shared_input_space=False))
+
+
+def test_a_formula_of_unknown_parameters_is_refused_with_what_it_may_read():
+    def bare(scores_TE):
+        return scores_TE.sum()
+
+    def misspelled(scores_ET: torch.Tensor):
+        return scores_ET.sum()
+
+    for formula, message in (
+        (bare, "'scores_TE' has no annotation.*logits_TE, mask_T.*annotated as Annotated"),
+        (misspelled, "'scores_ET' is not in a layer's record.*scores_TE"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            term("mine", source="-", reads="scores", trains="router")(formula)
+    assert "mine" not in TERMS
