@@ -76,7 +76,8 @@ def use_file(path: str | Path) -> None:
 def _with_imported(file: Path, content: bytes) -> str:
     """SHA-256 of a plugin's file, and of the files below its folder that it imports, if any."""
     sources, unread = {file: content}, [(content, "")]
-    away = [Path(path).resolve() for path in (*_installation_folders(), Path(__file__).parent)]
+    installed = [*map(Path, _installation_folders()), Path(__file__).parent]
+    away = [path.resolve() for path in installed]
     while unread:
         source, package = unread.pop()
         for name in _imported(ast.parse(source), package):

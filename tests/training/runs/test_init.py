@@ -145,7 +145,7 @@ def test_what_it_writes_fits_this_machine(tiny_checkpoint, rows, tmp_path, monke
     command = ["init", base, "--data", str(rows), "--output"]
     assert cli.main([*command, str(first)]) == 0
     plan = plan_recipe(open_config(base)[0], load_recipe(first), "cpu")
-    for module in ("init", "memory"):
+    for module in ("before.starter_recipe", "memory.plan"):
         name = f"moe_finetune.training.{module}.machine_bytes"
         monkeypatch.setattr(name, lambda: plan.total * 3 // 4)
     assert cli.main([*command, str(second)]) == 0
