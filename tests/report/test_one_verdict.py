@@ -1,5 +1,6 @@
 """A page, the end of a run and ``compare`` name the same differences, corrected together."""
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -24,7 +25,9 @@ def run_of(label: str, right_TN: np.ndarray) -> Run:
         scores[f"t{task}"] = score = Score(value, "exact_match", stderr, n)
         keys = [("t", str(item), 0) for item in range(n)]
         score.__dict__["items"] = {k: ("p", float(v)) for k, v in zip(keys, right_N, strict=True)}
-    return Run(Path(label), label, {}, {}, {}, {}, {}, None, None, {}, scores, {}, {})
+    empty = {field.name: {} for field in dataclasses.fields(Run)}
+    empty |= {"routing_before": None, "routing_after": None}
+    return Run(**empty | {"path": Path(label), "label": label, "scores": scores})
 
 
 def named(base_TN: np.ndarray, tuned_TN: np.ndarray) -> str:
