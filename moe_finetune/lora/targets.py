@@ -29,19 +29,28 @@ from moe_finetune.quantization.weight import quantized
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-    from moe_finetune.recipe.sections import LoraSection
+    from moe_finetune.recipe.sections import LoraSection, RouterLayers
 
 log = logging.getLogger(__name__)
 # PEFT takes these names for parts of the experts' stacks.
 _HALVES = ("gate_proj", "up_proj", "down_proj")
 
 
-def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
+def lora_config(
+    model: nn.Module, lora: LoraSection, router: str, router_layers: RouterLayers = "all"
+) -> LoraConfig:
     """The PEFT configuration of a recipe's ``lora`` and ``router`` sections for this model."""
     from peft import LoraConfig
 
     family, places = family_in(model), places_in(model)
     scoped = partial(_scoped, model, f"{places.backbone}.layers.")
+
+    def of_routers(path: str) -> list[str]:
+        if router_layers == "all":
+            return scoped([path])
+        layers = routers_in(model, router_layers)
+        return [f"{places.backbone}.layers.{layer}.{path}" for layer in layers]
+
     modules: dict[str, list[str]] = {}
     parameters: dict[str, list[str]] = {}
     for part in lora.targets:
@@ -61,7 +70,7 @@ def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
                 "lora.targets: %s has no %s, so that target adapts nothing", family.title, part
             )
     if router == "lora":
-        parameters["router"] = scoped([places.router_target])
+        parameters["router"] = of_routers(places.router_target)
     if not any([*modules.values(), *parameters.values()]):
         raise RecipeError(
             f"lora.targets: {lora.targets} matches nothing in {family.title}; "
@@ -85,12 +94,30 @@ def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
         target_modules=list(chain(*modules.values())),
         target_parameters=list(chain(*parameters.values())) or None,
         # With the block's name: PEFT matches ends, and other modules are called *_gate too.
-        modules_to_save=scoped([places.router_path]) if router == "full" else None,
+        modules_to_save=of_routers(places.router_path) if router == "full" else None,
         task_type="CAUSAL_LM",
     )
 
 
-def add_lora(model: nn.Module, lora: LoraSection | None, router: str) -> nn.Module:
+def routers_in(model: nn.Module, router_layers: RouterLayers) -> list[int]:
+    """Decoder layers whose routers train: numbers of MoE layers, or from -1 on from the end."""
+    moe = places_in(model).moe_layers
+    if router_layers == "all":
+        return list(moe)
+    for layer in router_layers:
+        if layer not in moe and not -len(moe) <= layer < 0:
+            raise RecipeError(
+                f"router.layers: {layer} is not a MoE layer, which are {list(moe)}; -1 is the last"
+            )
+    return sorted({moe[layer] if layer < 0 else layer for layer in router_layers})
+
+
+def add_lora(
+    model: nn.Module,
+    lora: LoraSection | None,
+    router: str,
+    router_layers: RouterLayers = "all",
+) -> nn.Module:
     """Freeze the model and add the adapter.
 
     Without ``lora`` the whole model trains; with a full router and no targets, only the routers do.
@@ -107,19 +134,23 @@ def add_lora(model: nn.Module, lora: LoraSection | None, router: str) -> nn.Modu
             "section with a rank, or load it without quantization"
         )
     without_gradient = _without_gradient(model)
-    router_weight = f".{places_in(model).router_target}"
+    places, layers = places_in(model), routers_in(model, router_layers)
+    router_weight = f".{places.router_target}"
+    trained = {f"{places.backbone}.layers.{layer}{router_weight}" for layer in layers}
     if lora is None:
         for name, parameter in model.named_parameters():
-            frozen = router == "frozen" and name.endswith(router_weight)
+            is_router = name.endswith(router_weight)
+            frozen = is_router and (router == "frozen" or name not in trained)
             parameter.requires_grad_(not frozen and name not in without_gradient)
         return model
     if not adapts(lora, router):
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name.endswith(router_weight))
+            parameter.requires_grad_(name in trained)
         for layer in moe_layers(model):
-            widen(layer.router)
+            if layer.index in layers:
+                widen(layer.router)
         return model
-    chosen, config = read_selection(model, lora), lora_config(model, lora, router)
+    chosen, config = read_selection(model, lora), lora_config(model, lora, router, router_layers)
     with quiet_patterns():
         adapted = get_peft_model(
             model,  # type: ignore[arg-type]

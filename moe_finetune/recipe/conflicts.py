@@ -65,6 +65,8 @@ def _of_weights(recipe: Any) -> Iterator[str]:
 
 def _of_lora(recipe: Any) -> Iterator[str]:
     lora, router = recipe.lora, recipe.router.train
+    if router == "frozen" and recipe.router.layers != "all":
+        yield "router.layers: no router trains; set router.train: full or lora, or leave it out"
     if lora is None:
         return
     adapted = {*lora.targets, "router"} if router == "lora" else {*lora.targets}

@@ -66,6 +66,9 @@ class ParallelSection(Section):
     )
 
 
+RouterLayers = Literal["all"] | list[int]
+
+
 class RouterSection(Section):
     """How the routers learn: all weights, through LoRA, or not at all.
 
@@ -78,9 +81,20 @@ class RouterSection(Section):
         description="full: all router weights train; lora: LoRA on them; frozen: none train; auto: "
         "frozen next to an adapter if no loss of the method trains routers, else full",
     )
+    layers: RouterLayers = Field(
+        default="all",
+        description="decoder layers whose routers train; -1 is the last MoE layer",
+    )
     replay: Replay = Field(
         default="off", description="in grpo, an earlier forward whose experts train each token"
     )
+
+    @field_validator("layers")
+    @classmethod
+    def _some(cls, value: RouterLayers) -> RouterLayers:
+        if value == []:
+            raise ValueError("an empty list trains no router; set router.train: frozen")
+        return value
 
     @field_validator("replay", mode="before")
     @classmethod

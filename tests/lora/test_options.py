@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 import warnings
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.verify import verify_merge
-from moe_finetune.lora.targets import add_lora, lora_config
+from moe_finetune.errors import RecipeError
+from moe_finetune.lora.targets import adapts, add_lora, lora_config
 from moe_finetune.moe.experts.lora_factors import expert_factors, parameter_wrappers
 from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.recipe.sections import LoraSection
@@ -32,11 +34,11 @@ def section(**options) -> LoraSection:
     return LoraSection(**{"rank": 4, "alpha": 12.0, **options})
 
 
-def adapt(base, lora: LoraSection, router: str = "lora", trained: bool = True):
+def adapt(base, lora, router: str = "lora", trained: bool = True, router_layers="all"):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(7)
-        model = add_lora(load(base), lora, router)
+        model = add_lora(load(base), lora, router, router_layers)
     if trained:
         torch.manual_seed(3)
         with torch.no_grad():
@@ -87,6 +89,40 @@ def test_what_is_saved_merges_to_the_logits_of_training(base, options, router, t
     with Recorder(model, kernel="grouped"):
         same(logits(model), wanted)
     verify_merge(base, adapter, tmp_path / "merged")
+
+
+@pytest.mark.parametrize(
+    ("targets", "router"),
+    [([], "full"), (["attention"], "full"), (["attention"], "lora"), ([], "lora")],
+)
+@pytest.mark.parametrize(
+    ("layers", "expected"), [([-1], {2}), ([0, -1], {0, 2}), ("all", {0, 1, 2})]
+)
+def test_routers_train_in_the_layers_that_are_named(tmp_path, targets, router, layers, expected):
+    base = tiny.save("qwen3_moe", tmp_path / "base")
+    model = adapt(base, section(targets=targets), router, router_layers=layers)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad and ".gate." in name}
+    assert {int(re.search(r"layers\.(\d+)\.", name)[1]) for name in trained} == expected
+    start = dict(load(base).named_parameters())
+    if adapts(section(targets=targets), router):
+        adapter = save(model, tmp_path / "adapter")
+        merge_adapter(base, adapter, tmp_path / "merged")
+        same(logits(load(tmp_path / "merged")), logits(model))
+        model = load(tmp_path / "merged")
+    changed = {
+        int(name.split(".")[2])
+        for name, value in model.named_parameters()
+        if name.endswith("mlp.gate.weight") and not torch.equal(value.float(), start[name].float())
+    }
+    assert changed == expected
+
+
+@pytest.mark.parametrize("layers", [[3], [-4], [0, 7]])
+def test_a_router_of_no_layer_is_refused(base, layers):
+    with pytest.raises(
+        RecipeError, match=r"router\.layers: -?\d is not a MoE layer.*-1 is the last"
+    ):
+        add_lora(load(base), section(), "full", layers)
 
 
 @pytest.mark.parametrize("init", ["kaiming", "gaussian"])

@@ -180,7 +180,7 @@ def inspect_checkpoint(
         from moe_finetune.training.memory.plan import plan_model
 
         with torch.device("meta"):
-            adapted = add_lora(model, recipe.lora, recipe.router.train)
+            adapted = add_lora(model, recipe.lora, recipe.router.train, recipe.router.layers)
         coverage = lora_coverage(adapted)
         memory = plan_model(adapted, recipe, "cuda", gpus)
     text = config.get_text_config()

@@ -156,7 +156,7 @@ def build_model(start: Start) -> nn.Module:
     if (spread := expert_ranks(recipe)) > 1:
         check_spread(model, model_facts(model).num_experts, spread, ranks.world_size())
     with torch.device("meta"):
-        return add_lora(model, recipe.lora, recipe.router.train)
+        return add_lora(model, recipe.lora, recipe.router.train, recipe.router.layers)
 
 
 def plan_step(inputs: Inputs, model: nn.Module) -> MemoryPlan | None:

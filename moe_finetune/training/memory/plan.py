@@ -320,7 +320,7 @@ def plan_recipe(config: Any, recipe: Recipe, device: Device = "cuda", gpus: int 
     with quiet():
         model = meta_model(config)
         with torch.device("meta"):
-            adapted = add_lora(model, recipe.lora, recipe.router.train)
+            adapted = add_lora(model, recipe.lora, recipe.router.train, recipe.router.layers)
         return plan_model(adapted, recipe, device, gpus)
 
 

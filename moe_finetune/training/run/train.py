@@ -133,7 +133,7 @@ def trainable_model(start: Start) -> Any:
     recipe = start.recipe
     model = start_model(start)
     set_seed(recipe.seed)
-    model = add_lora(model, recipe.lora, recipe.router.train)
+    model = add_lora(model, recipe.lora, recipe.router.train, recipe.router.layers)
     continued(start, model)
     if recipe.model.offload == "experts":
         offload_experts(model)

@@ -258,7 +258,9 @@ class _Proof:
         lora = self.recipe.lora
         if lora is not None:
             lora = lora.model_copy(update={"experts": "all", "start": None, "dropout": dropout})
-        adapted: Any = random_factors(add_lora(model, lora, self.recipe.router.train))
+        adapted: Any = random_factors(
+            add_lora(model, lora, self.recipe.router.train, self.recipe.router.layers)
+        )
         if hasattr(adapted, "enable_input_require_grads"):
             adapted.enable_input_require_grads()
         return adapted.train()
