@@ -45,7 +45,8 @@ def script_of(file) -> tuple[str, dict[str, str]]:
 
 
 def test_every_launcher_is_tried():
-    assert {file.name for file in LAUNCH.iterdir()} == {*GIVEN, "README.md"}
+    one_gpu = "callback_30b.py"  # runs in tests/test_launch_script.py
+    assert {file.name for file in LAUNCH.iterdir()} == {*GIVEN, one_gpu, "README.md"}
 
 
 @pytest.mark.parametrize("name", GIVEN)
