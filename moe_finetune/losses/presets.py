@@ -49,6 +49,7 @@ class Preset:
         recommended: options of its terms for ``share: recommended``, or None.
         perturbations: ``jitter``, ``expert_dropout``, ``random_second_choice``.
         bias_update: step of the loss-free bias, or None.
+        router_gradient: "dense" if the weights of unselected experts learn, too.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Preset:
     recommended: Mapping[str, Mapping[str, Any]] | None = None
     perturbations: Mapping[str, Any] = field(default_factory=dict)
     bias_update: float | None = None
+    router_gradient: str = "selected"
 
     @property
     def paper(self) -> Paper | None:
@@ -72,6 +74,8 @@ class Preset:
             method["perturbations"] = dict(self.perturbations)
         if self.bias_update is not None:
             method["bias_update"] = self.bias_update
+        if self.router_gradient != "selected":
+            method["router_gradient"] = self.router_gradient
         return method
 
 
@@ -136,6 +140,13 @@ _ALL = (
         source="loss-free balancing; DeepSeek-V3",
         shows="MaxVio below none without a balance gradient",
         goal=("max_violation", -1),
+    ),
+    Preset(
+        "densemixer",
+        terms={},
+        router_gradient="dense",
+        source="DenseMixer (Yao et al. 2025)",
+        shows="routers learn from all experts; the forward is none's",
     ),
     Preset(
         "orthogonal_variance",

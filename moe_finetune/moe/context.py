@@ -17,6 +17,7 @@ from moe_finetune.losses.base import PreviousLayer
 from moe_finetune.losses.inject import Joins
 from moe_finetune.losses.objective import LayerLoss, Objective
 from moe_finetune.losses.record import RoutingRecord
+from moe_finetune.moe.experts.dense_router import DenseRouter
 from moe_finetune.moe.sequences import Sequences
 from moe_finetune.moe.tokens import Tokens
 
@@ -51,6 +52,7 @@ class ForwardPlan:
         scale: returns the factor of the injected loss, 1 / (micro-batches of this optimizer step).
         joins: how losses join the layers' outputs; None injects their sum.
         overrides: called with a forward's number of rows; returns its ForwardOverrides.
+        dense_router: gives routers the gradient of all experts in training forwards, or None.
         keeps_choice: whether a checkpointed layer that runs again takes its first visit's experts.
         note_repeated: called when a layer runs again, with the number of tokens (float64) for which
             it would select other experts, and of all tokens.
@@ -64,6 +66,7 @@ class ForwardPlan:
     scale: Callable[[], float] = lambda: 1.0
     joins: Joins | None = None
     overrides: Callable[[int], ForwardOverrides] = lambda rows: ForwardOverrides()
+    dense_router: DenseRouter | None = None
     keeps_choice: bool = True
     note_repeated: Callable[[Tensor, int], None] = lambda changed, tokens: None
 
@@ -84,6 +87,8 @@ class ForwardContext:
         sequences: sequences of packed rows if the family's modules need them, else None.
         packed: whether rows contain several sequences.
         checkpoints: whether any decoder layer runs again in the backward.
+        dense_router: the plan's in a training forward, else None.
+        draw: what the draws of unselected experts in this forward depend on.
         choices: per layer that has run, its selected experts (T, K), kept for its recomputation as
             long as the forward's graph lives; None where nothing runs again.
         previous: per MoE layer, what it reads of the MoE layer below.
@@ -102,6 +107,7 @@ class ForwardContext:
         sequences: Sequences | None = None,
         packed: bool = False,
         checkpoints: bool = False,
+        training: bool = False,
     ):
         self.plan = plan
         self.train = train
@@ -112,6 +118,9 @@ class ForwardContext:
         self.sequences = sequences
         self.packed = packed
         self.checkpoints = checkpoints
+        self.dense_router = plan.dense_router if training else None
+        # Asked once: a recomputation in the backward must draw the same experts.
+        self.draw = () if self.dense_router is None else self.dense_router.draw()
         self.choices: dict[int, Tensor | None] = {}
         self.previous: dict[int, PreviousLayer] = {}
         self.seen: set[int] = set()

@@ -15,6 +15,7 @@ from moe_finetune.models.class_structure import unknown_flags
 from moe_finetune.models.module_places import Places
 from moe_finetune.moe.checkpointing import inside
 from moe_finetune.moe.context import ForwardContext
+from moe_finetune.moe.experts.dense_router import DenseScores
 from moe_finetune.moe.experts.forward import ExpertsResult
 from moe_finetune.moe.experts.gated import OwnGate
 from moe_finetune.moe.experts.lora_factors import parameter_wrappers, variants
@@ -41,13 +42,14 @@ class MoeLayer:
     router_output: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
     router_input: Tensor | None = None
     router_logits: Tensor | None = None
+    dense_scores: DenseScores | None = None
     result: ExpertsResult | None = None
     projection: Callable[[Projection], ProjectionFactors] | None = None
 
     def clear(self) -> None:
         """Drop references to tensors of a finished forward."""
         self.context = self.router_output = self.router_input = self.result = None
-        self.projection = self.router_logits = None
+        self.projection = self.router_logits = self.dense_scores = None
 
 
 def causal_lm(model: nn.Module) -> Any:

@@ -50,6 +50,11 @@ def _of_weights(recipe: Any) -> Iterator[str]:
         yield f"model.quantization: quantized weights do not train; {ADAPTER}, or set it to none"
     if model.offload != "none" and lora is None:
         yield f"model.offload: weights that train stay on the GPU; {ADAPTER}, or set it to none"
+    if recipe.method.router_gradient == "dense":
+        if router == "frozen":
+            yield "router.train: frozen, but method.router_gradient: dense trains routers; set full"
+        if recipe.parallel.experts != 1:
+            yield "method.router_gradient: dense needs all experts on each rank; set selected"
     if router == "lora" and lora is None:
         yield f"router.train: lora needs an adapter; {ADAPTER}"
     if recipe.parallel.experts != 1:

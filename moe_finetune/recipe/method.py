@@ -4,7 +4,14 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    ValidationError,
+    model_validator,
+)
 from pydantic.functional_serializers import field_serializer
 
 from moe_finetune.errors import RecipeError, did_you_mean
@@ -64,6 +71,13 @@ class Method(Section):
     )
     perturbations: Perturbations = Perturbations()
     strength: StrengthSection = StrengthSection()
+    router_gradient: Literal["selected", "dense"] = Field(
+        default="selected",
+        description="experts whose routing weights learn: a token's selected ones, or all",
+    )
+    dense_sample: int | None = Field(
+        default=None, ge=1, description="unselected experts drawn a token for `dense`; all if unset"
+    )
     bias_update: float | None = Field(
         default=None, gt=0, allow_inf_nan=False, description="move of the selection bias per step"
     )
@@ -73,10 +87,18 @@ class Method(Section):
 
     @property
     def trains_routers(self) -> bool:
-        """Whether the gradient of any loss reaches the routers of its layers."""
+        """Whether the method has a gradient of its own for routers."""
+        if self.router_gradient == "dense":
+            return True
         from moe_finetune.losses import TERMS
 
         return any("router" in TERMS[name].parts(options) for name, options in self.terms.items())
+
+    @model_validator(mode="after")
+    def _draws_for_dense(self) -> "Method":
+        if self.dense_sample is not None and self.router_gradient != "dense":
+            raise ValueError("dense_sample: needs router_gradient: dense; set it, or leave it out")
+        return self
 
     @field_serializer("terms")
     def _with_removed(self, terms: dict[str, TermOptions]) -> dict[str, Any]:

@@ -15,9 +15,17 @@ STEPS = 10
 """Optimizer steps after which tensors are compared with their start."""
 
 
-def check_reach(model: nn.Module, objective: Objective) -> None:
-    """Refuse a term whose gradient, in its own layers or below, reaches nothing that trains."""
+def check_reach(model: nn.Module, objective: Objective, dense_router: bool = False) -> None:
+    """Refuse a term whose gradient, in its own layers or below, reaches nothing that trains, and
+    ``dense_router``, the routers' gradient of all experts, where no router trains.
+    """
     layers = moe_layers(model)
+    if dense_router and not any("router" in trained_parts(layer) for layer in layers):
+        raise ObjectiveError(
+            "method.router_gradient: dense: no router trains, so it would change nothing; set "
+            f"{REMEDIES['router']} (modules_to_save or target_parameters in PEFT), or "
+            "router_gradient: selected"
+        )
     for term in objective.terms:
         acting = [layer for layer in layers if term.applies(layer.index)]
         if any(trained_parts(layer) & term.trains for layer in acting):

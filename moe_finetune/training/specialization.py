@@ -28,6 +28,7 @@ from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.choice.loss_free_bias import BiasBalancer
 from moe_finetune.moe.choice.noise import TrainingNoise
 from moe_finetune.moe.context import CONTEXT_KEY
+from moe_finetune.moe.experts.dense_router import DenseRouter, check_dense
 from moe_finetune.moe.experts.grouped_products import Kernel
 from moe_finetune.moe.layers import backbone_of, causal_lm, family_in, in_mode, model_facts
 from moe_finetune.moe.perturbation import Perturbation
@@ -64,6 +65,7 @@ class Specialization:
         accumulation: micro-batches per optimizer step; assign to ``accumulation`` before a shorter
             window.
         total_steps: optimizer steps of the run, for schedules.
+        seed: of the experts that ``dense_sample`` draws, with step, micro-batch, layer and rank.
 
     Attributes:
         objective, recorder, statistics, balancer, strength: the method's parts.
@@ -85,12 +87,14 @@ class Specialization:
         kernel: Kernel = "auto",
         accumulation: int = 1,
         total_steps: int = 1,
+        seed: int = 42,
     ):
         self.model = model
         self.method = resolve_method(method)
         self.accumulation = accumulation
         self.total_steps = total_steps
-        self.steps = 0
+        self.steps = self._micro_batch = 0
+        self.seed = seed
         facts = model_facts(model)
         self.objective = Objective(self.method.terms, facts)
         self.statistics = TrainingStatistics(
@@ -116,6 +120,16 @@ class Specialization:
             kernel=kernel,
         )
         self.recorder.change(scale=self._scale, note_repeated=self.statistics.note_repeated)
+        if self.method.router_gradient == "dense":
+            check_dense(family_in(model), facts, self.method.dense_sample)
+            dense = DenseRouter(self.method.dense_sample, self._draw)
+            self.recorder.change(dense_router=dense)
+            if facts.fixed_layers:
+                log.info(
+                    "method.router_gradient: dense: layers %s look experts up by token, so no "
+                    "other expert could be selected there; their routers learn from these",
+                    ", ".join(map(str, facts.fixed_layers)),
+                )
         self.strength = StrengthMeter(self.recorder, self.objective, self.method.strength.first)
         self.unmoved: list[str] | None = None
         self.run: object = None
@@ -144,7 +158,7 @@ class Specialization:
                 "call its restore() first"
             )
         _check_frozen(self.model)
-        check_reach(self.model, self.objective)
+        check_reach(self.model, self.objective, self.method.router_gradient == "dense")
         self.recorder.install()
         backbone = self.recorder.backbone
         hook = backbone.register_forward_pre_hook(self._before_forward, with_kwargs=True)
@@ -181,6 +195,10 @@ class Specialization:
     def _scale(self) -> float:
         return 1.0 / self.accumulation
 
+    def _draw(self) -> tuple[int, ...]:
+        self._micro_batch += 1
+        return self.seed, self.steps, self._micro_batch
+
     def _stop(self) -> None:
         self.strength.close()
         self.recorder.restore()
@@ -212,7 +230,7 @@ class Specialization:
             )
 
     def begin_step(self, step: int, total_steps: int) -> None:
-        self.steps, self.total_steps = step, total_steps
+        self.steps, self.total_steps, self._micro_batch = step, total_steps, 0
         self.objective.set_progress(step, max(total_steps, 1))
         self.strength.begin(step)
 

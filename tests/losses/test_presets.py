@@ -17,7 +17,7 @@ from tests.support.objectives import objective_of
 def test_every_term_is_valid_and_every_preset_says_what_it_shows(name):
     preset = PRESETS[name]
     assert preset.name == name and preset.source and preset.shows
-    assert set(preset.method()) <= {"terms", "perturbations", "bias_update"}
+    assert set(preset.method()) <= {"terms", "perturbations", "bias_update", "router_gradient"}
     for term, options in preset.terms.items():
         table = {"table": "t.safetensors"} if term == "supervised_routing" else {}
         parsed = TERMS[term].Options(**options, **table)
@@ -31,6 +31,7 @@ TABLE = {
     "gshard": (("gshard", "micro_batch", 1e-3), {}),
     "st_moe": (("switch", "micro_batch", 1e-2), {"z_loss": 1e-3}),
     "loss_free": (None, {}),
+    "densemixer": (None, {}),
     "orthogonal_variance": (
         ("deepseek", "sequence", 1e-3),
         {"orthogonality": 16.384, "variance": 16.384},

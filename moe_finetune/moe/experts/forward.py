@@ -16,7 +16,8 @@ Nothing is accumulated by concurrent writes, so a step is deterministic bit for 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from moe_finetune.losses.tensors import without_autocast
 from moe_finetune.moe.experts.backward import Call, ExpertsGradient, Incoming, Saved
+from moe_finetune.moe.experts.dense_router import DenseScores, unselected_gradient
 from moe_finetune.moe.experts.gated import dropped, gated, keep_mask
 from moe_finetune.moe.experts.grouped_products import Groups, Part, add_rows_times, rows_times
 from moe_finetune.moe.experts.offloaded_stack import dequantized_when_read
@@ -94,11 +96,13 @@ def run_experts(
     weights_TK: Tensor,
     experts: Experts,
     needs: frozenset[str] = frozenset(),
+    dense: DenseScores | None = None,
 ) -> ExpertsResult:
     """Run the experts on ``hidden_TH``; return the combined output and the results in ``needs``
     ("activations_gram", "outputs_gram", "activations", "outputs").
 
-    The input's float dtype is converted to the experts' and back.
+    The input's float dtype is converted to the experts' and back. With ``dense`` the backward also
+    gives the weights of unselected experts their gradient.
     """
     gate_up, lora_up, lora_down = experts.gate_up_E2DH, experts.lora_up, experts.lora_down
     call = Call(
@@ -126,6 +130,8 @@ def run_experts(
         lora_down.b_EOr if lora_down else None,
         experts.bias_up_E2D,
         experts.bias_down_EH,
+        None if dense is None else dense.draws,
+        None if dense is None else dense.weights_TE,
     )
     return ExpertsResult(out.to(hidden_TH.dtype), z_gram, y_gram, z, y)
 
@@ -136,7 +142,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, call: Call, index_TK, hidden_TH, weights_TK, gate_up, down, a_up, b_up, a_down,
-        b_down, bias_up, bias_down,
+        b_down, bias_up, bias_down, draws=None, dense_weights_TE=None,
     ):  # fmt: skip
         tokens, selected = index_TK.shape
         (_, hidden, width), pairs = down.shape, index_TK.numel()
@@ -191,7 +197,7 @@ class _Experts(torch.autograd.Function):
             z_gram = None
             if z_TKD is not None and "activations_gram" in call.needs:
                 z_gram = gram(z_TKD)
-        ctx.call = call
+        ctx.call, ctx.draws = call, draws
         ctx.set_materialize_grads(False)
         keep_y = ctx.needs_input_grad[3] or call.needs & {"outputs", "outputs_gram"}
         assert rows_S2D is not None  # a part's, or the buffer of all
@@ -216,7 +222,27 @@ class _Experts(torch.autograd.Function):
         saved, needs_grad = Saved(*ctx.saved_tensors), ctx.needs_input_grad[2:]
         with without_autocast(saved.hidden_TH.device):
             gradient = ExpertsGradient(saved, ctx.call, Incoming(*incoming), needs_grad)
-            return (None, None, *gradient.run(_parts(gradient.groups, saved.gate_up_E2DH)))
+            gradients = gradient.run(_parts(gradient.groups, saved.gate_up_E2DH))
+            dense_TE = None
+            if ctx.needs_input_grad[-1] and gradient.out_TH is not None:
+                run = partial(_outputs, saved, ctx.call)
+                dense_TE = unselected_gradient(saved, ctx.call, gradient.out_TH, ctx.draws, run)
+            return (None, None, *gradients, None, dense_TE)
+
+
+def _outputs(saved: Saved, call: Call, rows_T: Tensor, index_Tm: Tensor) -> Tensor:
+    """Outputs (T, m, H) of the experts ``index_Tm`` on the tokens ``rows_T``, without dropout."""
+    plain = replace(
+        call, needs=frozenset({"outputs"}), dropout_up=0.0, dropout_down=0.0, dropout_expert=0.0
+    )
+    hidden_TH = saved.hidden_TH[rows_T]
+    unused_Tm = torch.zeros_like(index_Tm, dtype=hidden_TH.dtype)
+    *_, y_TmH = _Experts.apply(
+        plain, index_Tm, hidden_TH, unused_Tm, saved.gate_up_E2DH, saved.down_EHD, saved.a_up_ErH,
+        saved.b_up_E2Dr, saved.a_down_ErD, saved.b_down_EHr, saved.bias_up_E2D, saved.bias_down_EH,
+        None, None,
+    )  # fmt: skip
+    return y_TmH
 
 
 def _parts(groups: Groups, gate_up: Tensor) -> list[Part]:

@@ -19,7 +19,7 @@ _WITHOUT_UNSLOTH = (
 _REMEDIES = {
     "axolotl": "turn off use_scattermoe, use_sonicmoe and expert_parallel_size, and set "
     "experts_implementation: eager",
-    "densemixer": "set dense_mixer: false",
+    "densemixer": "set dense_mixer: false, and method: densemixer here, the same gradient",
     "liger_kernel": "turn its SwiGLU off: liger_glu_activation: false in axolotl, "
     "enable_liger_kernel: false in LLaMA-Factory, liger_kernel_config={'swiglu': False} in "
     "transformers",

@@ -153,6 +153,12 @@ class Recorder:
             check_block(layer.block, layer.index)
             check_kernels(layer.block, layer.experts, layer.index)
             check_experts(layer)
+            if self.plan.dense_router is not None and is_spread(layer.experts):
+                raise CaptureError(
+                    "method.router_gradient: dense: experts are spread over ranks, which would "
+                    "have to exchange every token with every expert; set parallel.experts: 1, or "
+                    "router_gradient: selected"
+                )
             if "_moe_finetune" in layer.experts.__dict__:
                 raise CaptureError(
                     "this model is already being recorded; call restore() of the first recorder"
@@ -288,6 +294,7 @@ class Recorder:
             sequences=sequences,
             packed=packed,
             checkpoints=checkpointed,
+            training=train,
         )
         if context.wanted:
             context.tokens = read_tokens(

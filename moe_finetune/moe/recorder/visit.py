@@ -19,7 +19,9 @@ from moe_finetune.losses.objective import LayerLoss, Objective
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import without_autocast
 from moe_finetune.moe.choice.kept_choice import keep_choice
+from moe_finetune.moe.choice.select_again import Weighting
 from moe_finetune.moe.context import ForwardContext
+from moe_finetune.moe.experts.dense_router import DenseScores, Draws, dense_weights
 from moe_finetune.moe.experts.forward import Experts, LoraFactors, run_experts
 from moe_finetune.moe.experts.grouped_products import Kernel, grouped_products
 from moe_finetune.moe.experts.lora_factors import (
@@ -55,6 +57,8 @@ class LayerVisits:
         # Whether the router itself returns the selected experts; its last visit shows it.
         self.router_selects = "index" in layer.family.router_returns
         self._num_experts = layer.places.num_experts
+        # Experts that are looked up by token: a router's scores never select others.
+        self._fixed = tuple(layer.family.fixed_layers(layer.experts.config))
         self._first = layers[0].index == layer.index
         higher = [other.index for other in layers if other.index > layer.index]
         self._above: int | None = min(higher, default=None)
@@ -109,11 +113,21 @@ class LayerVisits:
         if layer.context is not None and layer.context.overrides.route is not None:
             weights, index = layer.context.overrides.route(layer, logits, weights, index)
         weights, index = keep_choice(layer, logits, weights, index)
+        layer.dense_scores = self._dense_scores(logits, index)
         if self.perturbation is not None:
             weights = self.perturbation.noise(layer, logits, weights, index)
         if layer.context is not None and layer.context.wanted:
             layer.router_output = (logits, weights, index, own_index)
         return weights, index
+
+    def _dense_scores(self, logits_TE: Tensor, index_TK: Tensor) -> DenseScores | None:
+        """The weights of unselected experts in this forward; None if their gradient is not used."""
+        layer = self.layer
+        router = None if layer.context is None else layer.context.dense_router
+        if router is None or layer.context is None or layer.index in self._fixed:
+            return None
+        weights_TE = dense_weights(Weighting(layer), logits_TE, index_TK)
+        return DenseScores(weights_TE, Draws(router.sample, (*layer.context.draw, layer.index)))
 
     def before_experts(self, module: nn.Module, args: tuple) -> tuple:
         """Reroute the arguments of experts that run themselves after a router of scores."""
@@ -135,7 +149,9 @@ class LayerVisits:
             weights_TK, index_TK = self._route(weights_TK, index_TK)
         stacks = self._stacks(experts)
         run = partial(run_spread, spread) if (spread := spread_of(experts)) else run_experts
-        result = run(hidden_TH, index_TK, weights_TK, stacks, self._needs())
+        dense, self.layer.dense_scores = self.layer.dense_scores, None
+        options = {} if dense is None else {"dense": dense}  # spread experts are refused
+        result = run(hidden_TH, index_TK, weights_TK, stacks, self._needs(), **options)
         context = self.layer.context
         if context is not None and context.wanted:
             self.layer.result = result

@@ -19,6 +19,7 @@ from moe_finetune.errors import DependencyError, RecipeError, UnsupportedModelEr
 from moe_finetune.evaluation.suite_lines import ready_lines
 from moe_finetune.evaluation.suites import load_suite, select
 from moe_finetune.losses.objective import Objective
+from moe_finetune.moe.experts.dense_router import check_dense
 from moe_finetune.moe.large.offload import check_offload
 from moe_finetune.moe.layers import config_facts
 from moe_finetune.quantization.codec import check_format
@@ -147,7 +148,10 @@ def check_terms(start: Start) -> None:
             f"{start.folder}: its MoE layers have one expert, so there is no routing to train or "
             "measure; train it as a dense model, with TRL"
         )
-    Objective(start.recipe.method.terms, facts)
+    method = start.recipe.method
+    Objective(method.terms, facts)
+    if method.router_gradient == "dense":
+        check_dense(start.family, facts, method.dense_sample)
 
 
 def check_bias(start: Start) -> None:

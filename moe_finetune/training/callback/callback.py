@@ -271,7 +271,7 @@ class SpecializationCallback(TrainerCallback, ExportableState):
                 )
             previous.restore()  # a training that raised did not end properly
         self.specialization = specialization = Specialization(
-            model, self.method, dropout=self.dropout, kernel=self.kernel
+            model, self.method, dropout=self.dropout, kernel=self.kernel, seed=args.seed
         )
         specialization.recorder.change(scale=self._window.scale)
         if state.global_step:

@@ -101,6 +101,7 @@ def step_bytes(model: nn.Module, recipe: Recipe, device: Device, gradients: int)
     losses = any(
         "gram" in need or need == "outputs" for term in method.terms for need in TERMS[term].needs
     )
+    dense = method.router_gradient == "dense"
     outputs = chosen * hidden if losses else 0  # gradients of the experts' outputs, by the losses
     adapted = any(".lora_" in n and f".{places.experts_path}." in n for n, _ in named)
     trained = adapted or recipe.lora is None
@@ -116,12 +117,16 @@ def step_bytes(model: nn.Module, recipe: Recipe, device: Device, gradients: int)
             peak - saved for _, saved, peak in scans
         )
     )
+    if dense:  # one expert at a time on every token; products and scalars of all are float32
+        working += 3 * width + hidden + 4 / item * (hidden + places.num_experts)
     working = max(working, 2 * scores, scanning)
     layers = [
         _activations(layer, text, places.experts_path, mixer)
         + 1.25 * scores
         + 4 / item * saved
         + (chosen * (2 * width + hidden) if index in places.moe_layers else 0)
+        # The scores of all experts and the weights that they would have.
+        + (dense * 8 / item * places.num_experts if index in places.moe_layers else 0)
         for index, (layer, (mixer, saved, _)) in enumerate(
             zip(backbone_of(model).layers, scans, strict=True)
         )
