@@ -12,6 +12,7 @@ import typer
 
 # Importing these modules registers their verbs.
 from moe_finetune.cli import (  # noqa: F401
+    ask,
     checkpoints,
     evaluation,
     experts,

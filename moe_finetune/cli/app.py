@@ -17,13 +17,13 @@ CONTINUED = {
     **dict.fromkeys(("study", "upcycle"), f"{RESUMED}, if the output exists"),
     **dict.fromkeys(("eval", "demo"), "the same command continues"),
     **dict.fromkeys(("serve", "doctor", "init", "inspect", "preview"), ""),
-    **dict.fromkeys(("report", "compare", "verify"), ""),
+    **dict.fromkeys(("report", "compare", "verify", "ask"), ""),
 }
 """How an interrupted verb goes on; the others write nothing before they are done."""
 
 
 ORDER = (
-    *("init", "preview", "train", "report", "merge", "verify", "convert", "inspect"),
+    *("init", "preview", "train", "ask", "report", "merge", "verify", "convert", "inspect"),
     *("eval", "compare", "serve", "analyze", "select", "study", "upcycle", "demo", "doctor"),
 )
 """The verbs as ``--help`` lists them: what most people need first."""

@@ -69,6 +69,8 @@ def next_commands(page: Path | None, run: Path, start: Sequence[str] = ()) -> st
     """Commands that a user may want next; ``start`` is a command for the user's own data."""
     opener = "open" if sys.platform == "darwin" else shutil.which("xdg-open") and "xdg-open"
     lines = []
+    if (run / "merged").is_dir() or (run / "adapter").is_dir():
+        lines.append(("ask it", [program(), "ask", str(run), "your question"]))
     if page is not None and page.is_file():
         python = "python" if shutil.which("python") else sys.executable
         words = [opener] if opener else [python, "-m", "webbrowser"]

@@ -1,0 +1,62 @@
+"""The verb that asks a model one question."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moe_finetune.cli.app import app
+from moe_finetune.io.terminal import terminal
+
+
+@app.command()
+def ask(
+    source: Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT|ADAPTER", help="What answers.")],
+    question: Annotated[str, typer.Argument(help="Your question, in quotes.")],
+    system: Annotated[
+        str | None, typer.Option("--system", help="A system turn before the question.")
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Give the text as it stands, without the chat template.")
+    ] = False,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=1, help="Longest answer in tokens.")
+    ] = 512,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, help="0 takes the likeliest tokens.")
+    ] = 0.0,
+    base: Annotated[
+        str | None, typer.Option("--base", help="Base checkpoint; default: the adapter's own.")
+    ] = None,
+) -> None:
+    """Ask a run's model, a checkpoint or an adapter one question, in transformers.
+
+    Example: moe-finetune ask runs/first "What does a router do?"
+    """
+    from moe_finetune.cli.checkpoints import base_of
+    from moe_finetune.evaluation.ask import ask as answer
+    from moe_finetune.evaluation.ask import source_of
+    from moe_finetune.models.family_lookup import warn_of_plugins
+    from moe_finetune.models.loading import local_folder
+
+    warn_of_plugins(Path(source))
+    chosen = source_of(source, lambda adapter: local_folder(base) if base else base_of(adapter))
+
+    def write(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    with terminal().announced("ask"):
+        ended = answer(
+            chosen,
+            question,
+            write,
+            system=system,
+            raw=raw,
+            max_tokens=max_tokens,
+            temperature=temperature,
+        )
+    write("\n")
+    if not ended:
+        terminal().say(f"cut after {max_tokens} tokens; --max-tokens N allows more")

@@ -1,0 +1,79 @@
+"""`ask`: one answer of a run, a checkpoint or an adapter, as transformers and PEFT give it."""
+
+import pytest
+import torch
+
+from moe_finetune import cli
+from moe_finetune.checkpoint.merge import merge_adapter
+from moe_finetune.models.loading import load_tokenizer
+from tests.checkpoint.helpers import adapter, load
+from tests.support import tiny
+
+QUESTION = "Which of 12?"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen3_moe")
+    base = tiny.save("qwen3_moe", folder / "base")
+    trained = adapter(base, folder / "run" / "adapter", r=5, scale=0.06)
+    merge_adapter(base, trained, folder / "merged")
+    return folder
+
+
+def greedy(model, tokenizer, ids, count):
+    """A loop over tokens, without a cache; ends at the tokenizer's end."""
+    ids, first = list(ids), len(ids)
+    for _ in range(count):
+        with torch.no_grad():
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        if ids[-1] == tokenizer.eos_token_id:
+            break
+    return tokenizer.decode(ids[first:], skip_special_tokens=True)
+
+
+def asked(tokenizer, system=None):
+    turns = [{"role": "user", "content": QUESTION}]
+    turns = turns if system is None else [{"role": "system", "content": system}, *turns]
+    chat = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)
+    return chat["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("source", "model"),
+    [("base", "base"), ("merged", "merged"), ("run", "merged"), ("run/adapter", "merged")],
+)
+def test_the_answer_is_that_of_a_loop(folder, capsys, source, model):
+    tokenizer = load_tokenizer(folder / "base")
+    options = ["--max-tokens", "9", "--base", str(folder / "base")]
+    assert cli.main(["ask", str(folder / source), QUESTION, *options]) == 0
+    output = capsys.readouterr()
+    wanted = greedy(load(folder / model).eval(), tokenizer, asked(tokenizer), 9)
+    assert output.out.strip("\n") == wanted.strip("\n") and wanted
+    assert "cut after 9 tokens" in output.err
+
+
+def test_a_run_with_a_merge_answers_with_it(folder, capsys):
+    (folder / "run" / "merged").symlink_to(folder / "merged")
+    tokenizer = load_tokenizer(folder / "base")
+    options = ["--max-tokens", "7", "--system", "Be brief."]
+    assert cli.main(["ask", str(folder / "run"), QUESTION, *options]) == 0
+    ids = asked(tokenizer, "Be brief.")
+    wanted = greedy(load(folder / "merged").eval(), tokenizer, ids, 7)
+    assert capsys.readouterr().out.strip("\n") == wanted.strip("\n")
+    (folder / "run" / "merged").unlink()
+
+
+def test_raw_text_and_what_is_refused(folder, capsys, tmp_path):
+    base, tokenizer = folder / "base", load_tokenizer(folder / "base")
+    assert cli.main(["ask", str(base), QUESTION, "--raw", "--max-tokens", "5"]) == 0
+    ids = tokenizer(QUESTION)["input_ids"]
+    wanted = greedy(load(base).eval(), tokenizer, ids, 5)
+    assert capsys.readouterr().out.strip("\n") == wanted.strip("\n")
+    for arguments, words in (
+        ([str(base), "  "], "the question is empty"),
+        ([str(base), QUESTION, "--raw", "--system", "x"], "leave --raw out"),
+        ([str(tmp_path / "nowhere"), QUESTION], "no such folder"),
+    ):
+        assert cli.main(["ask", *arguments]) == 2
+        assert words in capsys.readouterr().err
