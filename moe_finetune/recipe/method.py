@@ -4,14 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    SerializeAsAny,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError
 from pydantic.functional_serializers import field_serializer
 
 from moe_finetune.errors import RecipeError, did_you_mean
@@ -94,12 +87,6 @@ class Method(Section):
 
         return any("router" in TERMS[name].parts(options) for name, options in self.terms.items())
 
-    @model_validator(mode="after")
-    def _draws_for_dense(self) -> "Method":
-        if self.dense_sample is not None and self.router_gradient != "dense":
-            raise ValueError("dense_sample: needs router_gradient: dense; set it, or leave it out")
-        return self
-
     @field_serializer("terms")
     def _with_removed(self, terms: dict[str, TermOptions]) -> dict[str, Any]:
         """Mark the preset's removed terms, so that the dump resolves to the same method."""
@@ -130,7 +117,13 @@ def resolve_method(method: str | dict[str, Any] | Method | None, **overrides: An
     elif checked.share is not None:
         raise RecipeError("method.share: needs method.preset; else give each term its own share")
     options["terms"] = _terms(options.get("terms") or {})
-    return _validated(Method, options, "method").model_copy(update={"share": None})
+    resolved = _validated(Method, options, "method").model_copy(update={"share": None})
+    # Only now: the preset may be what sets router_gradient.
+    if resolved.dense_sample is not None and resolved.router_gradient != "dense":
+        raise RecipeError(
+            "method.dense_sample: needs method.router_gradient: dense; set it, or leave it out"
+        )
+    return resolved
 
 
 def _validated(model: type[Any], options: Any, *key: str) -> Any:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_finetune.checkpoint.load import load_model
-from moe_finetune.errors import CaptureError
+from moe_finetune.errors import CaptureError, RecipeError
 from moe_finetune.lora.select import ExpertSelection
 from moe_finetune.losses.record import scores_of
 from moe_finetune.models import FAMILIES
@@ -15,6 +15,7 @@ from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.moe.recorder.router_results import named_results
 from moe_finetune.moe.recorder.visit import LayerVisits
 from moe_finetune.quantization.weight import quantized
+from moe_finetune.recipe.method import resolve_method
 from moe_finetune.recipe.sections import LoraSection
 from tests.support import tiny, tiny_families
 from tests.support.tiny_adapter import LORA, adapted
@@ -260,3 +261,11 @@ def test_nothing_in_eval_mode_and_without_gradients():
     _, selected = run(model.eval(), Recorder(model))
     _, found = run(model, recorder(model))
     assert worst(found, selected) == 0.0
+
+
+def test_a_draw_goes_with_the_preset_and_not_without():
+    method = resolve_method("densemixer", dense_sample=2)
+    assert (method.router_gradient, method.dense_sample) == ("dense", 2)
+    assert method.trains_routers and resolve_method(method) == method
+    with pytest.raises(RecipeError, match="dense_sample: needs"):
+        resolve_method("none", dense_sample=2)
