@@ -186,7 +186,7 @@ def _verify_served(
         else:
             rows = fixed_prompts(load_tokenizer(folder))
     report = check_served(served_model, sources, rows, load_tokenizer(folder), served_base)
-    if run.recipe.is_file():
+    if run.recipe.is_file() and adapter in (None, run.adapter):  # another adapter is not the run's
         report.write(run)
     print(dumps(report.to_mapping(), indent=2) if as_json else report.text())
     if not report.right(rounded):

@@ -176,7 +176,16 @@ def check_served(
     Args:
         served_base: the base on the same server, which measures the floor.
         tokenizer: of the trained model's folder.
+
+    Raises:
+        EvaluationError: nothing can be compared, or the server is its own reference.
     """
+    same = sources.server
+    if same is not None and (same.url, same.model) == (served.url, served.model):
+        raise EvaluationError(
+            f"--reference: is the server that is checked ({served.url}); give another one, of the "
+            "trained model"
+        )
     with terminal().phase("ask"):
         answers = ask(served, prompts)
         base_answers = ask(served_base, prompts) if served_base is not None else None

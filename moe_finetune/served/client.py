@@ -11,6 +11,7 @@ Prompts are token ids, so the server adds no beginning of its own.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,8 @@ from moe_finetune.vllm.openai_server import (
 
 SECONDS = 120.0
 """How long a request may take; it is made once more if it takes longer or fails for a while."""
+LONGEST_WAIT = 60.0
+"""Seconds that a server may ask to wait (``Retry-After``) before the request is made once more."""
 GENERATED = 32
 """Tokens that are generated where a server does not score its prompt."""
 _NO_PROBABILITY = -9999.0
@@ -136,6 +139,7 @@ class Served:
         except ServerError as error:
             if not error.transient:
                 raise
+            time.sleep(min(error.wait, LONGEST_WAIT))
             return self._sent(url, body)
 
     def _sent(self, url: str, body: dict[str, Any]) -> Any:
@@ -181,6 +185,8 @@ def _echo(served: Served, prompt: list[int]) -> Answer:
     if not isinstance(values, list) or len(values) not in (len(prompt), len(prompt) + 1):
         count = len(values) if isinstance(values, list) else "no"
         raise BadReply(f"token_logprobs has {count} entries for {len(prompt)} tokens sent")
+    if values[0] is not None:  # of the second token, or of the first after an added beginning
+        raise BadReply("token_logprobs[0] is not null, so it is open whose number each entry is")
     scored = [_finite(values[position], position) for position in range(1, len(prompt))]
     tokens = listed.get("tokens") if isinstance(listed, dict) else None
     token = _id_of(tokens[-1]) if isinstance(tokens, list) and len(tokens) > len(prompt) else None
@@ -198,8 +204,9 @@ def _generated(served: Served, prompt: list[int]) -> Answer:
         ids: list[Any] = [row.get("id") for row in rows]
         values: list[Any] = [row.get("logprob") for row in rows]
     else:
-        values = listed.get("token_logprobs") or []
-        ids = choice.get("token_ids") or [_id_of(token) for token in listed.get("tokens") or []]
+        values = _list(listed.get("token_logprobs"))
+        ids = _list(choice.get("token_ids"))
+        ids = ids or [_id_of(token) for token in _list(listed.get("tokens"))]
     if not values or len(ids) != len(values) or any(type(token) is not int for token in ids):
         raise BadReply(
             f"the reply has {len(values)} log-probabilities of generated tokens, and no id for each"
@@ -213,6 +220,11 @@ _WAYS: dict[Callable[[Served, list[int]], Answer], str] = {
     _echo: "echo",
     _generated: "generated tokens",
 }
+
+
+def _list(value: Any) -> list[Any]:
+    """``value`` if it is a list, else an empty one."""
+    return value if isinstance(value, list) else []
 
 
 def _id_of(token: Any) -> int | None:

@@ -68,6 +68,12 @@ def score(
 
 
 def _scored(model: Any, answer: Answer) -> Scores:
+    size = model.get_input_embeddings().weight.shape[0]
+    if unknown := [token for token in answer.ids if not 0 <= token < size]:
+        raise EvaluationError(
+            f"token {unknown[0]} is not in the model's vocabulary of {size}, so the server has "
+            "another model, or another tokenizer; check which one it loaded"
+        )
     ids = torch.tensor([answer.ids], device=model.device)
     logits_SV = model(input_ids=ids, use_cache=False).logits[0, answer.first - 1 :].double()
     logprobs_SV = logits_SV[:-1].log_softmax(-1)

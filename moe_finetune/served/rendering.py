@@ -15,7 +15,8 @@ CHAT = (
 )
 TEXT = "Which experts answer this?  Two of 8."
 Rendering = Literal["same", "another", "not compared"]
-_MISSING = (404, 405, 501)
+_MISSING = (400, 404, 405, 422, 501)
+"""No such address, or one that takes other fields than vLLM's (SGLang, TGI)."""
 
 
 def compare_rendering(served: Served, tokenizer: Any) -> tuple[Rendering, str]:
@@ -68,7 +69,7 @@ def _rendered(tokenizer: Any) -> list[int] | None:
 
 
 def _tokenize(served: Served, **request: Any) -> list[int] | None:
-    """Token ids from the server's ``/tokenize``; None where it has no such address."""
+    """Token ids from the server's ``/tokenize``; None where it has none that takes this."""
     url = served.url.removesuffix("/v1") + "/tokenize"
     try:
         reply = served.post(url, {"model": served.model, **request})

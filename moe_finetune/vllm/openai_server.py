@@ -22,11 +22,14 @@ _TRANSIENT = (408, 409, 425, 429, 500, 502, 503, 504)
 
 
 class ServerError(EvaluationError):
-    """A server refuses a request; ``transient`` if the same request may succeed later."""
+    """A server refuses a request; ``transient`` if the same request may succeed later.
 
-    def __init__(self, message: str, transient: bool = False, status: int = 0):
+    ``wait``: the seconds after which the server asks to be asked again; 0 if it does not say.
+    """
+
+    def __init__(self, message: str, transient: bool = False, status: int = 0, wait: float = 0):
         super().__init__(message)
-        self.transient, self.status = transient, status
+        self.transient, self.status, self.wait = transient, status, wait
 
 
 class BadReply(EvaluationError):
@@ -41,11 +44,14 @@ def failure(status: int, text: str, headers: Mapping[str, str]) -> ServerError:
     """Return the error for a reply with a status other than 200."""
     if 300 <= status < 400 and "Location" in headers:
         return ServerError(
-            f"HTTP {status}: it redirects to {headers['Location']}, and redirects are not "
-            "followed; give the final address",
+            f"HTTP {status}: it redirects to {without_key(headers['Location'])}, and redirects are "
+            "not followed; give the final address",
             status=status,
         )
-    return ServerError(f"HTTP {status}: {text[:500].strip()}", status in _TRANSIENT, status)
+    said = without_key(text)[:500].strip()
+    after = headers.get("Retry-After", "")  # seconds, or a date, which is not read
+    wait = float(after) if after.isdecimal() else 0.0
+    return ServerError(f"HTTP {status}: {said}", status in _TRANSIENT, status, wait)
 
 
 def check_address(url: str, name: str = "base_url") -> str:
@@ -66,9 +72,23 @@ def check_address(url: str, name: str = "base_url") -> str:
 
 
 def key_header() -> dict[str, str]:
-    """The header with the key of :data:`KEY`; empty if it is not set."""
-    key = os.environ.get(KEY)
+    """The header with the key of :data:`KEY`; empty if it is not set.
+
+    A key that no header can contain is refused here: HTTP clients would print it in their error.
+    """
+    key = os.environ.get(KEY, "").strip()
+    if not all("!" <= character <= "~" for character in key):
+        raise EvaluationError(
+            f"{KEY}: the key has a space, a line break or a character outside ASCII; set it to the "
+            "key alone"
+        )
     return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def without_key(text: str) -> str:
+    """``text`` of a server, with stars where it repeats the key that it got."""
+    key = os.environ.get(KEY, "").strip()
+    return text.replace(key, "***") if key else text
 
 
 def server_models(
@@ -81,14 +101,19 @@ def server_models(
         if response.status_code != 200:
             raise failure(response.status_code, response.text, response.headers)
         reply = parse_json(response.content)
-    except (httpx.HTTPError, httpx.InvalidURL, JsonError, ServerError) as error:
+    except ServerError as error:
+        if error.status in (401, 403):
+            remedy = f"it wants a key: set {KEY} to a valid one"
+        raise EvaluationError(f"no server answers at {url} ({error}); {remedy}") from None
+    except (httpx.HTTPError, httpx.InvalidURL, JsonError) as error:
         raise EvaluationError(f"no server answers at {url} ({error}); {remedy}") from None
     entries = reply.get("data") if isinstance(reply, dict) else None
     if not isinstance(entries, list) or not all(
         isinstance(entry, dict) and isinstance(entry.get("id"), str) for entry in entries
     ):
         raise EvaluationError(
-            f"{url} does not answer like an OpenAI-compatible server ({reply!r:.200})"
+            f"{url} does not answer like an OpenAI-compatible server "
+            f"({without_key(repr(reply))[:200]})"
         )
     return {entry["id"]: str(entry.get("root") or "") for entry in entries}
 

@@ -25,10 +25,20 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def stub(models, tokenizer, form="vllm", fault=None, times=10**6, template=None):
+def stub(
+    models,
+    tokenizer,
+    form="vllm",
+    fault=None,
+    times=10**6,
+    template=None,
+    closed=None,
+    tokenize=404,
+):
     """Serve ``models`` by name; ``fault`` for the first ``times`` completions; yields the server.
 
-    ``template``: another than the tokenizer's.
+    ``template``: another than the tokenizer's. ``closed`` answers instead of the list of models.
+    ``tokenize``: the status at ``/tokenize`` of a form other than vLLM's.
     """
     state = SimpleNamespace(bodies=[], headers=[], left=times, lock=threading.Lock())
 
@@ -46,7 +56,8 @@ def stub(models, tokenizer, form="vllm", fault=None, times=10**6, template=None)
 
         def do_GET(self):
             state.headers.append(dict(self.headers))
-            self.reply({"data": [{"id": name} for name in models]})
+            if closed is None or not closed(self):
+                self.reply({"data": [{"id": name} for name in models]})
 
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -68,7 +79,7 @@ def stub(models, tokenizer, form="vllm", fault=None, times=10**6, template=None)
                 count = len(ids_of(tokenizer, body, template))
                 self.reply({"choices": [{"index": 0}], "usage": {"prompt_tokens": count}})
             else:
-                self.reply({"error": "not found"}, 404)
+                self.reply({"error": "not found, or other fields"}, tokenize)
 
     server = _Server(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
@@ -118,6 +129,26 @@ def complete(model, tokenizer, form, body):
     elif "logprobs" in body:  # it ignores what it does not know
         choice["logprobs"] = {"token_logprobs": own[prompt:], "tokens": words[prompt:]}
     return {"choices": [choice]}
+
+
+def answers(choice):
+    """A valid reply with ``choice`` in it, whatever was asked."""
+
+    def fault(handler):
+        handler.reply({"choices": [{"index": 0, "text": "", **choice}]})
+        return True
+
+    return fault
+
+
+def repeats_the_key(handler):
+    handler.reply({"error": f"wrong key: {handler.headers['Authorization']}"}, 401)
+    return True
+
+
+def asks_to_wait(handler):
+    handler.reply({"error": "too many requests"}, 429, Retry_After="7")
+    return True
 
 
 # -- faults: each answers instead, and returns whether it did ------------------------------------

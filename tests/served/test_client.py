@@ -75,6 +75,14 @@ REFUSED = {
     "positive": (stubs.with_logprob(0.7), "not the logarithm of a probability"),
     "a text": (stubs.with_logprob("-1"), "'-1'"),
     "another token": (stubs.with_logprob(-1.0, token=250), "does not have the prompt's token 90"),
+    "numbers, not lists": (
+        stubs.answers({"logprobs": {"token_logprobs": 5, "tokens": 6}, "token_ids": 7}),
+        "0 log-probabilities of generated tokens",
+    ),
+    "an echo without its first null": (
+        stubs.answers({"logprobs": {"token_logprobs": [-1.5] * len(PROMPT)}}),
+        r"echo: token_logprobs\[0\] is not null",
+    ),
     "too few": (stubs.with_logprob(-1.0, drop=2), "5 entries for 7 tokens"),
     "twice": (stubs.twice, r"choices of index \[0, 1\]"),
     "no JSON": (stubs.no_json, "not JSON"),
@@ -102,6 +110,15 @@ def test_a_request_is_made_once_more(model, tokenizer, monkeypatch, fault):
     monkeypatch.setattr(client, "SECONDS", 0.3 if fault is stubs.late else 20.0)
     with stub({"tuned": model}, tokenizer, "vllm", fault, times=1) as server:
         answer = Served(server.url).answer(PROMPT)
+    assert answer.logprobs == pytest.approx(expected(model, PROMPT, 1), abs=1e-5)
+
+
+def test_a_server_that_asks_to_wait_is_asked_after_it(model, tokenizer, monkeypatch):
+    waited = []
+    monkeypatch.setattr(client.time, "sleep", waited.append)
+    with stub({"tuned": model}, tokenizer, "vllm", stubs.asks_to_wait, times=1) as server:
+        answer = Served(server.url).answer(PROMPT)
+    assert waited == [7.0]
     assert answer.logprobs == pytest.approx(expected(model, PROMPT, 1), abs=1e-5)
 
 
@@ -133,3 +150,39 @@ def test_the_key_goes_to_this_server_and_into_no_message(model, tokenizer, monke
             Served(server.url).answer(PROMPT)
         assert {h["Authorization"] for h in server.headers} == {"Bearer sk-secret"}
     assert "sk-secret" not in str(caught.value)
+
+
+def test_a_key_that_the_server_repeats_is_not_printed(model, tokenizer, monkeypatch):
+    monkeypatch.setitem(os.environ, "OPENAI_API_KEY", "sk-secret\n")  # as from a file
+    with stub({"tuned": model}, tokenizer, "vllm", stubs.repeats_the_key) as server:
+        with pytest.raises(EvaluationError, match=r"wrong key: Bearer \*\*\*") as caught:
+            Served(server.url).answer(PROMPT)
+        assert {h["Authorization"] for h in server.headers} == {"Bearer sk-secret"}
+    assert "sk-secret" not in str(caught.value)
+    with (
+        stub({"tuned": model}, tokenizer, closed=stubs.repeats_the_key) as server,
+        pytest.raises(EvaluationError, match=r"HTTP 401.*set OPENAI_API_KEY") as caught,
+    ):
+        Served(server.url)
+    assert "sk-secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["sk-\nsecret", "sk-secret\u00fc", "sk secret"])
+def test_a_key_that_no_header_can_contain_is_refused_unprinted(model, tokenizer, monkeypatch, key):
+    monkeypatch.setitem(os.environ, "OPENAI_API_KEY", key)
+    with (
+        stub({"tuned": model}, tokenizer) as server,
+        pytest.raises(EvaluationError, match="OPENAI_API_KEY: the key has") as caught,
+    ):
+        Served(server.url)
+    assert "secret" not in str(caught.value)
+
+
+def test_the_second_servers_part_after_the_prompt_is_taken(model, tokenizer):
+    """Only the generated tokens have log-probabilities on one server, and all on the other."""
+    with (
+        stub({"tuned": model}, tokenizer, "llama.cpp") as one,
+        stub({"other": model}, tokenizer) as two,
+    ):
+        answer = Served(one.url).answer(PROMPT)
+        assert Served(two.url).score(answer) == pytest.approx(answer.logprobs, abs=1e-5)

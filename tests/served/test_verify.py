@@ -18,6 +18,7 @@ from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.yaml_tree import Tree
 from moe_finetune.served import client
 from moe_finetune.served.client import Served
+from moe_finetune.served.rendering import compare_rendering
 from tests.checkpoint.helpers import adapter, load
 from tests.served import stub as stubs
 from tests.served.stub import stub
@@ -167,6 +168,23 @@ def test_a_rounded_model_needs_the_option(folder, models, capsys):
         assert verify(folder / "right", *options, server.url, "--rounded", capsys=capsys)[0] == 0
 
 
+@pytest.mark.parametrize("token", [100_000, -1, 10**30])
+def test_a_token_that_the_model_does_not_know_is_refused(folder, models, capsys, token):
+    tokenizer = load_tokenizer(folder / "right")
+    row = stubs.answers({"logprobs": {"content": [{"id": token, "logprob": -1.5}]}})
+    with stub({"tuned": models["right"]}, tokenizer, "llama.cpp", row) as server:
+        code, output = verify(folder / "right", "--served", server.url, capsys=capsys)
+    assert code == 2 and f"token {token} is not in the model's vocabulary" in output.err
+
+
+@pytest.mark.parametrize("status", [400, 422])
+def test_a_tokenize_with_other_fields_leaves_the_count(folder, models, status):
+    tokenizer = load_tokenizer(folder / "right")
+    for template, result in ((None, "same"), (OTHER, "another")):
+        with stub(models, tokenizer, "echo", template=template, tokenize=status) as server:
+            assert compare_rendering(Served(server.url, "right"), tokenizer)[0] == result
+
+
 def test_a_second_server_is_the_reference(folder, models, capsys):
     tokenizer = load_tokenizer(folder / "right")
     with (
@@ -179,6 +197,8 @@ def test_a_second_server_is_the_reference(folder, models, capsys):
         assert code == 0 and "'tuned': the reference" in output.out
         code, output = verify(folder / "right", *source, base.url, capsys=capsys)
         assert code == 1 and "'tuned': not the reference" in output.out
+        code, output = verify(folder / "right", *source, served.url, capsys=capsys)
+        assert code == 2 and "--reference: is the server that is checked" in output.err
         both = [same.url, "--reference-base", base.url]
         code, output = verify(folder / "right", *source, *both, capsys=capsys)
         assert code == 0 and "'tuned': the trained model" in output.out
