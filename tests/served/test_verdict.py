@@ -70,6 +70,7 @@ FAR = exactly(0.5, 3.0)
         (exactly(0.3, 0.19), exactly(0.0, 0.0), FAR, "cannot tell"),
         (exactly(0.021, 0.3, width=0.002), exactly(0, 0), FAR, "cannot tell"),
         (FAR, exactly(0.02, 0.2), FAR, "the trained model"),
+        (exactly(0.03, 0.3), exactly(0.02, 0.2), exactly(0.02, 0.2), "the trained model"),
         (FAR, exactly(0.019, 0.1, width=0.002), FAR, "the trained model, rounded"),
         (FAR, exactly(0.01, 0.21), FAR, "the trained model, rounded"),
         (FAR, exactly(0.01, 1.1), FAR, "another model"),
