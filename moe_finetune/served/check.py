@@ -176,9 +176,6 @@ def check_served(
     Args:
         served_base: the base on the same server, which measures the floor.
         tokenizer: of the trained model's folder.
-
-    Raises:
-        EvaluationError: nothing can be compared, or the server is its own reference.
     """
     same = sources.server
     if same is not None and (same.url, same.model) == (served.url, served.model):
