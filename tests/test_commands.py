@@ -23,7 +23,7 @@ from eval.placement import __main__ as placement
 from moe_finetune import cli
 from moe_finetune.cli.app import split_common, split_items
 from moe_finetune.recipe.schema import load_recipe
-from moe_finetune.study.recipe import find_study, load_study
+from moe_finetune.study.recipe import StudyRecipe, find_study, load_study
 from moe_finetune.upcycle.schema import load_upcycle_recipe
 from recipes.upcycle.corpus import SOURCES
 from tests.conftest import ROOT
@@ -78,6 +78,10 @@ def place(tmp_path_factory, tiny_checkpoint):
         (folder / name).touch()
     shown = next(b for b in BLOCKS if b.page == "docs/first-run.md" and b.language == "yaml")
     (folder / "other.yaml").write_text(shown.text)
+    studied = next(
+        b for b in BLOCKS if b.page == "docs/reference/study.md" and b.language == "yaml"
+    )
+    (folder / "study.yaml").write_text(studied.text)
     (folder / "my_family.py").touch()  # my-moe's family is known
     before = os.getcwd()
     os.chdir(folder)
@@ -235,6 +239,8 @@ def test_every_yaml_block_is_a_recipe_or_suite(place):
         keys = yaml.safe_load(block.text.replace(", ...}", "}"))
         if "tasks" in keys:
             Suite.model_validate(keys)
+        elif "axes" in keys:
+            assert set(keys) <= set(StudyRecipe.model_fields), block.page
         elif "dense" in keys:
             assert set(keys) <= set(UpcycleRecipe.model_fields), block.page
         elif "stages" not in keys:

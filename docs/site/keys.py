@@ -121,7 +121,8 @@ def summary(thing: Any) -> str:
 
 def recipe_tables() -> str:
     """Every key of a recipe."""
-    extends = "| `extends` | text or list of text |  | files laid below this one, relative to it |"
+    meaning = "recipes that this one extends; paths are relative to it"
+    extends = f"| `extends` | text or list of text |  | {meaning} |"
     return "\n".join([HEAD, extends, *rows(Recipe)])
 
 

@@ -78,7 +78,7 @@ WORDS: dict[str, Word] = {
     "score_entropy": Word(
         "Score entropy",
         "how uncertain the router is about a single token: the mean entropy of its top-k scores in "
-        "nats, 0 when one expert has it all",
+        "nats, 0 if one expert gets the whole weight",
         -1,
     ),
     "expert_entropy": Word(
@@ -89,12 +89,12 @@ WORDS: dict[str, Word] = {
     ),
     "collision_entropy": Word(
         "Collision entropy",
-        "how seldom two tokens meet in one expert: −log of the chance that two random ones do, in "
+        "how rarely two random tokens use the same expert: −log of the chance that they do, in "
         "nats, at most the expert entropy",
         1,
     ),
     "score_variance": Word(
-        "Score variance", "of an expert's scores over tokens; 0 when all are routed alike", 1
+        "Score variance", "how much scores vary between tokens; 0 if all are routed alike", 1
     ),
     "routing_variance": Word(
         "Routing variance", "variance of the mean probabilities; 0 is even", -1
@@ -126,7 +126,7 @@ WORDS: dict[str, Word] = {
         for alpha in (2, 3, 4, 5)
     },
     "erc_least_alpha": Word(
-        "ERC least alpha", "the smallest alpha without an ERC loss; at most 1", -1
+        "ERC least alpha", "the smallest alpha without an ERC loss; the goal is 1 or less", -1
     ),
     "router_norm_mean": Word("Router row norm", "mean over experts", 0),
     "router_norm_std": Word("Router row norm, spread", "standard deviation over experts", 0),

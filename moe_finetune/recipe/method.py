@@ -52,8 +52,8 @@ class Method(Section):
     share: Share | None = Field(
         default=None,
         exclude=True,  # becomes the share of each term
-        description="share of each of the preset's terms except z-loss and, among others, "
-        "balance, instead of the paper's weight, such as 0.1; `recommended`: the measured "
+        description="share of every loss of the preset, except z-loss and, if it has other losses, "
+        "balance, instead of the paper's weight, for example 0.1; `recommended`: the measured "
         "shares of [methods](../methods.md#recommended-shares), balance included",
     )
     terms: dict[str, SerializeAsAny[TermOptions]] = Field(
@@ -72,7 +72,10 @@ class Method(Section):
         default=None, ge=1, description="unselected experts drawn a token for `dense`; all if unset"
     )
     bias_update: float | None = Field(
-        default=None, gt=0, allow_inf_nan=False, description="move of the selection bias per step"
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="change of the selection bias in a step",
     )
     export_bias: Literal["write", "drop"] = Field(
         default="write", description="whether a learned bias goes into the merged checkpoint"

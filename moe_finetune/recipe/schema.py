@@ -57,7 +57,9 @@ class Recipe(WholeRecipe):
     export: ExportSection = ExportSection()
     evaluation: EvaluationSection | None = None
     parallel: ParallelSection = ParallelSection()
-    rewards: list[RewardSection] = Field(default=[], description="of stage grpo, such as [boxed]")
+    rewards: list[RewardSection] = Field(
+        default=[], description="reward functions of stage grpo, for example [boxed]"
+    )
 
     @field_validator("method", mode="before")
     @classmethod

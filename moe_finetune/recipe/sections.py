@@ -36,7 +36,7 @@ class ModelSection(Section):
     path: str = Field(min_length=1, description="checkpoint folder or hub id")
     dtype: Literal["bfloat16", "float32"] = Field(
         default="bfloat16",
-        description="of the model in training; a merge keeps the base's, or takes `merge --dtype`",
+        description="number format in training; a merge keeps the base's, or takes `merge --dtype`",
     )
     quantization: Literal["none", "nf4"] = Field(
         default="none", description="number format of frozen weights while an adapter trains"
@@ -130,14 +130,17 @@ class LoraSection(Section):
     )
     dropout: float = Field(default=0.0, ge=0, lt=1, description="dropout before the adapter")
     targets: list[Target] = Field(
-        default=["attention", "shared_experts", "experts"], description="adapted besides routers"
+        default=["attention", "shared_experts", "experts"],
+        description="modules that get LoRA; routers: `router.train`",
     )
     experts: str = Field(default="all", description="`all`, or a file that `select` wrote")
     parts: dict[Part, LoraPart] = Field(
         default={}, description="rank and alpha of attention, shared_experts, experts or router"
     )
     use_rslora: bool = Field(default=False, description="scale by alpha / sqrt(rank)")
-    init: Literal["kaiming", "gaussian"] = Field(default="kaiming", description="how A begins")
+    init: Literal["kaiming", "gaussian"] = Field(
+        default="kaiming", description="initialization of the LoRA matrix A"
+    )
     start: str | None = Field(default=None, description="adapter to continue from")
 
     @model_validator(mode="after")

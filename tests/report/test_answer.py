@@ -176,7 +176,7 @@ def test_a_checkpoint_that_was_only_analyzed_shows_its_values(tmp_path):
     shown = text(run)
     experts = "<dt>Experts</dt><dd>score entropy 1.25</dd></div><div><dt>Load</dt><dd>MaxVio 1.50"
     assert f"<strong>analyzed</strong></p><dl><div>{experts}" in shown
-    assert "how seldom two tokens meet in one expert" in shown
+    assert "how rarely two random tokens use the same expert" in shown
     assert "less than" not in shown and "change" not in shown and "Before" not in shown
 
 
