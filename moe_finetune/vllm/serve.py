@@ -125,6 +125,11 @@ def serve(source: str | Path, arguments: Sequence[str]) -> int:
     if is_cpu_build():
         os.environ.update({**CPU_KV_CACHE, **os.environ})
     print(shlex.join(command), file=sys.stderr, flush=True)
+    if not (chosen.uds or chosen.headless):
+        host = "127.0.0.1" if chosen.host == "0.0.0.0" else chosen.host
+        address = f"http://{host}:{chosen.port}"
+        check = shlex.join(["moe-finetune", "verify", str(source), "--served", address])
+        print(f"once it answers, check it: {check}", file=sys.stderr, flush=True)
     return run_server(command)
 
 
