@@ -40,7 +40,8 @@ def sections(nav: list[Any]) -> Iterator[tuple[str, list[str]]]:
 
 def line(page: str) -> str:
     """A page's title, address and first sentence."""
-    lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
+    text = re.sub(r"(?ms)^```.*?^```$", "", (DOCS / page).read_text(encoding="utf-8"))
+    lines = text.splitlines()
     title = lines[0].lstrip("# ")
     prose = [words for words in lines[1:] if words and not re.match(r"[#|`!<\-:]", words)]
     first = re.split(r"(?<=[.:])\s", " ".join(prose[:3]))[0] if prose else ""
