@@ -57,10 +57,11 @@ EVERY_TERM = "every term"
 # Beside all terms at once those whose weights are gathered for them alone, noise, and the bias.
 CASES = (
     *("none", EVERY_TERM, "gshard", "st_moe", "loss_free", "orthogonal_variance_released"),
-    *("erc", "router_orthogonality", *COUPLED),
+    *("erc", "router_orthogonality", "densemixer", *COUPLED),
 )
 SHARDED_ALONE = {
     *(EVERY_TERM, "st_moe", "loss_free", "erc", "coupling above a layer without balance"),
+    "densemixer",
 }
 """Without a checkpointed layer, too; the others are sharded and checkpointed at once."""
 TIED = ("ddp", "both", *SPREAD)
@@ -71,7 +72,10 @@ MEASURED = (EVERY_TERM, "erc")
 
 def modes(case: str) -> list[str]:
     """The modes that are compared with the plain one."""
-    return [mode for mode in MODES[1:] if mode != "sharded" or case in SHARDED_ALONE]
+    chosen = [mode for mode in MODES[1:] if mode != "sharded" or case in SHARDED_ALONE]
+    if case == "densemixer":  # refused where the experts are spread
+        return ["ddp", *(mode for mode in chosen if mode not in SPREAD)]
+    return chosen
 
 
 def method(case: str, table: str) -> dict:
