@@ -16,9 +16,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_finetune.errors import CheckpointError, UnsupportedModelError, did_you_mean
+from moe_finetune.checkpoint.unreadable_formats import check_readable
+from moe_finetune.errors import CheckpointError, did_you_mean
 from moe_finetune.io.checkpoint_files import (
-    COPY_AGAIN,
     GENERATION,
     INDEX,
     SINGLE,
@@ -27,8 +27,7 @@ from moe_finetune.io.checkpoint_files import (
     read_headers,
     tensors_of,
 )
-from moe_finetune.io.config_file import QUANTIZATION, UNQUANTIZED
-from moe_finetune.io.json_file import read_object
+from moe_finetune.io.config_file import QUANTIZATION
 from moe_finetune.io.safetensors_header import FLOATS, INTEGERS, Header, TensorInfo, read_header
 from moe_finetune.models import Family, check_supported, family_of, find_family
 from moe_finetune.models.class_structure import ignored_names, part_of
@@ -57,9 +56,7 @@ _JOINT = ".eh_proj.weight"
 # Config keys for the number of MTP layers.
 _COUNTS = ("num_nextn_predict_layers", "num_mtp_modules", "num_mtp_layers", "mtp_num_hidden_layers")
 _NUMBERED = re.compile(r"layers\\\.(\d+)")
-MODELOPT = "hf_quant_config.json"
 _EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
-_MODELOPT_SCALES = ("input_scale", "weight_scale_2", "k_scale", "v_scale")
 
 
 @dataclass(frozen=True)
@@ -137,7 +134,7 @@ def open_checkpoint(
     files = read_headers(folder)
     check_only_weights(folder, files)
     tensors, quantized = tensors_of(files), None
-    _check_readable(folder, tensors, form)
+    check_readable(folder, tensors, form)
     if form is not None:
         from moe_finetune.checkpoint.stored_tensors import QuantizedTensors
 
@@ -208,7 +205,7 @@ def check_folder(folder: Path, config: Any, values: bool = True) -> None:
     files = read_headers(folder)
     check_only_weights(folder, files)
     tensors = tensors_of(files)
-    _check_readable(folder, tensors)
+    check_readable(folder, tensors)
     names = Names(config, {name: info.shape for name, info in tensors.items()})
     _check_tensors(folder, tensors, names, config)
     if values:
@@ -219,52 +216,6 @@ def _check_values(tensors: Mapping[str, TensorInfo]) -> None:
     from moe_finetune.checkpoint.weight_files import check_values
 
     check_values(tensors.values(), CheckpointError)
-
-
-def _check_readable(folder: Path, tensors: Mapping[str, TensorInfo], form: Any = None) -> None:
-    """Refuse, by tensor names, a format that the reader of ``form`` does not know.
-
-    Without this, scales of another format would be called tensors of another checkpoint.
-    """
-    declared = _modelopt_name(folder)
-    for name in tensors:
-        method = _packed_by(name, tensors, form)
-        if method is None:
-            continue
-        raise UnsupportedModelError(
-            f"{folder}: '{name}' is part of a tensor quantized with {declared or method}, which "
-            f"cannot be read; {UNQUANTIZED} (for merge: --base FOLDER)"
-        )
-
-
-def _packed_by(name: str, tensors: Mapping[str, TensorInfo], form: Any) -> str | None:
-    """The format that the name of a tensor shows, if ``form`` is another one."""
-    stem, _, leaf = name.rpartition(".")
-    if leaf == "qweight":
-        return "GPTQ" if f"{stem}.g_idx" in tensors else "AWQ or GPTQ"
-    if leaf == "scales" and f"{stem}.biases" in tensors:
-        return "MLX"
-    if ".switch_mlp." in name:
-        return "MLX, or in its layout of floats"
-    if form is None and leaf in _MODELOPT_SCALES:
-        return "ModelOpt's FP8 or NVFP4"
-    if leaf.endswith("_scale_inv") and (form is None or leaf != "weight_scale_inv"):
-        return "fp8 in stacks of experts" if leaf != "weight_scale_inv" else "fp8"
-    if form is None and leaf in ("weight_packed", "weight_scale"):
-        return "compressed-tensors"
-    if form is None and leaf.endswith("_blocks") and f"{name[:-7]}_scales" in tensors:
-        return "mxfp4"
-    return None
-
-
-def _modelopt_name(folder: Path) -> str | None:
-    """What ModelOpt's own file declares; such releases may have no ``quantization_config``."""
-    file = folder / MODELOPT
-    if not file.is_file():
-        return None
-    section = read_object(file, CheckpointError, COPY_AGAIN).get("quantization")
-    algorithm = section.get("quant_algo") if isinstance(section, dict) else None
-    return f"ModelOpt's {algorithm or 'format'} ({MODELOPT})"
 
 
 def _check_tensors(

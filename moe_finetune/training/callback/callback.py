@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -39,6 +38,7 @@ from moe_finetune.moe.layers import backbone_of
 from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.recipe.method import Method, resolve_method
 from moe_finetune.training import ranks
+from moe_finetune.training.callback.accumulation_window import AccumulationWindow
 from moe_finetune.training.callback.early_ends import CollapseWatch
 from moe_finetune.training.callback.host_run_folder import HostRun
 from moe_finetune.training.measures.routing_samples import evaluation_metrics, evaluation_sample
@@ -82,50 +82,6 @@ def add_callbacks(trainer: Any, *callbacks: TrainerCallback) -> None:
 def _position(callback: TrainerCallback) -> int:
     names = [kind.__name__ for kind in type(callback).__mro__]
     return next((ORDER.index(name) for name in names if name in ORDER), ORDER.index(""))
-
-
-class AccumulationWindow:
-    """Reads the window from an attached trainer, or computes it; an epoch's last may be shorter."""
-
-    def __init__(self) -> None:
-        self.trainer: Trainer | None = None
-        self._steps = 1
-        self._batches: int | None = None
-        self._current = 1
-
-    def begin(self, args: Any, dataloader: Any, state: Any) -> None:
-        """Record the window at the start of training; detach a trainer of an earlier training."""
-        self._steps = self._current = args.gradient_accumulation_steps
-        self._batches = None
-        if self.trainer is not None and self.trainer.state is not state:
-            self.trainer = None
-        if self.trainer is not None or self._steps == 1:
-            return
-        try:
-            self._batches = len(dataloader)
-        except TypeError:
-            raise ObjectiveError(
-                "gradient accumulation over data of unknown length: call "
-                "callback.attach(trainer) so that the losses are scaled by the real window"
-            ) from None
-        per_epoch = math.ceil(self._batches / self._steps)
-        if state.global_step % per_epoch:
-            raise ObjectiveError(
-                "resuming inside an epoch with gradient accumulation: call "
-                "callback.attach(trainer) so that the losses are scaled by the real window"
-            )
-
-    def step(self, state: Any) -> None:
-        if self._batches is not None:
-            per_epoch = math.ceil(self._batches / self._steps)
-            last = state.global_step % per_epoch == per_epoch - 1
-            self._current = (last and self._batches % self._steps) or self._steps
-
-    def scale(self) -> float:
-        """1 / (micro-batches of the current step)."""
-        if self.trainer is not None:
-            return 1.0 / self.trainer.current_gradient_accumulation_steps
-        return 1.0 / self._current
 
 
 class SpecializationCallback(TrainerCallback, ExportableState):
