@@ -171,6 +171,10 @@ def _verify_served(
 
     if reference_base is not None and reference is None:
         raise RecipeError("--reference-base: is the base of --reference; give that, too")
+    if base_model is not None and reference is not None and reference_base is None:
+        raise RecipeError(
+            "--base-model: is compared with the base's own server here; give --reference-base URL"
+        )
     run = RunFolder(source)
     with terminal().announced("verify"):
         served_model = Served(served, model)

@@ -217,6 +217,10 @@ def test_a_second_server_is_the_reference(folder, models, capsys):
         (["--served", "SERVER", "--prompts", "PROMPTS"], "1 prompts of at least 2 tokens"),
         (["--served", "SERVER", "--base-model", "tuned"], "give it with --base"),
         (["--served", "SERVER", "--reference-base", "SERVER"], "is the base of --reference"),
+        (
+            ["--served", "SERVER", "--base-model", "tuned", "--reference", "SERVER"],
+            "give --reference-base URL",
+        ),
     ],
 )
 def test_wrong_input_is_exit_code_2(folder, models, capsys, tmp_path, arguments, words):
