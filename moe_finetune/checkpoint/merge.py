@@ -20,8 +20,9 @@ from moe_finetune.checkpoint.export import (
 )
 from moe_finetune.checkpoint.exported_bias import plan_bias
 from moe_finetune.checkpoint.open import Checkpoint, open_checkpoint, stale_head
+from moe_finetune.checkpoint.open_adapter import open_adapter
 from moe_finetune.checkpoint.tokenizer_files import GENERATION, for_merge, is_tokenizer_file
-from moe_finetune.checkpoint.updates import OpenAdapter, Replace, open_adapter, parts_in_files
+from moe_finetune.checkpoint.updates import OpenAdapter, Replace, parts_in_files
 from moe_finetune.checkpoint.weight_files import (
     Content,
     Progress,

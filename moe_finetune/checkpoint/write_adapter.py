@@ -1,37 +1,18 @@
-"""Write an adapter of any program in the form that PEFT or programs for transformers 4 read.
+"""Write an adapter of any program in one of the forms of :mod:`moe_finetune.checkpoint.forms`.
 
-The changes stay the same; ranks and scalings may differ. :mod:`moe_finetune.vllm.adapters` has
-vLLM's form.
+The changes stay the same; ranks and scalings may differ.
 """
 
 import json
-import re
-from collections import Counter
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from moe_finetune.checkpoint.adapter_files import BIAS_FILE, CONFIG, METADATA, PREFIX, WEIGHTS
-from moe_finetune.checkpoint.add_updates import Factors
+from moe_finetune.checkpoint.forms import Form
 from moe_finetune.checkpoint.open import open_checkpoint
-from moe_finetune.checkpoint.peft_form import (
-    OF_PACKING,
-    OF_TARGETS,
-    below_factors,
-    modules_to_save,
-    peft_form,
-)
-from moe_finetune.checkpoint.updates import OpenAdapter, Replace, check_adapter, parts_in_files
-from moe_finetune.checkpoint.weight_files import Content, in_memory, read_tensor, write_checkpoint
-from moe_finetune.errors import AdapterError
+from moe_finetune.checkpoint.open_adapter import check_adapter
+from moe_finetune.checkpoint.weight_files import Content, read_tensor, write_checkpoint
 from moe_finetune.io import check_output, one_writer
 from moe_finetune.io.safetensors_header import TensorInfo, build_header
-
-Form = Callable[[OpenAdapter], tuple[dict[str, Any], Mapping[str, TensorInfo]]]
-"""Returns the config, and the tensors by key without PEFT's prefix."""
 
 
 @one_writer
@@ -40,7 +21,7 @@ def convert_adapter(path: str | Path, base: str | Path, output: str | Path, form
     output = Path(output)
     check_output(output)
     adapter = check_adapter(path, open_checkpoint(base, stored=True))
-    config, tensors = form(adapter)
+    config, tensors = form.write(adapter)
     small = {CONFIG: json.dumps(config, indent=2).encode()}
     if (adapter.folder / BIAS_FILE).is_file():
         small[BIAS_FILE] = (adapter.folder / BIAS_FILE).read_bytes()
@@ -56,80 +37,3 @@ def convert_adapter(path: str | Path, base: str | Path, output: str | Path, form
 
 def _content(info: TensorInfo) -> Content:
     return lambda _target: iter([read_tensor(info).contiguous()])
-
-
-def as_peft(adapter: OpenAdapter) -> tuple[dict[str, Any], Mapping[str, TensorInfo]]:
-    """What PEFT reads, with a pair of factors for each stack."""
-    form = peft_form(adapter)
-    return form.config, form.tensors | form.tables
-
-
-@torch.no_grad()
-def as_per_expert(adapter: OpenAdapter) -> tuple[dict[str, Any], Mapping[str, TensorInfo]]:
-    """A pair for each matrix of each expert, under the names in the base's files."""
-    form, base = peft_form(adapter), adapter.base
-    factors, parts = Factors(form), parts_in_files(form)
-    tensors: dict[str, Tensor] = {}
-    scales: dict[str, tuple[int, float]] = {}
-    whole: dict[str, Tensor] = {}
-    for name, part in [(name, part) for name, some in parts.items() for part in some]:
-        update, path = part.update, name.removesuffix(".weight")
-        if isinstance(update, Replace):
-            whole[name] = read_tensor(form.tensors[update.key])
-            if whole[name].shape != base.tensors[name].shape:
-                raise AdapterError(
-                    f"{adapter.folder}: '{update.key}' has no tensor of its own there"
-                )
-            continue
-        if path == name or part.place.expert is not None:
-            raise AdapterError(
-                f"{adapter.folder}: the base's files have '{name}', so that no program has a "
-                f"module for each matrix of '{update.name}'; convert --to peft instead"
-            )
-        scales[path] = update.rank, update.scale
-        left_Or, right_rI = factors.matrices(update, part.slot)
-        pair = {"A.weight": right_rI, "B.weight": left_Or[part.place.rows]}
-        if "lora_embedding" in update.a:
-            pair = {"embedding_A": left_Or.T, "embedding_B": right_rI.T}
-        # Gate and up share their A; in a file each has its own.
-        tensors |= {f"{path}.lora_{key}": factor.clone() for key, factor in pair.items()}
-        if update.magnitude:
-            norms_O = read_tensor(form.tensors[update.magnitude]).float()
-            tensors[f"{path}.lora_magnitude_vector"] = norms_O[part.place.rows].clone()
-    tensors |= {below_factors(name, tensors): value for name, value in whole.items()}
-    in_files = base.names.files
-    tensors |= {in_files[key][0]: read_tensor(table) for key, table in form.tables.items()}
-    trained = base.tensors.keys() - base.untrained
-    root = 0.5 if adapter.config.get("use_rslora") else 1
-    (rank, scale), _ = Counter(scales.values()).most_common(1)[0]
-    others = {_kind(path): value for path, value in scales.items() if value != (rank, scale)}
-    config = {
-        **{k: value for k, value in form.config.items() if k not in OF_PACKING + OF_TARGETS},
-        "init_lora_weights": True,
-        "r": rank,
-        "lora_alpha": scale * float(rank) ** root,
-        "target_modules": _pattern(list(scales)),
-        "target_parameters": None,
-        "modules_to_save": modules_to_save(form, in_files, trained),
-        "rank_pattern": {kind: r for kind, (r, _) in others.items()},
-        "alpha_pattern": {kind: s * float(r) ** root for kind, (r, s) in others.items()},
-    }
-    return config, {key: in_memory(key, tensor) for key, tensor in tensors.items()}
-
-
-def _kind(path: str) -> str:
-    """A regular expression for the module ``path``, the same for all experts of its layer."""
-    return re.sub(r"experts\\\.\d+\\\.", r"experts\\.\\d+\\.", re.escape(path))
-
-
-def _pattern(paths: list[str]) -> str:
-    """A regular expression for exactly these modules."""
-    layers: dict[str, set[str]] = {}
-    for path in paths:
-        first = re.search(r"\\\.(\d+)\\\.", _kind(path))
-        kind = _kind(path) if first is None else _kind(path).replace(first[0], r"\.LAYER\.", 1)
-        layers.setdefault(kind, set()).update([first[1]] if first else [])
-    return "|".join(
-        kind.replace("LAYER", f"(?:{'|'.join(sorted(numbers, key=int))})")
-        for kind, numbers in layers.items()
-    )

@@ -188,14 +188,13 @@ def adapter_and_base(source: Path, base: str | None) -> tuple[Path, Path]:
 
 
 def _convert_adapter(source: Path, to: AdapterForm, base: str | None, output: Path) -> Path:
-    from moe_finetune.checkpoint.write_adapter import as_peft, as_per_expert, convert_adapter
+    from moe_finetune.checkpoint.forms import FORMS
+    from moe_finetune.checkpoint.write_adapter import convert_adapter
     from moe_finetune.models.family_lookup import warn_of_plugins
-    from moe_finetune.vllm.adapters import convert_for_vllm
 
     warn_of_plugins(source)
     adapter, folder = adapter_and_base(source, base)
-    form = {"peft": as_peft, "per-expert": as_per_expert, "vllm": convert_for_vllm}[to.value]
-    return convert_adapter(adapter, folder, output, form)
+    return convert_adapter(adapter, folder, output, FORMS[to.value])
 
 
 @app.command()

@@ -14,9 +14,9 @@ from transformers import TextStreamer
 from moe_finetune.checkpoint.adapter_files import CONFIG
 from moe_finetune.checkpoint.load import forget_generation_defaults, load_model
 from moe_finetune.checkpoint.open import open_checkpoint
+from moe_finetune.checkpoint.open_adapter import open_adapter
 from moe_finetune.checkpoint.peft_form import with_adapter
 from moe_finetune.checkpoint.tokenizer_files import has_tokenizer, reply_ends
-from moe_finetune.checkpoint.updates import open_adapter
 from moe_finetune.errors import DataError
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.models.loading import load_tokenizer, local_folder

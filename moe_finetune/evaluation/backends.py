@@ -103,7 +103,7 @@ def open_backend(
         return Backend("server", lm, identity, str(checkpoint), settings, 64, notes)
     from moe_finetune.checkpoint.dense_checkpoint import is_dense, open_dense, refuse_adapter
     from moe_finetune.checkpoint.open import open_checkpoint
-    from moe_finetune.checkpoint.updates import check_adapter
+    from moe_finetune.checkpoint.open_adapter import check_adapter
     from moe_finetune.models.loading import local_folder
 
     folder = local_folder(checkpoint)

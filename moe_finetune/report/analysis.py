@@ -83,7 +83,7 @@ def analyze(
             write_analysis(trace_path, folder, output)
         return RunFolder(output).page
     from moe_finetune.checkpoint.open import open_checkpoint
-    from moe_finetune.checkpoint.updates import check_adapter
+    from moe_finetune.checkpoint.open_adapter import check_adapter
     from moe_finetune.models.loading import load_tokenizer, local_folder
     from moe_finetune.routing.tracing_checkpoint import record
 

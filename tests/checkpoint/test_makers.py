@@ -17,11 +17,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from moe_finetune.checkpoint import updates
+from moe_finetune.checkpoint import open_adapter
 from moe_finetune.checkpoint.factor_layout import as_a
+from moe_finetune.checkpoint.forms import FORMS
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.verify import verify_merge
-from moe_finetune.checkpoint.write_adapter import as_peft, convert_adapter
+from moe_finetune.checkpoint.write_adapter import convert_adapter
 from moe_finetune.cli import main
 from moe_finetune.errors import AdapterError, NumericsError
 from tests.checkpoint import helpers
@@ -97,7 +98,7 @@ def check(base, adapter, wanted, tmp_path):
     merged = tmp_path / f"merged_{base.name}"
     merge_adapter(base, adapter, merged)
     same(logits(helpers.load(merged)), wanted)
-    folder = convert_adapter(adapter, base, tmp_path / f"peft_{adapter.name}", as_peft)
+    folder = convert_adapter(adapter, base, tmp_path / f"peft_{adapter.name}", FORMS["peft"])
     same(logits(helpers.with_adapter(base, folder)), wanted)
     verify_merge(base, adapter, merged)
 
@@ -167,14 +168,14 @@ def test_verify_shares_no_mistake_of_the_reader(bases, adapters, layout, tmp_pat
         adapter, _ = fused(base, tmp_path / "adapter", not old, old, **config)
     merge_adapter(base, adapter, tmp_path / "right")
     verify_merge(base, adapter, tmp_path / "right")
-    by_name = updates.targets_by_name
+    by_name = open_adapter.targets_by_name
 
     def twice(*args):
         targets, expected = by_name(*args)
         return [replace(target, scale=2 * target.scale) for target in targets], expected
 
-    monkeypatch.setattr(updates, "as_a", lambda vectors: as_a(vectors.roll(1, 0)))
-    monkeypatch.setattr(updates, "targets_by_name", twice)
+    monkeypatch.setattr(open_adapter, "as_a", lambda vectors: as_a(vectors.roll(1, 0)))
+    monkeypatch.setattr(open_adapter, "targets_by_name", twice)
     merge_adapter(base, adapter, tmp_path / "wrong")
     with pytest.raises(NumericsError, match=r"report (this as )?a bug"):
         verify_merge(base, adapter, tmp_path / "wrong")

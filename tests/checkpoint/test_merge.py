@@ -9,11 +9,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from moe_finetune.checkpoint.forms import FORMS
 from moe_finetune.checkpoint.load import load_model
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.checkpoint.verify import verify_merge
-from moe_finetune.checkpoint.write_adapter import as_peft, convert_adapter
+from moe_finetune.checkpoint.write_adapter import convert_adapter
 from moe_finetune.errors import (
     AdapterError,
     MoeFinetuneError,
@@ -284,7 +285,7 @@ def test_chosen_experts(bases, adapters, family, tmp_path):
                 before, after, whole = (table[name] for table in tables)
                 assert torch.equal(after, whole if expert in chosen.get(layer, ()) else before)
                 assert not torch.equal(before, whole)
-    ordinary = convert_adapter(small, base, tmp_path / "ordinary", as_peft)
+    ordinary = convert_adapter(small, base, tmp_path / "ordinary", FORMS["peft"])
     wanted = logits(helpers.with_adapter(base, ordinary))
     assert_same(logits(helpers.load(tmp_path / family)), wanted)
 

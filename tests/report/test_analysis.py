@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_finetune import cli
-from moe_finetune.checkpoint import updates
+from moe_finetune.checkpoint import open_adapter
 from moe_finetune.checkpoint.load import load_model
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.checkpoint.peft_form import with_adapter
@@ -148,10 +148,12 @@ def test_an_adapter_changes_what_is_recorded(tmp_path, tiny_checkpoint, texts):
     base = tiny_checkpoint("olmoe")
     adapter = random_adapter(base, tmp_path / "adapter", scale=0.2)
     analyze(base, tmp_path / "base", texts)
-    with patch.object(updates, "read_adapter", wraps=updates.read_adapter) as opened:
+    with patch.object(open_adapter, "read_adapter", wraps=open_adapter.read_adapter) as opened:
         analyze(base, tmp_path / "adapted", texts, adapter=adapter)
     opened.assert_called_once()
-    model = with_adapter(load_model(base), updates.check_adapter(adapter, open_checkpoint(base)))
+    model = with_adapter(
+        load_model(base), open_adapter.check_adapter(adapter, open_checkpoint(base))
+    )
     trace = RoutingTrace.open(tmp_path / "adapted" / "trace")
     ids = trace.load("token_ids")[trace.load("seq") == 0].astype(np.int64)
     seen = []

@@ -15,13 +15,14 @@ from safetensors.torch import save_file
 
 from moe_finetune import cli
 from moe_finetune.checkpoint.adapter_files import read_adapter
+from moe_finetune.checkpoint.forms import FORMS
 from moe_finetune.checkpoint.open import open_checkpoint
-from moe_finetune.checkpoint.updates import open_adapter
+from moe_finetune.checkpoint.open_adapter import open_adapter
 from moe_finetune.checkpoint.write_adapter import convert_adapter
 from moe_finetune.errors import AdapterError, CheckpointError, EvaluationError, RecipeError
 from moe_finetune.evaluation.backends import open_backend
 from moe_finetune.evaluation.server import server_models
-from moe_finetune.vllm.adapters import convert_for_vllm, serve_line
+from moe_finetune.vllm.adapters import serve_line
 from moe_finetune.vllm.serve import open_merged, serve_command
 from tests.checkpoint.helpers import EXPERTS, select
 from tests.checkpoint.helpers import adapter as random_adapter
@@ -120,8 +121,8 @@ def test_a_used_port_is_refused_before_anything_starts(capsys, tiny_checkpoint, 
 
 def converted(adapter, base, tmp_path):
     """The adapter in vLLM's form."""
-    convert_for_vllm(open_adapter(adapter, open_checkpoint(base)))  # refused here if it has none
-    return read_adapter(convert_adapter(adapter, base, tmp_path / "converted", convert_for_vllm))
+    FORMS["vllm"].write(open_adapter(adapter, open_checkpoint(base)))  # refused here if it has none
+    return read_adapter(convert_adapter(adapter, base, tmp_path / "converted", FORMS["vllm"]))
 
 
 def test_the_printed_line_serves_a_converted_adapter(tmp_path, tiny_checkpoint, capsys):
@@ -346,12 +347,10 @@ def test_vllm_reads_a_converted_adapter(tmp_path, tiny_checkpoint):
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 
-    from moe_finetune.checkpoint.write_adapter import as_per_expert
-
     base = tiny_checkpoint("qwen3_moe")
     adapter = random_adapter(base, tmp_path / "adapter", target_parameters=list(EXPERTS))
-    split = convert_adapter(adapter, base, tmp_path / "split", as_per_expert)
-    out = convert_adapter(split, base, tmp_path / "vllm", convert_for_vllm)
+    split = convert_adapter(adapter, base, tmp_path / "split", FORMS["per-expert"])
+    out = convert_adapter(split, base, tmp_path / "vllm", FORMS["vllm"])
     helper = PEFTHelper.from_local_dir(str(out), None)
     names = {"q_proj", "k_proj", "v_proj", "o_proj", "experts"}
     loras = LoRAModel.from_local_checkpoint(

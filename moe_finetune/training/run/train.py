@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback, set_seed
 
 from moe_finetune.checkpoint.adapter_files import PREFIX
-from moe_finetune.checkpoint.updates import check_adapter
+from moe_finetune.checkpoint.open_adapter import check_adapter
 from moe_finetune.checkpoint.weight_files import read_tensor
 from moe_finetune.errors import AdapterError, DiskSpaceError
 from moe_finetune.io.run_folder import RunFolder

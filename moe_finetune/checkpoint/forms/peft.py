@@ -1,0 +1,18 @@
+"""PEFT's own form over transformers' classes: a pair of factors for each stack of experts."""
+
+from moe_finetune.checkpoint.forms.form import Form, Written
+from moe_finetune.checkpoint.peft_form import peft_form
+from moe_finetune.checkpoint.updates import OpenAdapter
+
+
+def write(adapter: OpenAdapter) -> Written:
+    """What PEFT reads, with a pair of factors for each stack."""
+    form = peft_form(adapter)
+    return form.config, form.tensors | form.tables
+
+
+FORM = Form(
+    readers="PEFT 0.19 and later with transformers 5, TRL, axolotl, LLaMA-Factory",
+    loses="nothing; experts that were not chosen have zeros",
+    write=write,
+)
