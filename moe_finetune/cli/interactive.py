@@ -2,28 +2,37 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moe_finetune.cli.app import RecipeItems, app, split_items
 
+if TYPE_CHECKING:
+    from moe_finetune.training.before.starter_recipe import Answers
+
 
 @app.command()
 def init(
-    checkpoint: Annotated[
-        str | None, typer.Argument(help="Checkpoint folder or hub id.", show_default=False)
+    items: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CHECKPOINT] [key.path=value ...]",
+            help="Checkpoint folder or hub id, and keys of the recipe.",
+            show_default=False,
+        ),
     ] = None,
     data: Annotated[
         str | None, typer.Option("--data", help="Rows to learn from: file, folder or hub id.")
     ] = None,
     validation: Annotated[
-        str | None, typer.Option("--validation", help="Rows to measure on.")
+        str | None,
+        typer.Option("--validation", help="Rows to measure on; default: a tenth of the rows."),
     ] = None,
     method: Annotated[
-        str | None,
-        typer.Option("--method", help="A preset; default: orthogonal_variance (sft) or none."),
+        str | None, typer.Option("--method", help="A preset; default: none, no added loss.")
     ] = None,
     suite: Annotated[str | None, typer.Option("--suite", help="Tasks to evaluate.")] = None,
     stage: Annotated[
@@ -45,52 +54,103 @@ def init(
     """
     from moe_finetune.errors import RecipeError
     from moe_finetune.recipe.stages import STARTERS
+    from moe_finetune.recipe.yaml_tree import load_tree
 
+    words, overrides = split_items(items or [])
+    values = load_tree([], overrides).values
+    stage = str(values.get("stage", stage))
+    if len(words) > 1:
+        raise RecipeError(f"{words[1]}: expected one checkpoint, then keys such as lora.rank=8")
     if stage not in STARTERS:
         raise RecipeError(f"--stage {stage}: init writes recipes for {', '.join(STARTERS)}")
     if gpu is not None and not 0 < gpu < 1e6:
         raise RecipeError(f"--gpu: must be the GiB of one GPU, such as 24, not {gpu:g}")
+    checkpoint = words[0] if words else _of(values, "model", "path")
+    has_rows = data is not None or _of(values, "data", "train") is not None
+    asks = sys.stdin.isatty()
+    if not asks and (checkpoint is None or not has_rows):
+        missing = "CHECKPOINT" if checkpoint is None else "--data"
+        raise RecipeError(f"{missing}: required, because there is no terminal to ask on")
     from moe_finetune.losses.presets import PRESETS
-    from moe_finetune.report.end_of_run import listed, program
     from moe_finetune.training.before.starter_recipe import (
+        HELD_OUT,
         Answers,
         check_method,
         describe,
-        layout,
         write_starter,
     )
 
-    asks = sys.stdin.isatty()
-    if not asks and (checkpoint is None or data is None):
-        missing = "CHECKPOINT" if checkpoint is None else "--data"
-        raise RecipeError(f"{missing}: required, because there is no terminal to ask on")
     if checkpoint is None:
         checkpoint = _ask("Checkpoint (folder or hub id)", describe)
     print(describe(checkpoint)[0])
-    if data is None:
-        data = _ask("Rows to learn from (file, folder or hub id)", lambda name: layout(name, stage))
-        rows = lambda name: name and layout(name, stage)  # noqa: E731
-        validation = validation or _ask("Rows to measure on", rows, default="") or None
-    if method is None and asks:
+    answers = Answers(checkpoint, data, validation or HELD_OUT, method or "none", suite, stage,
+                      tuple(overrides))  # fmt: skip
+    if not has_rows:
+        read = lambda name: replace(answers, data=name).rows  # noqa: E731
+        answers = replace(answers, data=_ask("Rows to learn from (file, folder or hub id)", read))
+        if validation is None and _of(values, "data", "validation") is None:
+            question = "Rows to measure on (a file, or the share to hold out)"
+            check = lambda name: _share(name) or not name or read(name)  # noqa: E731
+            measured = _ask(question, check, default=str(HELD_OUT))
+            answers = replace(answers, validation=_share(measured) or measured or None)
+    if method is None and asks and _of(values, "method", "preset") is None:
         for preset in PRESETS.values():
             print(f"  {preset.name:<34}{preset.shows}")
-        method = _ask("Method", check_method, default=STARTERS[stage])
-    answers = Answers(checkpoint, data, validation, method, suite, stage)
+        answers = replace(answers, method=_ask("Method", check_method, default="none"))
     warning = write_starter(answers, output, gpu)
-    names = (name for name in ("first", "second", "third") if not Path("runs", name).exists())
-    run = f"runs/{next(names, output.stem)}"
-    train = [program(), "train", str(output), "--output", run]
-    fits = [*train, "--dry-run"]
-    if gpu is not None:
-        fits = [program(), "inspect", checkpoint, "--recipe", str(output), "--gpu", f"{gpu:g}"]
-    following = [
-        ("see the tokenized rows", [program(), "preview", str(output)]),
-        ("see whether it fits", fits),
-        ("train", train),
-    ]
     if warning:
         print(f"warning: {warning}", file=sys.stderr)
-    print(f"recipe: {output}\n\n{listed(following)}")
+    print(f"recipe: {output}\n\n{_following(answers, output, gpu)}")
+
+
+def _of(values: dict[str, Any], section: str, key: str) -> Any:
+    """A key of a section of overrides, or None."""
+    inside = values.get(section)
+    return inside.get(key) if isinstance(inside, dict) else None
+
+
+def _share(text: str) -> float | None:
+    """The share of rows to hold out, if ``text`` is one."""
+    try:
+        share = float(text)
+    except ValueError:
+        return None
+    return share if 0 < share < 1 else None
+
+
+def _following(answers: "Answers", recipe: Path, gpu: float | None) -> str:
+    """The next commands: look, train, and the run to compare with."""
+    from moe_finetune.io.next_commands import listed, program
+    from moe_finetune.training.before.starter_recipe import LOSSES
+
+    names = (name for name in ("first", "second", "third") if not Path("runs", name).exists())
+    first, second = (f"runs/{next(names, f'{recipe.stem}{n}')}" for n in ("", "-2"))
+    train = [program(), "train", str(recipe)]
+    fits = [*train, "--output", first, "--dry-run"]
+    if gpu is not None:
+        fits = [
+            program(),
+            "inspect",
+            answers.checkpoint,
+            "--recipe",
+            str(recipe),
+            "--gpu",
+            f"{gpu:g}",
+        ]
+    lines = [
+        ("see the tokenized rows", [program(), "preview", str(recipe)]),
+        ("see whether it fits", fits),
+        ("train", [*train, "--output", first]),
+    ]
+    if answers.has_second_run:
+        plain = answers.preset == "none"
+        other = LOSSES if plain else ["method=none"]
+        runs = [first, second] if plain else [second, first]
+        lines += [
+            ("with the other method", [*train, *other, "--output", second]),
+            ("compare both", [program(), "report", *runs, "--output", "runs/both"]),
+        ]
+    return listed(lines)
 
 
 def _ask(question: str, check: Callable[[str], object], default: str | None = None) -> str:

@@ -100,8 +100,8 @@ def checkpointing(trainer: Mapping[str, Any], default: bool) -> bool:
     return bool(next((value for value in values if value is not None), default))
 
 
-STARTERS = {"sft": "orthogonal_variance", "dpo": "none", "grpo": "none"}
-"""Stages that ``init`` writes a recipe for, and the default method of each."""
+STARTERS = ("sft", "dpo", "grpo")
+"""Stages that ``init`` writes a recipe for."""
 
 LIMITS = {
     "learning_rate": Field(ge=0, le=1),  # above 1 every optimizer here soon gives NaN weights

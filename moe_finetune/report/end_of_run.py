@@ -1,8 +1,6 @@
 """The outcome of a run: its scores, the changes in the experts, and the next commands."""
 
 import math
-import os
-import shlex
 import shutil
 import sys
 import textwrap
@@ -10,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from moe_finetune.evaluation.score import Score
+from moe_finetune.io.next_commands import listed, program
 from moe_finetune.io.run_folder import RESULTS_FILE
 from moe_finetune.io.terminal import terminal
 from moe_finetune.io.text_tables import aligned
@@ -19,7 +18,6 @@ from moe_finetune.report.read_runs import read_results, read_runs
 from moe_finetune.report.sections.answer import answer_text
 
 WIDTH = 100
-PROGRAM = "moe-finetune"
 
 
 def score_table(scores: Mapping[str, Mapping[str, Score]]) -> str:
@@ -82,15 +80,3 @@ def next_commands(page: Path | None, run: Path, start: Sequence[str] = ()) -> st
     if start:
         lines.append(("train on your own data", [program(), *start]))
     return listed(lines)
-
-
-def listed(commands: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """Commands to paste, each after what it is for."""
-    return "\n".join(["next:", *(f"  {what:<24}{shlex.join(words)}" for what, words in commands)])
-
-
-def program() -> str:
-    """How the user's shell starts this program: by its path where its folder is not on PATH."""
-    called = sys.argv[0]
-    by_path = os.sep in called and Path(called).name == PROGRAM
-    return called if by_path and shutil.which(PROGRAM) is None else PROGRAM

@@ -2,8 +2,9 @@
 
 import json
 
+from moe_finetune.io.next_commands import listed, program
 from moe_finetune.io.terminal import Terminal, use_terminal
-from moe_finetune.report.end_of_run import end_run, listed, next_commands, program
+from moe_finetune.report.end_of_run import end_run, next_commands
 
 
 def _run(folder, score, overlap, losses):

@@ -3,89 +3,140 @@
 import itertools
 import math
 import textwrap
-from bisect import bisect_left
-from collections.abc import Sequence
-from copy import deepcopy
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
-from moe_finetune.data.preference_and_prompt_rows import FIELDS, StageFormer
-from moe_finetune.data.sources import SourceReader, read_rows
+from moe_finetune.data.preference_and_prompt_rows import FIELDS, READ_BY, StageFormer
+from moe_finetune.data.sources import SourceReader, listed
 from moe_finetune.errors import RecipeError, did_you_mean
 from moe_finetune.evaluation.suites import load_suite
 from moe_finetune.io.atomic import refuse_existing, write_new
+from moe_finetune.io.row_files import Row
+from moe_finetune.io.split_files import has_validation
 from moe_finetune.io.terminal import terminal
 from moe_finetune.losses.presets import PRESETS
-from moe_finetune.models.loading import open_config
-from moe_finetune.recipe.data import DataSection, DataSource
+from moe_finetune.models.loading import load_tokenizer, local_folder, open_config
+from moe_finetune.recipe.data import DataSection
 from moe_finetune.recipe.method import WEIGHTED, resolve_method
 from moe_finetune.recipe.schema import recipe_from_tree
-from moe_finetune.recipe.stages import STAGES, STARTERS
-from moe_finetune.recipe.yaml_tree import Tree
-from moe_finetune.training.memory.plan import (
-    GIB,
-    MemoryPlan,
-    machine_bytes,
-    plan_recipe,
-)
+from moe_finetune.recipe.stages import STAGES
+from moe_finetune.recipe.yaml_tree import Tree, load_tree, merge_mappings
+from moe_finetune.training.before.smaller_steps import EVALUATED, Line, memory_changes, replaced
+from moe_finetune.training.memory.plan import GIB, machine_bytes
 from moe_finetune.training.memory.step_bytes import Device
 
 SMALL = 1 << 20
 """Hidden size x experts x MoE layers below which float32 is cheap enough to be the default."""
-
-
-Change = tuple[dict[str, Any], str]
-Line = tuple[str, Any, str]
-"""A key of the recipe, its value, and the reason."""
-
 GROUP = 8
 """Completions of a prompt in a starter for rewards."""
 FEW_STEPS = 100
 """Below which a starter says that a run hardly changes a model."""
+READ = 32 * FEW_STEPS
+"""Rows that a starter is made from: enough to count the steps if they are few."""
+HELD_OUT = 0.1
+"""Share of the rows that a starter holds out for validation."""
+LOSSES = ("method=orthogonal_variance", "method.share=recommended")
+"""Overrides of the run that a starter without added losses is compared with."""
+SHORT_COMPLETION, LONG_COMPLETION = 64, 512
+"""Tokens of a completion: at least, and where the model may reason before it answers."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """The inputs of a starter recipe: the options of ``init``."""
+    """The inputs of a starter recipe: the options and overrides of ``init``.
+
+    Attributes:
+        data: rows to learn from; None if an override has them.
+        validation: rows, or the share of the rows that is held out; None for neither.
+        overrides: ``key.path=value``, which win over everything else.
+    """
 
     checkpoint: str
-    data: str
-    validation: str | None = None
-    method: str | None = None
+    data: str | None = None
+    validation: str | float | None = HELD_OUT
+    method: str = "none"
     suite: str | None = None
     stage: str = "sft"
+    overrides: tuple[str, ...] = ()
+
+    @cached_property
+    def overridden(self) -> Tree:
+        """The values of the overrides."""
+        return load_tree([], self.overrides)
 
     @property
     def preset(self) -> str:
-        return self.method or STARTERS[self.stage]
+        """The method's preset, also of an override."""
+        return str((self.overridden.values.get("method") or {}).get("preset", self.method))
 
+    @property
+    def has_second_run(self) -> bool:
+        """Whether a run with another method is advised: shares are measured for sft."""
+        return self.stage == "sft"
 
-# Changes of a starter's values that make a step smaller, with their reasons.
-_CHECKPOINTING = (
-    {"trainer.gradient_checkpointing": True},
-    "activations are computed twice instead of kept",
-)
-_EVALUATED = "trainer.per_device_eval_batch_size"
-_ONE_ROW = "trainer.per_device_train_batch_size", "trainer.gradient_accumulation_steps"
-_AUTO_RANK = (
-    {"lora.parts.experts.rank": "auto"},
-    "rank / experts a token, at least 4: smaller factors",
-)
-_SHORTER = (
-    {"data.max_length": 512, "data.overlong": "drop"},
-    "longer rows are left out; 'moe-finetune preview' counts them",
-)
-_SHORTER_COMPLETIONS = (
-    {"data.max_length": 768, "trainer.max_completion_length": 256},
-    "longer prompts are left out, longer completions are cut",
-)
-_OFFLOADED = ({"model.offload": "experts"}, "frozen experts wait in the host's memory")
-_QUANTIZED = ({"model.quantization": "nf4"}, "frozen weights in 4 bits")
+    def tree(self, values: dict[str, Any]) -> Tree:
+        """The values of a recipe with the overrides."""
+        tree = Tree(values)
+        tree.merge(self.overridden)
+        return tree
+
+    @cached_property
+    def section(self) -> DataSection:
+        """The ``data`` section; overrides say, for example, what the rows' fields are called."""
+        values: dict[str, Any] = {
+            "stage": self.stage,
+            "model": {"path": self.checkpoint},
+            "data": {} if self.data is None else {"train": self.data},
+        }
+        if self.stage == "grpo":
+            values["rewards"] = ["exact_match"]  # required, and not known before rows are read
+        return recipe_from_tree(self.tree(values)).data
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """The first rows, in the form of the stage."""
+        rows: list[Row] = []
+        for reader in self._readers:
+            rows += [row for _, row in itertools.islice(reader, READ - len(rows))]
+        return rows
+
+    @cached_property
+    def _readers(self) -> list[SourceReader]:
+        stage = STAGES[self.stage]
+        return [
+            SourceReader(
+                source,
+                self.section,
+                former=None
+                if stage.form == "tokens"
+                else StageFormer(stage, source.columns or self.section.columns),
+            )
+            for source in listed(self.section.train, "train")
+        ]
+
+    @property
+    def layout(self) -> str:
+        """The detected layout of the rows."""
+        if (form := STAGES[self.stage].form) != "tokens":
+            return ", ".join(FIELDS[form])
+        assert self.rows  # reading them detects it
+        formers = [reader.former for reader in self._readers]
+        return "; ".join(dict.fromkeys(former.detected or former.form for former in formers))
+
+    @property
+    def held_out(self) -> str | float | None:
+        """The validation data: a share only of different rows, and only without files of it."""
+        share = isinstance(self.validation, float)
+        files = any(has_validation(source.path) for source in listed(self.section.train, "train"))
+        if share and (files or all(row == self.rows[0] for row in self.rows)):
+            return None
+        return self.validation
 
 
 def describe(checkpoint: str) -> tuple[str, Any, Any]:
@@ -100,104 +151,137 @@ def describe(checkpoint: str) -> tuple[str, Any, Any]:
     return summary, family, config
 
 
-def starter(answers: Answers, changes: Sequence[Line] = (), gpu: float | None = None) -> str:
-    """The recipe as YAML, with a reason for every line.
-
-    ``changes``: values with which a step fits; ``gpu``: GiB of the GPU it is for, or this
-    machine's.
-    """
-    check_method(answers.preset)
+def starter(answers: Answers, changes: Sequence[Line] = ()) -> str:
+    """The recipe as YAML, with a reason for every line; ``changes`` make a step fit."""
     summary, family, config = describe(answers.checkpoint)
     text = config.get_text_config()
     small = text.hidden_size * family.places(text).num_experts * text.num_hidden_layers < SMALL
-    preset, stage = PRESETS[answers.preset], STAGES[answers.stage]
-    # Of preferences, both answers are in a batch; of prompts, a group of completions.
-    rows = {"dpo": 2, "grpo": GROUP}.get(answers.stage, 4)
-    step = 8 * GROUP if answers.stage == "grpo" else 32
     dtype = ("float32", "small enough") if small else ("bfloat16", "losses are in float32")
+    stage = STAGES[answers.stage]
     lines: list[Line] = []
     if answers.stage != "sft":
         lines.append(("stage", answers.stage, f"TRL's {stage.trainer}"))
     lines += [
         ("model.path", answers.checkpoint, summary),
         ("model.dtype", *dtype),
-        ("method.preset", preset.name, f"should show: {preset.shows}"),
-    ]
-    if preset.recommended and answers.stage == "sft":
-        why = "measured, see docs/methods.md; a number is each loss's share; left out: the paper's"
-        lines.append(("method.share", "recommended", why))
-    elif not set(preset.terms) <= set(WEIGHTED):
-        why = "each loss's gradient over that of the trainer's loss; left out: the paper's weights"
-        lines.append(("method.share", 0.1, why))
-    routers = ("frozen", "no loss of the method trains routers")
-    if resolve_method(preset.name).trains_routers:
-        routers = ("full", "losses on routers need it; vLLM serves the merged model")
-    lines += [
+        *_method_lines(answers),
         ("lora.rank", 16, "of attention and experts: lora.targets"),
-        ("lora.alpha", 64, "alpha / rank scales the adapter; 4 here, 1 to 2 in PEFT and axolotl"),
-        ("router.train", *routers),
-        ("data.train", answers.data, layout(answers.data, answers.stage)),
+        (
+            "lora.alpha",
+            _alpha(answers),
+            "alpha / rank scales the adapter; 4 here, 1 to 2 in PEFT and axolotl",
+        ),
+        ("router.train", *_routers(answers)),
+        ("data.train", answers.data, answers.layout),
     ]
-    if answers.validation is not None:
-        lines.append(("data.validation", answers.validation, "measured before, during and after"))
+    if answers.held_out is not None:
+        share = "this share of the rows, " if isinstance(answers.held_out, float) else ""
+        why = f"{share}measured before, during and after"
+        lines.append(("data.validation", answers.held_out, why))
     lines.append(("data.max_length", 2048, "tokens; 'moe-finetune preview' shows what rows become"))
     if answers.stage == "grpo":
-        lines.append(("rewards", [_reward(answers.data)], "1 for a right completion, else 0"))
-    lines += [
-        ("trainer.num_train_epochs", 1, _steps(answers, step, stage.config)),
-    ]
-    if answers.stage == "grpo":
-        lines += [
-            ("trainer.num_generations", GROUP, "completions of a prompt, compared with each other"),
-            ("trainer.max_completion_length", 512, "tokens; data.max_length has prompt and answer"),
-            ("trainer.learning_rate", 1e-5, "a tenth of what LoRA takes for sft"),
-        ]
-    elif answers.stage == "dpo":
-        lines += [
-            ("trainer.learning_rate", 1e-5, "a tenth of what LoRA takes for sft"),
-            ("trainer.beta", 0.1, "how much the model may leave its reference; smaller: more"),
-        ]
-    else:
-        lines.append(("trainer.learning_rate", 1e-4, "usual for LoRA; 2e-4 for few rows"))
-    lines += [
-        ("trainer.per_device_train_batch_size", rows, "more if the memory has room"),
-        ("trainer.gradient_accumulation_steps", step // rows, f"{step} rows a step on one device"),
-        ("trainer.seed", 42, "of the adapter, the order of rows and dropout"),
-    ]
-    if answers.validation is not None:
-        lines.append((_EVALUATED, rows, "of data.validation at once; left out: 8"))
+        lines.append(("rewards", [_reward(answers.rows[0])], "1 for a right completion, else 0"))
+    lines += _trainer_lines(answers)
     if answers.suite is not None:
         lines.append(
             ("evaluation.suite", answers.suite, "the tuned model is scored, then its base")
         )
-    for key, value, why in changes:
-        position = next((i for i, line in enumerate(lines) if line[0] == key), None)
-        size = f"{gpu or machine_bytes() / GIB:.3g} GiB: {why}"
-        if position is None:
-            section = key.split(".")[0]
-            position = max(i for i, line in enumerate(lines) if line[0].startswith(section))
-            lines.insert(position + 1, (key, value, size))
-        else:
-            lines[position] = (key, value, size)
+    for change in changes:
+        lines = replaced(lines, change)
+    for key, value in _leaves(answers.overridden.values):
+        lines = replaced(lines, (key, value, "as given to init"))
     return _written(lines)
 
 
-def _steps(answers: Answers, step: int, config: str) -> str:
+def _method_lines(answers: Answers) -> Iterator[Line]:
+    check_method(answers.preset)
+    preset = PRESETS[answers.preset]
+    yield "method.preset", preset.name, f"should show: {preset.shows}"
+    if preset.recommended and answers.stage == "sft":
+        why = "measured, see docs/methods.md; a number is each loss's share; left out: the paper's"
+        yield "method.share", "recommended", why
+    elif not set(preset.terms) <= set(WEIGHTED):
+        why = "each loss's gradient over that of the trainer's loss; left out: the paper's weights"
+        yield "method.share", 0.1, why
+
+
+def _routers(answers: Answers) -> tuple[str, str]:
+    method = answers.tree({"method": {"preset": answers.preset}}).values["method"]
+    if resolve_method(method).trains_routers:
+        return "full", "losses on routers need it; vLLM serves the merged model"
+    return "auto", "frozen: no loss of the method trains routers"
+
+
+def _alpha(answers: Answers) -> int:
+    """Four times the rank, also of an override."""
+    lora = answers.overridden.values.get("lora")
+    rank = lora.get("rank") if isinstance(lora, dict) else None
+    return 4 * (rank if isinstance(rank, int) else 16)
+
+
+def _trainer_lines(answers: Answers) -> Iterator[Line]:
+    # Of preferences, both answers are in a batch; of prompts, a group of completions.
+    rows = {"dpo": 2, "grpo": GROUP}.get(answers.stage, 4)
+    step = 8 * GROUP if answers.stage == "grpo" else 32
+    yield "trainer.num_train_epochs", 1, _steps(answers, step)
+    if answers.stage == "grpo":
+        why = "completions of a prompt, compared with each other"
+        yield "trainer.num_generations", GROUP, why
+        if answers.held_out is not None:
+            yield "trainer.num_generations_eval", 1, "completions of a prompt of data.validation"
+        yield "trainer.max_completion_length", *_completion(answers)
+    if answers.stage == "sft":
+        yield "trainer.learning_rate", 1e-4, "usual for LoRA; 2e-4 for few rows"
+    else:
+        yield "trainer.learning_rate", 1e-5, "a tenth of what LoRA takes for sft"
+    if answers.stage == "dpo":
+        yield "trainer.beta", 0.1, "how much the model may leave its reference; smaller: more"
+    yield "trainer.per_device_train_batch_size", rows, "more if the memory has room"
+    why = f"{step} rows a step on one device"
+    yield "trainer.gradient_accumulation_steps", step // rows, why
+    yield "trainer.seed", 42, "of the adapter, the order of rows and dropout"
+    if answers.held_out is not None:
+        yield EVALUATED, rows, "of data.validation at once; left out: 8"
+
+
+def _steps(answers: Answers, step: int) -> str:
     """How many steps an epoch is if they are few, else what else the section takes."""
     size = 8 if answers.stage == "grpo" else step
-    rows = sum(1 for _ in itertools.islice(read_rows(answers.data), FEW_STEPS * size))
-    steps = math.ceil(rows / size)
-    if steps >= FEW_STEPS:
-        return f"trainer takes any field of TRL's {config}"
+    rows = len(answers.rows)
+    trained = rows - round(rows * answers.held_out if isinstance(answers.held_out, float) else 0)
+    steps = math.ceil(trained / size)
+    if steps >= FEW_STEPS * (1 - HELD_OUT):
+        return f"trainer takes any field of TRL's {STAGES[answers.stage].config}"
     return (
         f"{steps} step{'s' * (steps > 1)} of these {rows} rows, which change little; more epochs do"
     )
 
 
-def _reward(data: str) -> str:
-    """The reward that reads a field of the first row."""
-    _, row = next(iter(read_rows(data)))
+def _reward(row: Row) -> str:
+    """The reward that reads a field of a row."""
     return "code" if "tests" in row else "exact_match"
+
+
+def _completion(answers: Answers) -> tuple[int, str]:
+    """The longest completion in tokens: by the rows' answers, unless the model may reason first."""
+    prompts = (row["prompt"] for row in answers.rows)
+    field = READ_BY["exact_match"]
+    texts = [str(row[field]) for row in answers.rows if row.get(field) is not None]
+    if not texts or any(isinstance(prompt, list) for prompt in prompts):
+        return LONG_COMPLETION, "tokens; data.max_length has prompt and answer"
+    tokenizer = load_tokenizer(local_folder(answers.checkpoint, weights=False))
+    longest = max(len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"])
+    tokens = min(max(SHORT_COMPLETION, 2 ** math.ceil(math.log2(4 * longest))), LONG_COMPLETION)
+    return tokens, f"tokens; the longest answer of these rows has {longest}"
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of nested mappings."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _written(lines: Sequence[Line]) -> str:
@@ -226,75 +310,34 @@ def _written(lines: Sequence[Line]) -> str:
     return "\n".join(text) + "\n"
 
 
-def memory_changes(values: dict[str, Any], gpu: float | None = None) -> tuple[list[Line], bool]:
-    """Changes, the least costly first, with which a step of a recipe fits, and whether it does."""
-    config, _ = open_config(values["model"]["path"])
-    size = gpu or machine_bytes() / GIB
-    device: Device = "cuda" if gpu or torch.cuda.is_available() else "cpu"
-
-    @cache
-    def plan(count: int) -> MemoryPlan:
-        changed = reduce(_with, (change for change, _ in steps[:count]), values)
-        return plan_recipe(config, recipe_from_tree(Tree(changed)), device)
-
-    # TRL recomputes activations on a GPU by default; only a GPU has a host to offload to.
-    trainer, steps = values["trainer"], list[Change]()
-    fits_at_rest = plan(0).stored.fixed < plan(0).room(size)
-    rows = trainer["per_device_train_batch_size"] * trainer["gradient_accumulation_steps"]
-    one_row: dict[str, Any] = dict(zip(_ONE_ROW, (1, rows), strict=True))
-    if _EVALUATED.split(".")[1] in trainer and values.get("stage") != "grpo":
-        one_row[_EVALUATED] = 1
-    smaller: list[Change] = [
-        (one_row, "one row at a time, as many rows a step"),
-        _AUTO_RANK,
-        _SHORTER_COMPLETIONS if values.get("stage") == "grpo" else _SHORTER,
-    ]
-    smaller = [_CHECKPOINTING, *smaller] if device == "cpu" else [*smaller, _OFFLOADED]
-    steps += [*smaller, _QUANTIZED] if fits_at_rest else [_QUANTIZED, *smaller]
-    first = int(not fits_at_rest)
-    count = bisect_left(range(first, len(steps)), True, key=lambda n: plan(n).fits(size)) + first
-    changes = [(key, value, why) for change, why in steps[:count] for key, value in change.items()]
-    return changes, plan(count).fits(size)
-
-
-def _with(recipe: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """``recipe`` with other values, by dotted key."""
-    recipe = deepcopy(recipe)
-    for key, value in values.items():
-        *sections, name = key.split(".")
-        inner = recipe
-        for section in sections:
-            inner = inner.setdefault(section, {})
-        inner[name] = value
-    return recipe
-
-
 def check_method(name: str) -> None:
     """Refuse a preset that does not exist."""
     if name not in PRESETS:
         raise RecipeError(f"--method {name}: unknown{did_you_mean(name, PRESETS)}")
 
 
-def layout(source: str, stage: str = "sft") -> str:
-    """The detected layout of the first row of ``source``."""
-    if stage != "sft":
-        former: Any = StageFormer(STAGES[stage])
-        next(iter(SourceReader(DataSource(path=source), DataSection(train=source), 0, former)))
-        return ", ".join(FIELDS[STAGES[stage].form])
-    reader = SourceReader(DataSource(path=source), DataSection(train=source))
-    next(iter(reader))
-    return reader.former.detected
-
-
 def write_starter(answers: Answers, output: Path, gpu: float | None = None) -> str:
-    """Write the recipe to a new file if a run would accept it; return what does not fit, or ""."""
+    """Write the recipe to a new file if a run would accept it; return what does not fit, or "".
+
+    ``gpu``: GiB of the GPU that it is for; default: this machine's.
+    """
     refuse_existing(output)
-    values = yaml.safe_load(starter(answers))
-    recipe = recipe_from_tree(Tree(values))
+    tree = answers.tree(yaml.safe_load(starter(answers)))
+    recipe = recipe_from_tree(tree)
     if recipe.evaluation is not None:
         load_suite(recipe.evaluation.suite)
+    device: Device = "cuda" if gpu or torch.cuda.is_available() else "cpu"
+    gib = gpu or machine_bytes() / GIB
+    values = tree.values
+    if answers.has_second_run and answers.preset == "none":  # which has to fit as well
+        values = merge_mappings(values, load_tree([], LOSSES).values)
     with terminal().announced("init"):
-        changes, fits = memory_changes(values, gpu)
-    write_new(output, starter(answers, changes, gpu))
-    size = f"{gpu or machine_bytes() / GIB:.3g} GiB"
-    return "" if fits else f"a step does not fit {size} with it; docs/memory.md has what else helps"
+        user_keys = [key for key, _ in _leaves(answers.overridden.values)]
+        changes, fits = memory_changes(values, gib, device, user_keys)
+    sized = [(key, value, f"{gib:.3g} GiB: {why}") for key, value, why in changes]
+    write_new(output, starter(answers, sized))
+    return (
+        ""
+        if fits
+        else (f"a step does not fit {gib:.3g} GiB with it; docs/memory.md has what else helps")
+    )

@@ -1,11 +1,13 @@
 """A recipe to start from: it loads, it fits the checkpoint, and nothing bad is written."""
 
 import json
+import shlex
 
 import pytest
 import yaml
 
 from moe_finetune import cli
+from moe_finetune.cli.app import split_items
 from moe_finetune.models.loading import open_config
 from moe_finetune.recipe.schema import load_recipe
 from moe_finetune.training.memory.plan import GIB, plan_recipe
@@ -82,6 +84,100 @@ def test_on_a_terminal_it_asks(tiny_checkpoint, rows, tmp_path, monkeypatch, cap
     assert "output cosine below aux_loss" in capsys.readouterr().out
 
 
+def following(output: str) -> dict[str, list[str]]:
+    """The words of each command under "next:", by what it is for."""
+    lines = output.partition("next:\n")[2].splitlines()
+    return {line[2:26].strip(): shlex.split(line[26:]) for line in lines}
+
+
+def test_the_first_run_has_no_added_loss_and_the_second_is_compared(
+    tiny_checkpoint, rows, tmp_path, capsys
+):
+    """It chose a method of which the pages say that no score rose, with full routers."""
+    rows.write_text(rows.read_text() + json.dumps({"question": "When?", "answer": "Now."}) + "\n")
+    output = tmp_path / "r.yaml"
+    command = ["init", str(tiny_checkpoint("olmoe")), "--data", str(rows), "--output"]
+    assert cli.main([*command, str(output)]) == 0
+    recipe = load_recipe(output)
+    assert (recipe.method.preset, recipe.router.train) == ("none", "frozen")
+    assert recipe.data.validation == 0.1
+    lines = following(capsys.readouterr().out)
+    first, second = lines["train"], lines["with the other method"]
+    changed = load_recipe(*split_items(second[2:-2]))
+    assert changed.method.preset == "orthogonal_variance" and changed.router.train == "full"
+    assert changed.method.terms["orthogonality"].share == 0.02
+    assert lines["compare both"][1:4] == ["report", first[-1], second[-1]]
+    # A recipe with losses is compared with one without, which comes first.
+    assert cli.main([*command, str(tmp_path / "m.yaml"), "--method", "erc"]) == 0
+    lines = following(capsys.readouterr().out)
+    first, second = lines["train"], lines["with the other method"]
+    assert load_recipe(*split_items(second[2:-2])).method.terms == {}
+    assert lines["compare both"][1:4] == ["report", second[-1], first[-1]]
+
+
+def test_overrides_are_those_of_train(tiny_checkpoint, rows, tmp_path, capsys):
+    """Its advice, data.columns=..., was an unexpected argument to it."""
+    turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+    rows.write_text(json.dumps({"dialogue": turns}) + "\n")
+    command = ["init", str(tiny_checkpoint("olmoe")), "--output", str(tmp_path / "r.yaml")]
+    assert cli.main([*command, "--data", str(rows)]) == 2
+    advice = capsys.readouterr().err.strip().rpartition("data.columns: ")[2]
+    assert advice == "data.columns={messages: dialogue}"
+    given = [advice, f"data.train={rows}", "method=erc", "lora.rank=8", "trainer.max_steps=7"]
+    given += ["data.max_length=3000", "data.validation=null"]
+    assert cli.main([*command, *given, "--gpu", "0.001"]) == 0
+    recipe = load_recipe(tmp_path / "r.yaml")
+    assert recipe.data.columns == {"messages": "dialogue"} and recipe.data.validation is None
+    assert recipe.method.terms["erc"].share == 0.3 and recipe.router.train == "full"
+    assert recipe.lora is not None and (recipe.lora.rank, recipe.lora.alpha) == (8, 32)
+    # What makes a step fit leaves the given length alone, and takes its other means.
+    assert recipe.data.max_length == 3000 and recipe.model.quantization == "nf4"
+    text = (tmp_path / "r.yaml").read_text()
+    assert text.count("# as given to init") == 7 and "messages: dialogue" in text
+
+
+def test_training_the_whole_model_leaves_out_what_needs_an_adapter(
+    tiny_checkpoint, rows, tmp_path
+):
+    output = tmp_path / "r.yaml"
+    command = ["init", str(tiny_checkpoint("olmoe")), "--data", str(rows), "lora=null"]
+    assert cli.main([*command, "--gpu", "0.0001", "--output", str(output)]) == 0
+    recipe = load_recipe(output)
+    assert recipe.lora is None and recipe.model.quantization == "none"
+    assert recipe.trainer["per_device_train_batch_size"] == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "place"),
+    [
+        ("lora.rnk=8", "override 'lora.rnk=8': lora.rnk"),
+        ("method=ercc", "ercc"),
+        ("stage=kto", "--stage kto"),
+        ("trainer.max_steps=many", "trainer.max_steps"),
+        ("other.yaml", "expected one checkpoint"),
+    ],
+)
+def test_wrong_overrides_write_nothing(
+    tiny_checkpoint, rows, tmp_path, capsys, override, place
+):
+    output = tmp_path / "r.yaml"
+    command = ["init", str(tiny_checkpoint("olmoe")), override, "--data", str(rows)]
+    assert cli.main([*command, "--output", str(output)]) == 2
+    assert place in capsys.readouterr().err and not output.exists()
+
+
+def test_files_of_validation_rows_win_over_a_share(tiny_checkpoint, tmp_path):
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    for name in ("train", "validation"):
+        (folder / f"{name}.jsonl").write_text('{"text": "a b"}\n{"text": "c d"}\n')
+    output = tmp_path / "r.yaml"
+    command = ["init", str(tiny_checkpoint("olmoe")), "--data", str(folder)]
+    assert cli.main([*command, "--output", str(output)]) == 0
+    assert "validation:" not in output.read_text()
+    assert load_recipe(output).data.validation is not None
+
+
 def test_preferences_get_a_recipe_of_stage_dpo(tiny_checkpoint, rows, tmp_path, capsys):
     """There was no way from the README to DPO: both messages led to training on `chosen`."""
     base, output = str(tiny_checkpoint("olmoe")), tmp_path / "r.yaml"
@@ -100,17 +196,29 @@ def test_preferences_get_a_recipe_of_stage_dpo(tiny_checkpoint, rows, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("field", "reward"), [({"answer": 4}, "exact_match"), ({"tests": "assert f() == 4"}, "code")]
+    ("fields", "reward", "tokens"),
+    [
+        ({"prompt": "2+2=", "answer": 4}, "exact_match", 64),
+        ({"prompt": "2+2=", "answer": "four " * 40}, "exact_match", 512),
+        ({"prompt": [{"role": "user", "content": "2+2?"}], "answer": 4}, "exact_match", 512),
+        ({"prompt": "Write f.", "tests": "assert f() == 4"}, "code", 512),
+    ],
 )
-def test_prompts_get_a_recipe_of_stage_grpo(tiny_checkpoint, rows, tmp_path, field, reward):
-    """The docs sent real checkpoints into the demo's recipe: answers of 6 tokens at 1e-3."""
+def test_prompts_get_a_recipe_of_stage_grpo(
+    tiny_checkpoint, rows, tmp_path, fields, reward, tokens
+):
+    """The docs sent real checkpoints into the demo's recipe: answers of 6 tokens at 1e-3.
+
+    Then `init` let a model write 512 tokens of which the answers of all rows had two.
+    """
     base, output = str(tiny_checkpoint("olmoe")), tmp_path / "r.yaml"
-    rows.write_text("".join(json.dumps({"prompt": f"{n}", **field}) + "\n" for n in range(900)))
+    rows.write_text("".join(json.dumps({"number": n, **fields}) + "\n" for n in range(900)))
     command = ["init", base, "--data", str(rows), "--stage", "grpo", "--output", str(output)]
     assert cli.main(command) == 0
     recipe = load_recipe(output)
     assert [section.name for section in recipe.rewards] == [reward]
-    assert recipe.trainer["max_completion_length"] == 512 and recipe.router.train == "frozen"
+    assert recipe.trainer["max_completion_length"] == tokens and recipe.router.train == "frozen"
+    assert recipe.data.validation == 0.1 and recipe.trainer["num_generations_eval"] == 1
     rows_a_step = (
         recipe.trainer["per_device_train_batch_size"]
         * recipe.trainer["gradient_accumulation_steps"]
@@ -120,7 +228,7 @@ def test_prompts_get_a_recipe_of_stage_grpo(tiny_checkpoint, rows, tmp_path, fie
     assert cli.main([*command[:-1], str(small), "--gpu", "0.0001"]) == 0
     recipe = load_recipe(small)
     assert recipe.trainer["gradient_accumulation_steps"] == 64
-    assert recipe.data.max_length > recipe.trainer["max_completion_length"] == 256
+    assert recipe.data.max_length > recipe.trainer["max_completion_length"] == min(tokens, 256)
 
 
 def test_on_a_terminal_a_typo_is_asked_again(tiny_checkpoint, rows, tmp_path, monkeypatch, capsys):
