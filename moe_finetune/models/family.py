@@ -85,6 +85,7 @@ class Family:
             none.
         renormalize, scaling: what happens to the selected scores before they weight the experts.
         own_weights: why the weights do not follow from these, so experts cannot be selected again.
+        proportional: whether a token's weights are nevertheless its scores times one factor.
         groups: number of expert groups, and number of groups a token may select from.
         fixed_layers: MoE layers whose experts are looked up by token and never change.
         check: raises UnsupportedModelError for options of a config that are not supported.
@@ -105,6 +106,7 @@ class Family:
     renormalize: Callable[[Any], bool] = lambda config: bool(config.norm_topk_prob)
     scaling: Callable[[Any], float] = lambda config: 1.0
     own_weights: str | None = None
+    proportional: bool = False
     groups: Callable[[Any], tuple[int, int]] = lambda config: (1, 1)
     top_k: Callable[[Any], int] = _top_k
     fixed_layers: Callable[[Any], list[int]] = lambda config: []

@@ -242,6 +242,7 @@ OTHERS = (
         renormalize=yes,
         scaling=scaled("route_scale"),
         own_weights="they are normalized together with the shared experts' weights",
+        proportional=True,
         groups=ungrouped,
         bias_export="none",
         rows=Rows(per_sequence=("InklingShortConvolution",)),

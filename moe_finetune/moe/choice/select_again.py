@@ -62,6 +62,7 @@ class Weighting:
         self.score = family.score
         self.renormalize = family.renormalize(config)
         self.scaling = family.scaling(config)
+        self.proportional = family.proportional
 
     def scores(self, logits_TE: Tensor) -> Tensor:
         """Float32 scores over all experts."""
@@ -73,6 +74,20 @@ class Weighting:
         if self.renormalize:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
         return weights_TK * self.scaling
+
+    def of_unselected(self, logits_TE: Tensor, weights_TK: Tensor, index_TK: Tensor) -> Tensor:
+        """The weights (T, E) that experts would have if selected; they learn by the score.
+
+        A normalization is a constant: ``c s_j / N`` of DenseMixer. Where shared experts are part of
+        N, the selected experts' own weights show ``c / N``.
+        """
+        scores_TE = self.scores(logits_TE)
+        if not self.renormalize:
+            return scores_TE * self.scaling
+        selected_T1 = scores_TE.detach().gather(1, index_TK).sum(-1, keepdim=True) + 1e-20
+        if self.proportional:
+            return scores_TE * (weights_TK.detach().float().sum(-1, keepdim=True) / selected_T1)
+        return scores_TE / selected_T1 * self.scaling
 
 
 class Rule(Weighting):

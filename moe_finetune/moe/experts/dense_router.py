@@ -65,7 +65,7 @@ class DenseScores:
 
 def check_dense(family: Family, facts: ModelFacts, sample: int | None) -> None:
     """Refuse a model whose routing weights are not its scores, and a draw of too many experts."""
-    if family.own_weights:
+    if family.own_weights and not family.proportional:
         raise CaptureError(
             f"{DENSE}: {family.title} is not supported: {family.own_weights}, so an unselected "
             "expert has no weight; set router_gradient: selected"
@@ -76,18 +76,6 @@ def check_dense(family: Family, facts: ModelFacts, sample: int | None) -> None:
             f"method.dense_sample: {sample} experts of the {unselected} that a token does not "
             f"select; give 1 to {unselected}, or leave it out for all"
         )
-
-
-def dense_weights(weighting: Any, logits_TE: Tensor, index_TK: Tensor) -> Tensor:
-    """``c s_j / N`` (T, E) of all experts with the gradient through ``s_j`` only.
-
-    ``weighting``: the family's :class:`~moe_finetune.moe.choice.select_again.Weighting`.
-    """
-    scores_TE = weighting.scores(logits_TE)
-    if weighting.renormalize:
-        chosen_T1 = scores_TE.detach().gather(1, index_TK).sum(-1, keepdim=True)
-        scores_TE = scores_TE / (chosen_T1 + 1e-20)
-    return scores_TE * weighting.scaling
 
 
 def unselected_gradient(

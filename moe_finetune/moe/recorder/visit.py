@@ -21,7 +21,7 @@ from moe_finetune.losses.tensors import without_autocast
 from moe_finetune.moe.choice.kept_choice import keep_choice
 from moe_finetune.moe.choice.select_again import Weighting
 from moe_finetune.moe.context import ForwardContext
-from moe_finetune.moe.experts.dense_router import DenseScores, Draws, dense_weights
+from moe_finetune.moe.experts.dense_router import DenseScores, Draws
 from moe_finetune.moe.experts.forward import Experts, LoraFactors, run_experts
 from moe_finetune.moe.experts.grouped_products import Kernel, grouped_products
 from moe_finetune.moe.experts.lora_factors import (
@@ -113,20 +113,22 @@ class LayerVisits:
         if layer.context is not None and layer.context.overrides.route is not None:
             weights, index = layer.context.overrides.route(layer, logits, weights, index)
         weights, index = keep_choice(layer, logits, weights, index)
-        layer.dense_scores = self._dense_scores(logits, index)
+        layer.dense_scores = self._dense_scores(logits, weights, index)
         if self.perturbation is not None:
             weights = self.perturbation.noise(layer, logits, weights, index)
         if layer.context is not None and layer.context.wanted:
             layer.router_output = (logits, weights, index, own_index)
         return weights, index
 
-    def _dense_scores(self, logits_TE: Tensor, index_TK: Tensor) -> DenseScores | None:
+    def _dense_scores(
+        self, logits_TE: Tensor, weights_TK: Tensor, index_TK: Tensor
+    ) -> DenseScores | None:
         """The weights of unselected experts in this forward; None if their gradient is not used."""
         layer = self.layer
         router = None if layer.context is None else layer.context.dense_router
         if router is None or layer.context is None or layer.index in self._fixed:
             return None
-        weights_TE = dense_weights(Weighting(layer), logits_TE, index_TK)
+        weights_TE = Weighting(layer).of_unselected(logits_TE, weights_TK, index_TK)
         return DenseScores(weights_TE, Draws(router.sample, (*layer.context.draw, layer.index)))
 
     def before_experts(self, module: nn.Module, args: tuple) -> tuple:
