@@ -29,6 +29,7 @@ TOGETHER = {
             "tests/upcycle/test_merge.py",
             "tests/vllm/test_engine.py",
             "tests/vllm/test_parity.py",
+            "tests/vllm/test_pruned.py",
         ),
         "tests/vllm/test_serve.py",
     ),

@@ -40,7 +40,7 @@ PROGRAMS = typer.main.get_command(cli.app).commands
 SMALL = ["trainer.max_steps=2", "data.max_length=48", "model.dtype=float32", "evaluation=null",
          "trainer.per_device_train_batch_size=2", "lora.rank=4"]  # fmt: skip
 TRAINED = ("runs/first", "runs/second")
-RUN = {"inspect", "init", "convert", "preview", "report", "merge", "analyze", "select"}
+RUN = {"inspect", "init", "convert", "preview", "report", "merge", "analyze", "select", "prune"}
 # Added to commands that would take a hub, an engine or an hour.
 LOOK = {"train": "--dry-run", "eval": "--check"}
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

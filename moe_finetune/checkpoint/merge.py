@@ -224,11 +224,11 @@ def plan_merge(
     ]
     if changed:
         notes += stale_head(base)
-    small = carried_files(base.folder, config_changes) | _index_file(base, files)
+    small = carried_files(base.folder, config_changes) | index_file(base, files)
     return Merge(base, output, files, contents, changed, copied, small, notes)
 
 
-def _index_file(base: Checkpoint, files: Mapping[str, Header]) -> dict[str, bytes]:
+def index_file(base: Checkpoint, files: Mapping[str, Header]) -> dict[str, bytes]:
     """The index for ``files``: the base's own bytes if they still fit; empty for a single file."""
     infos = [info for header in files.values() for info in header.tensors.values()]
     weight_map, total = {info.name: info.file.name for info in infos}, sum(i.size for i in infos)

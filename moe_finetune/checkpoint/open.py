@@ -145,7 +145,7 @@ def open_checkpoint(
     if not (family.bias_export == "noaux_tc" and config.get("topk_method") == "noaux_tc"):
         check_supported(parsed, family)
     names = Names(parsed, {name: info.shape for name, info in tensors.items()})
-    untrained = _check_tensors(folder, tensors, names, parsed, family)
+    untrained = check_tensors(folder, tensors, names, parsed, family)
     if values:
         _check_values(tensors_of(files))
     return Checkpoint(folder, config, parsed, family, files, tensors, names, quantized, untrained)
@@ -207,7 +207,7 @@ def check_folder(folder: Path, config: Any, values: bool = True) -> None:
     tensors = tensors_of(files)
     check_readable(folder, tensors)
     names = Names(config, {name: info.shape for name, info in tensors.items()})
-    _check_tensors(folder, tensors, names, config)
+    check_tensors(folder, tensors, names, config)
     if values:
         _check_values(tensors)
 
@@ -218,7 +218,7 @@ def _check_values(tensors: Mapping[str, TensorInfo]) -> None:
     check_values(tensors.values(), CheckpointError)
 
 
-def _check_tensors(
+def check_tensors(
     folder: Path,
     tensors: Mapping[str, TensorInfo],
     names: Names,

@@ -38,6 +38,7 @@ from moe_finetune.checkpoint.peft_model import MAY_LACK, Target, targets_by_name
 from moe_finetune.checkpoint.updates import LowRank, OpenAdapter, Replace
 from moe_finetune.checkpoint.weight_files import Computed, computed, read_tensor
 from moe_finetune.errors import AdapterError, did_you_mean
+from moe_finetune.io.checkpoint_files import PRUNED
 
 # PEFT also saves these where the vocabulary has grown or LoRA is on one of them.
 _MAY_ADD = (
@@ -246,7 +247,8 @@ class _Reader:
                 f"shape {list(shape)}, but '{name}' of the base {self.base.folder} "
                 + (f"and rank {rank} of {CONFIG} need" if rank else "needs")
                 + f" {list(expected)}; the adapter was trained on another base"
-                + (", or the config is another adapter's" if rank else ""),
+                + (", or the config is another adapter's" if rank else "")
+                + self._of_pruned(name),
             )
 
     def _chosen(self, key: str) -> tuple[int, ...] | None:
@@ -291,6 +293,17 @@ class _Reader:
             )
         raise self._error(
             key, f"the base {base.folder} has no '{path}'; the adapter was trained on another base"
+        )
+
+    def _of_pruned(self, name: str) -> str:
+        """What to do with an adapter of the base from which some experts were dropped."""
+        places = self.base.places
+        paths = f".{places.experts_path}.", f".{places.router_path}."
+        if not (self.base.folder / PRUNED).is_file() or not any(path in name for path in paths):
+            return ""
+        return (
+            f", or on this one before it was pruned ({PRUNED}): then merge it into that one, and "
+            "prune the merged checkpoint"
         )
 
     def _shape(self, key: str) -> tuple[int, ...]:

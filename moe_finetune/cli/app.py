@@ -24,7 +24,18 @@ CONTINUED = {
 
 ORDER = (
     *("init", "preview", "train", "ask", "report", "merge", "verify", "convert", "inspect"),
-    *("eval", "compare", "serve", "analyze", "select", "study", "upcycle", "demo", "doctor"),
+    *(
+        "eval",
+        "compare",
+        "serve",
+        "analyze",
+        "select",
+        "prune",
+        "study",
+        "upcycle",
+        "demo",
+        "doctor",
+    ),
 )
 """The verbs as ``--help`` lists them: what most people need first."""
 

@@ -1,16 +1,22 @@
-"""Commands that record routing and select experts."""
+"""Commands that record routing, select experts, and write checkpoints with only some of them."""
+
+from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moe_finetune.cli.app import Output, app
 from moe_finetune.io import output_lock
 from moe_finetune.io.atomic import refuse_existing
-from moe_finetune.io.run_folder import RunFolder
+from moe_finetune.io.run_folder import RunFolder, checkpoint_in
+
+if TYPE_CHECKING:
+    from moe_finetune.models.expert_groups import ExpertGroups
+    from moe_finetune.routing.trace import RoutingTrace
 
 # Metrics of router and gate weights, without tokens (P2 Tables 2 and 3): printed as layer means.
 SHOWN_VALUES = (
@@ -25,6 +31,7 @@ class Score(enum.StrEnum):
 
     token = "token"
     gate = "gate"
+    reap = "reap"
     gained = "gained"
 
 
@@ -57,6 +64,10 @@ def analyze(
     probabilities: Annotated[
         bool, typer.Option("--probabilities", help="Also store the probabilities of all experts.")
     ] = False,
+    norms: Annotated[
+        bool,
+        typer.Option("--norms", help="Also store the lengths of experts' outputs, for REAP."),
+    ] = False,
     dtype: Annotated[
         str, typer.Option("--dtype", help="Number format of the computation.")
     ] = "auto",
@@ -81,6 +92,7 @@ def analyze(
         limit=limit,
         max_length=max_length,
         probabilities=probabilities,
+        norms=norms,
         dtype=dtype,
     )
     means = read_object(RunFolder(output).summary, DataError, "analyze again")["mean"]
@@ -119,9 +131,13 @@ def select(
     top: Annotated[
         str | None, typer.Option("--top", help="Share of each layer's experts, such as 25%.")
     ] = None,
+    keep: Annotated[
+        str | None,
+        typer.Option("--keep", help="For prune: share to keep, equally many in each group."),
+    ] = None,
     domain: Annotated[str | None, typer.Option("--domain", help="Only this domain.")] = None,
 ) -> None:
-    """Choose the experts that a task relies on, for lora.experts.
+    """Choose the experts that a task relies on, for lora.experts or prune.
 
     Example: moe-finetune select traces/law --top-p 0.2 --output law.json
     """
@@ -129,16 +145,19 @@ def select(
         ExpertSelection,
         expert_relevance,
         gained_relevance,
+        kept_experts,
+        reap_relevance,
         top_experts,
         top_p_experts,
     )
     from moe_finetune.report.analysis import open_trace
     from moe_finetune.routing.comparison import check_same_rows
 
-    if top is not None and top_p is not None:
-        raise typer.BadParameter("--top and --top-p: choose one of them")
-    share = None if top is None else _share(top)
-    top_p = 0.2 if top_p is None and share is None else top_p
+    if sum(option is not None for option in (top, top_p, keep)) > 1:
+        raise typer.BadParameter("--top, --top-p and --keep: choose one of them")
+    share = None if top is None else _share("--top", top)
+    kept_share = None if keep is None else _share("--keep", keep)
+    top_p = 0.2 if top_p is None and share is kept_share is None else top_p
     if top_p is not None and not 0 < top_p <= 1:
         raise typer.BadParameter(f"--top-p {top_p:g}: must be above 0 and at most 1")
     if (after is not None) != (score is Score.gained):
@@ -156,9 +175,18 @@ def select(
         elif score is Score.gate:
             weights = opened.load("weights", domain)
             relevance = expert_relevance(ids, weights, info.num_experts, "gate")
+        elif score is Score.reap:
+            _require_norms(opened)
+            weights, norms = (opened.load(field, domain) for field in ("weights", "norms"))
+            relevance = reap_relevance(ids, weights, norms, info.num_experts)
         else:
             relevance = expert_relevance(ids, None, info.num_experts)
-        if share is not None:
+        if kept_share is not None:
+            groups = _groups(opened)
+            chosen = kept_experts(relevance, kept_share, groups.groups)
+            if problem := groups.problem(chosen[0], info.num_experts):
+                raise typer.BadParameter(f"--keep {keep}: {problem}")
+        elif share is not None:
             chosen = top_experts(relevance, share)
         else:
             assert top_p is not None
@@ -170,6 +198,7 @@ def select(
             score=score.value,
             top_p=top_p,
             top=share,
+            keep=kept_share,
         )
         selection.write(output)
     domains = [domain] if domain else list(info.domains)
@@ -180,12 +209,77 @@ def select(
     print(f"they have {carried / len(chosen):.0%} of the {score.value} score")
 
 
-def _share(text: str) -> float:
+def _require_norms(trace: RoutingTrace) -> None:
+    from moe_finetune.errors import TraceError
+
+    if not trace.has("norms"):
+        raise TraceError(
+            f"{trace.path}: has no lengths of the experts' outputs, which --score reap reads; "
+            "record it with 'moe-finetune analyze CHECKPOINT --data FILE --norms'"
+        )
+
+
+def _groups(trace: RoutingTrace) -> ExpertGroups:
+    """The groups of experts that the traced model's routers select from."""
+    from moe_finetune.errors import TraceError
+    from moe_finetune.models import find_family
+    from moe_finetune.models.expert_groups import ExpertGroups
+
+    info = trace.info
+    if info.groups is None:
+        raise TraceError(
+            f"{trace.path}: does not say which groups the experts lie in, which --keep needs; "
+            "record it again with 'moe-finetune analyze'"
+        )
+    family = find_family(info.model_type)
+    return ExpertGroups.made(*info.groups, info.top_k, "" if family is None else family.score)
+
+
+def _share(option: str, text: str) -> float:
     """A share as ``25%`` or ``0.25``."""
     try:
         value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
         value = 0.0
     if not 0 < value <= 1:
-        raise typer.BadParameter(f"--top {text}: must be a share such as 25% or 0.25, up to 100%")
+        raise typer.BadParameter(
+            f"{option} {text}: must be a share such as 25% or 0.25, up to 100%"
+        )
     return value
+
+
+@app.command()
+def prune(
+    base: Annotated[str, typer.Argument(help="Checkpoint folder or hub id.")],
+    output: Output,
+    experts: Annotated[
+        Path, typer.Option("--experts", help="The experts to keep, from `select --keep`.")
+    ],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the plan, write nothing.")
+    ] = False,
+) -> None:
+    """Write a smaller checkpoint with only some of the experts.
+
+    Example: moe-finetune prune ./my-moe --experts kept.json --output ./my-moe-75
+    """
+    from moe_finetune.checkpoint.open import open_checkpoint
+    from moe_finetune.checkpoint.prune import prune_experts
+    from moe_finetune.io.checkpoint_files import PRUNED
+    from moe_finetune.lora.select import ExpertSelection
+    from moe_finetune.models.loading import local_folder
+
+    selection = ExpertSelection.read(experts)
+    opened = open_checkpoint(local_folder(checkpoint_in(base)), stored=True)
+    places = opened.places
+    pruned = (opened.folder / PRUNED).is_file()
+    selection.check(opened.family.model_type, places.moe_layers, places.num_experts, pruned)
+    pruning = prune_experts(
+        opened,
+        selection.experts,
+        output,
+        name=base,
+        chosen_by=selection.score,
+        dry_run=dry_run,
+    )
+    print(pruning.text() if dry_run else f"pruned: {output}\n{pruning.text()}")

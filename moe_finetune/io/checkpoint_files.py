@@ -17,6 +17,7 @@ from moe_finetune.io.safetensors_header import Header, TensorInfo, read_header
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 GENERATION = "generation_config.json"
+PRUNED = "pruned.json"
 COPY_AGAIN = "copy or download this file again"
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 _NUMBERED = re.compile(r"(?P<stem>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.safetensors")

@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -102,6 +103,46 @@ def top_experts(relevance_LE: np.ndarray, top: float) -> list[list[int]]:
     return [[int(expert) for expert in order_E[:count]] for order_E in order_LE]
 
 
+def reap_relevance(
+    index_TLK: Array, weights_TLK: Array, norms_TLK: Array, num_experts: int
+) -> np.ndarray:
+    """Mean contribution of each expert to its tokens, ``(L, E)``, rows sum to 1.
+
+    Over the tokens that select it, the mean of its routing weight times the L2 length of its output
+    before the weight (REAP, arXiv 2510.13999); 0 for an expert without tokens. The three arrays are
+    ``(T, L, K)``.
+    """
+    index = integers("index_TLK", index_TLK, ("T", "L", "K"), limit=num_experts)
+    weights = floats("weights_TLK", weights_TLK, index.shape, as_given=True)
+    norms = floats("norms_TLK", norms_TLK, index.shape, as_given=True)
+    tokens, layers, width = index.shape
+    counts_LE, sums_LE = np.zeros((2, layers, num_experts))
+    for part in chunks(tokens, layers * width):
+        for layer in range(layers):
+            ids = index[part, layer].ravel()
+            products = weights[part, layer].astype(float) * norms[part, layer]
+            counts_LE[layer] += np.bincount(ids, minlength=num_experts)
+            sums_LE[layer] += np.bincount(ids, products.ravel(), minlength=num_experts)
+    means_LE = sums_LE / np.maximum(counts_LE, 1)
+    totals_L1 = means_LE.sum(-1, keepdims=True)
+    if not totals_L1.all():
+        raise ValueError(f"norms_TLK: all outputs of layer {int(totals_L1.argmin())} are 0")
+    return means_LE / totals_L1
+
+
+def kept_experts(relevance_LE: np.ndarray, share: float, groups: int = 1) -> list[list[int]]:
+    """A share of each layer's experts to keep, ascending: as many of each of the groups.
+
+    The ``ceil(share * E / groups)`` most relevant of each; equal relevances go to the lower index.
+    """
+    layers, total = relevance_LE.shape
+    size = total // groups
+    best = top_experts(relevance_LE.reshape(layers * groups, size), share)
+    numbered = [[row % groups * size + expert for expert in ids] for row, ids in enumerate(best)]
+    of_layers = (numbered[row * groups : (row + 1) * groups] for row in range(layers))
+    return [sorted(chain(*of_groups)) for of_groups in of_layers]
+
+
 def gained_relevance(
     before_TLK: Array, after_TLK: Array, num_experts: int, layers: Sequence[int] = ()
 ) -> np.ndarray:
@@ -153,6 +194,7 @@ class ExpertSelection:
     score: str | None = None
     top_p: float | None = None
     top: float | None = None
+    keep: float | None = None
 
     @model_validator(mode="after")
     def _ids(self) -> ExpertSelection:
@@ -171,8 +213,17 @@ class ExpertSelection:
         document = {**asdict(self), "experts": experts}
         write_new(Path(path), json.dumps(document, indent=1) + "\n")
 
-    def check(self, model_type: str, moe_layers: Sequence[int], num_experts: int) -> None:
-        """Raise DataError unless the selection fits a model with these facts."""
+    def check(
+        self,
+        model_type: str,
+        moe_layers: Sequence[int],
+        num_experts: int,
+        pruned: bool = False,
+    ) -> None:
+        """Raise DataError unless the selection fits a model with these facts.
+
+        ``pruned``: experts had other numbers before; a file must then say how many it counts.
+        """
         problem = None
         unknown = sorted(set(self.experts) - set(moe_layers))
         experts = ((max(ids), layer) for layer, ids in self.experts.items())
@@ -181,6 +232,11 @@ class ExpertSelection:
             problem = f"made for model type '{self.model_type}', this checkpoint is '{model_type}'"
         elif self.num_experts not in (None, num_experts):
             problem = f"made for {self.num_experts} experts a layer, not for {num_experts}"
+        elif pruned and self.num_experts is None:
+            problem = (
+                'has no "num_experts", and this checkpoint is pruned, which gave its experts '
+                "other numbers"
+            )
         elif unknown:
             problem = f"layers {unknown} are not MoE layers, which are {list(moe_layers)}"
         elif last >= num_experts:

@@ -58,16 +58,18 @@ def analyze(
     limit: int | None = None,
     max_length: int = 2048,
     probabilities: bool = False,
+    norms: bool = False,
     dtype: str = "auto",
 ) -> Path:
     """Analyze the routing of a checkpoint on ``data`` (files by domain), or of a trace; return the
     page.
 
     ``limit`` counts rows of each domain, longer ones are truncated to ``max_length`` tokens, and
-    ``probabilities`` of all experts can be stored in the trace.
+    ``probabilities`` of all experts and ``norms`` of selected ones' outputs can be stored in the
+    trace.
     """
     output, trace_path = Path(output), find_trace(source)
-    if trace_path is not None and (data or adapter is not None or limit or probabilities):
+    if trace_path is not None and (data or adapter is not None or limit or probabilities or norms):
         raise DataError(
             f"{source} is a trace; remove --data and --adapter, which record a checkpoint"
         )
@@ -96,7 +98,7 @@ def analyze(
     }
     with output_folder(output, 0) as folder:
         trace = folder / "trace"
-        measures = record(base, str(source), trace, sequences, opened, probabilities, dtype)
+        measures = record(base, str(source), trace, sequences, opened, probabilities, dtype, norms)
         write_analysis(trace, folder, output, measures, tokenizer)
     return RunFolder(output).page
 

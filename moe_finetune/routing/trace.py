@@ -32,6 +32,7 @@ DEEPSEEK_V2_LITE_EXPERTS = 64
 FIELDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "ids": ("TLK", ("int16",)),
     "weights": ("TLK", ("float16", "float32")),
+    "norms": ("TLK", ("float32",)),
     "seq": ("T", ("int32", "int64")),
     "domain": ("T", ("int16",)),
     "token_ids": ("T", ("int32",)),
@@ -58,6 +59,7 @@ class TraceInfo(BaseModel):
     Attributes:
         layers: decoder layer of each MoE layer, in the order of the arrays.
         hidden_size: H, or None when unknown.
+        groups: of experts in a layer, and of which a token selects some; None if not recorded.
         domains: names; the ``domain`` field contains their positions.
         fields: names of the arrays in every part (keys of ``FIELDS``).
         parts: the files, in the order of the tokens.
@@ -71,6 +73,7 @@ class TraceInfo(BaseModel):
     num_experts: int = Field(ge=1, lt=1 << 15)  # ids are int16
     top_k: int = Field(ge=1)
     hidden_size: int | None
+    groups: tuple[int, int] | None = None
     domains: tuple[str, ...] = Field(min_length=1)
     fields: tuple[str, ...] = ()
     parts: tuple[Part, ...] = ()
@@ -275,6 +278,7 @@ def _published(path: Path) -> TraceInfo:
         num_experts=DEEPSEEK_V2_LITE_EXPERTS,
         top_k=width,
         hidden_size=None,
+        groups=(1, 1),
         domains=(path.stem.rpartition("routing_")[2],),
         fields=(*PUBLISHED, "domain"),
         parts=(Part(file=path.name, tokens=tokens, embeddings=0, crc32=0),),

@@ -39,6 +39,7 @@ class TraceWriter:
         num_experts: int,
         top_k: int,
         hidden_size: int | None = None,
+        groups: tuple[int, int] | None = None,
         domains: Sequence[str] = ("all",),
         weights_dtype: str = "float16",
         embedding_share: float = 0.0,
@@ -52,7 +53,8 @@ class TraceWriter:
             )
         self._info = TraceInfo(
             model_type=model_type, checkpoint=checkpoint, layers=tuple(layers),
-            num_experts=num_experts, top_k=top_k, hidden_size=hidden_size, domains=tuple(domains),
+            num_experts=num_experts, top_k=top_k, hidden_size=hidden_size, groups=groups,
+            domains=tuple(domains),
         )  # fmt: skip
         self._weights_dtype = np.dtype(weights_dtype)
         self._share, self._rng = embedding_share, np.random.default_rng(seed)
@@ -75,6 +77,7 @@ class TraceWriter:
         domain: str = "all",
         *,
         probs_TLE: Array | None = None,
+        norms_TLK: Array | None = None,
         token_ids_T: Array | None = None,
         positions_N: Array | None = None,
         embeddings_NLH: Array | None = None,
@@ -85,6 +88,7 @@ class TraceWriter:
             weights_TLK: routing weights, or None if unknown.
             seq_T: number of the sequence of each token, unique over the trace.
             probs_TLE: probabilities of all experts, stored as float16.
+            norms_TLK: L2 length of each selected expert's output before its weight.
             positions_N: positions in this batch of the sampled tokens.
             embeddings_NLH: each sampled token's input to every MoE block.
         """
@@ -101,6 +105,9 @@ class TraceWriter:
                 "weights_TLK", weights_TLK, (tokens, layers, info.top_k), as_given=True
             )
             arrays["weights"] = weights.astype(self._weights_dtype)
+        if norms_TLK is not None:
+            shape = tokens, layers, info.top_k
+            arrays["norms"] = floats("norms_TLK", norms_TLK, shape, True).astype(np.float32)
         if probs_TLE is not None:
             shape = (tokens, layers, info.num_experts)
             arrays["probs"] = floats("probs_TLE", probs_TLE, shape, True).astype(np.float16)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_finetune.losses.objective import LayerLoss
 from moe_finetune.losses.record import RoutingRecord
-from moe_finetune.moe.layers import causal_lm, model_facts
+from moe_finetune.moe.layers import causal_lm, family_in, model_facts
 from moe_finetune.moe.perturbation import Perturbation
 from moe_finetune.moe.recorder.observed import observed
 from moe_finetune.routing.measures_of_model import Measures
@@ -31,13 +31,15 @@ def trace_model(
     *,
     checkpoint: str,
     probabilities: bool = False,
+    norms: bool = False,
     perturbation: Perturbation | None = None,
 ) -> Measures:
     """Write the routing of ``sequences`` (token ids by domain) to the new or empty ``folder``.
 
     Consecutive sequences of equal length share a forward; nothing is padded. Embeddings of about
-    4,000 tokens are sampled. The model stays in its train or eval mode. ``perturbation`` is a
-    change to routing that belongs to the model, such as a loss-free bias.
+    4,000 tokens are sampled. The model stays in its train or eval mode. ``norms``: also store the
+    length of each selected expert's output. ``perturbation`` is a change to routing that belongs to
+    the model, such as a loss-free bias.
     """
     config: Any = causal_lm(model).config
     facts = model_facts(model)
@@ -58,6 +60,7 @@ def trace_model(
         num_experts=facts.num_experts,
         top_k=facts.top_k,
         hidden_size=config.get_text_config().hidden_size,
+        groups=family_in(model).groups(config.get_text_config()),
         domains=tuple(sequences),
         embedding_share=min(1.0, EMBEDDINGS / max(total, 1)),
     )
@@ -71,7 +74,7 @@ def trace_model(
                 for record in records:
                     measures.add(record)
                 measures.check()
-                _append(writer, records, ids_BT, sequence, domain, probabilities)
+                _append(writer, records, ids_BT, sequence, domain, probabilities, norms)
                 sequence += len(ids_BT)
     return measures
 
@@ -95,6 +98,7 @@ def _append(
     sequence: int,
     domain: str,
     probabilities: bool,
+    norms: bool,
 ) -> None:
     ids_T = ids_BT.reshape(-1)
     positions_N = writer.sample(len(ids_T))
@@ -109,7 +113,14 @@ def _append(
         np.repeat(np.arange(sequence, sequence + len(ids_BT)), ids_BT.shape[1]),
         domain,
         probs_TLE=stacked([r.probs_TE for r in records]) if probabilities else None,
+        norms_TLK=stacked([_norms(r) for r in records]) if norms else None,
         token_ids_T=ids_T,
         positions_N=positions_N,
         embeddings_NLH=stacked([r.inputs_TH[at.to(r.inputs_TH.device)].float() for r in records]),
     )
+
+
+def _norms(record: RoutingRecord) -> Tensor:
+    """L2 length (T, K) of each selected expert's output."""
+    assert record.outputs_gram_TKK is not None
+    return record.outputs_gram_TKK.float().diagonal(dim1=1, dim2=2).clamp(min=0).sqrt()

@@ -24,6 +24,7 @@ def record(
     adapter: OpenAdapter | None = None,
     probabilities: bool = False,
     dtype: str = "auto",
+    norms: bool = False,
 ) -> Measures:
     """Record ``base``, opened with its values, and ``adapter``; see :func:`trace_model`."""
     import torch
@@ -44,6 +45,7 @@ def record(
         folder,
         checkpoint=f"{name} + {adapter.folder}" if adapter is not None else name,
         probabilities=probabilities,
+        norms=norms,
         perturbation=balancer,
     )
 

@@ -10,6 +10,8 @@ from moe_finetune.lora.select import (
     ExpertSelection,
     expert_relevance,
     gained_relevance,
+    kept_experts,
+    reap_relevance,
     select_experts,
     top_experts,
 )
@@ -188,3 +190,22 @@ def test_the_verb_selects_a_share_and_the_experts_that_gained(tmp_path, capsys, 
         assert cli.main(["select", *arguments]) == 2
         assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "x.json").exists()
+
+
+def test_reap_is_the_mean_weighted_length_and_kept_experts_fill_every_group():
+    _, weights = routed(seed=3, experts=8)
+    norms = np.random.default_rng(4).random(weights.shape) * 5
+    index = np.array([[[0, 1, 7], [2, 3, 4]], [[0, 5, 7], [2, 0, 1]]])
+    weights, norms = weights[:2], norms[:2]
+    relevance = reap_relevance(index, weights, norms, 8)
+    for layer in range(2):
+        means = []
+        for expert in range(8):
+            at = index[:, layer] == expert
+            values = (weights[:, layer] * norms[:, layer])[at]
+            means.append(values.mean() if len(values) else 0.0)
+        assert relevance[layer] == pytest.approx(np.array(means) / sum(means))
+    assert relevance[0, 6] == 0
+    kept = kept_experts(np.array([[9, 8, 7, 6, 1, 3, 3, 2.0]]), 0.5, groups=2)
+    assert kept == [[0, 1, 5, 6]]
+    assert kept_experts(np.array([[9, 8, 7, 6, 1, 3, 3, 2.0]]), 0.3) == [[0, 1, 2]]

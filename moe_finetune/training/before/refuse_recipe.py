@@ -18,6 +18,8 @@ from moe_finetune.checkpoint.open_adapter import check_adapter
 from moe_finetune.errors import DependencyError, RecipeError, UnsupportedModelError, did_you_mean
 from moe_finetune.evaluation.suite_lines import ready_lines
 from moe_finetune.evaluation.suites import load_suite, select
+from moe_finetune.io.checkpoint_files import PRUNED
+from moe_finetune.lora.select import ExpertSelection
 from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.experts.dense_router import check_dense
 from moe_finetune.moe.large.offload import check_offload
@@ -111,6 +113,7 @@ def check_start(start: Start) -> None:
     """Refuse what the opened checkpoint rules out, and fetch the data of its evaluation."""
     check_copied(start)
     check_continued(start)
+    check_selection(start)
     check_terms(start)
     check_bias(start)
     check_packed(start)
@@ -126,6 +129,15 @@ def check_copied(start: Start) -> None:
         log.warning("%s", line)
     if start.recipe.export.merge or not start.adapted:
         carried_files(start.folder)
+
+
+def check_selection(start: Start) -> None:
+    """Refuse a selection that may have numbered the experts before they were pruned."""
+    lora, places = start.recipe.lora, start.family.places(start.config)
+    if lora is None or lora.experts == "all" or not (start.folder / PRUNED).is_file():
+        return
+    selection = ExpertSelection.read(lora.experts)
+    selection.check(start.family.model_type, places.moe_layers, places.num_experts, pruned=True)
 
 
 def check_continued(start: Start) -> None:
