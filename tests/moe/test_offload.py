@@ -58,13 +58,13 @@ def adapted(family, checkpointing=False, layers=3, quantized=False):
     return model
 
 
-def gradients(model, kernel, device="cpu"):
+def gradients(model, kernel, device="cpu", method=METHOD):
     batch = {name: tensor.to(device) for name, tensor in tiny.batch().items()}
     model.zero_grad()
-    with Specialization(model, METHOD, kernel=kernel, dropout=0.1) as method:
+    with Specialization(model, method, kernel=kernel, dropout=0.1) as work:
         torch.manual_seed(2)
         model(**batch).loss.backward()
-        method.step()
+        work.step()
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
@@ -79,6 +79,27 @@ def test_the_same_gradients(family, checkpointing):
         assert got.keys() == wanted.keys() and any("experts" in name for name in got)
         for name, gradient in wanted.items():
             assert torch.equal(got[name], gradient), (kernel, name)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("sample", [{}, {"dense_sample": 3}])
+def test_routers_learn_from_the_experts_that_a_token_did_not_select(
+    sample, checkpointing, quantized
+):
+    """DenseMixer runs them in the backward, while the layer's stacks are on the device."""
+    dense = METHOD | {"router_gradient": "dense", **sample}
+    for kernel in ("loop", "grouped"):
+        wanted = gradients(adapted("qwen3_moe", checkpointing, 3, quantized), kernel, method=dense)
+        model = adapted("qwen3_moe", checkpointing, 3, quantized)
+        offload = offload_experts(model, HostTransfers())
+        got, fetched = gradients(model, kernel, method=dense), [*offload.fetched]
+        selected = gradients(model, kernel)
+        for name, gradient in wanted.items():
+            assert torch.equal(got[name], gradient), (kernel, name)
+        routers = [name for name in wanted if name.endswith("gate.modules_to_save.default.weight")]
+        assert routers and all(not torch.equal(got[n], selected[n]) for n in routers)
+        assert fetched == [0, 1, 2, 0], "as without: the upper two are still there"
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

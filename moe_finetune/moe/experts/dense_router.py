@@ -14,9 +14,8 @@ Shape legend: T tokens, E experts, K selected ones, m drawn ones, H hidden size,
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -132,7 +131,7 @@ def _drawn(selected_TE: Tensor, draws: Draws) -> Tensor:
     return keys_TE.masked_fill(selected_TE, -1.0).topk(draws.sample, dim=-1).indices
 
 
-def _outputs_of_each(saved: Saved, call: Call) -> Any:
+def _outputs_of_each(saved: Saved, call: Call) -> Iterator[Tensor]:
     """Yield every expert's output (T, H) on all tokens; one quantized matrix is decoded at a time.
 
     All tokens, also those that selected it: their rows need no gathering, and K of E are few.

@@ -27,6 +27,7 @@ SETTINGS = {
         "deepseek_v3", "erc", EVERYTHING,
         {"gradient_checkpointing": True, "gradient_accumulation_steps": 2}, "backward",
     ),
+    "routers": ("qwen3_moe", "densemixer", EVERYTHING, {}, "backward"),
     "experts": ("deepseek_v3", "specialization_coupling", ["experts"], {}, "measuring"),
     "pairs": ("qwen3_moe", "aux_loss", EVERYTHING, {"stage": "dpo"}, "forward of the ref"),
     "plain": ("mixtral", "none", EVERYTHING, {"per_device_train_batch_size": 6}, "backward"),

@@ -379,3 +379,39 @@ def test_another_trainer_gets_a_window_of_its_own(tmp_path):
     third.train()
     assert scales == [1.0]
     assert callback._window.trainer is None
+
+
+def test_a_resumed_run_draws_the_same_experts(tmp_path):
+    """DenseMixer's drawn experts: by seed, step and micro-batch, so a resume repeats them."""
+    DRAWN = {"preset": "densemixer", "dense_sample": 2}
+
+    def trained(folder, until, seed=7, **options):
+        callback = SpecializationCallback(DRAWN)
+        model = adapted(targets=["attention", "experts"])
+        made, _ = stock(
+            folder, model, callback, max_steps=4, seed=seed, gradient_accumulation_steps=2,
+            data_seed=1, lr_scheduler_type="constant", extra=[Until(until)],
+        )  # fmt: skip
+        callback.attach(made)
+        made.train(**options)
+        callback.close()
+        return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+
+    straight = trained(tmp_path / "straight", 4)
+    half = trained(tmp_path / "resumed", 2)
+    resumed = trained(
+        tmp_path / "resumed", 4, resume_from_checkpoint=str(tmp_path / "resumed" / "checkpoint-2")
+    )
+    other = trained(tmp_path / "other", 4, seed=8)
+    assert same(straight, resumed) and not same(half, resumed)
+    assert not same(straight, other), "the seed draws"
+
+
+class Until(TrainerCallback):
+    """Ends the training after a step, as an interruption does."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.step
