@@ -343,7 +343,7 @@ def _read(
     measured: list[list[Row]] = [[] for _ in readers]
     for index in fitting:
         if len(part := measured[places[index][0]]) < MEASURED:
-            part.append(_measured(table[index], tokenizer, length))
+            part.append(measured_row(table[index], tokenizer, length))
     paths = [reader.source.path for reader in readers]
     parts = [(path, part) for path, part in zip(paths, measured, strict=True) if part]
     sources_measured = [(path, Dataset.from_list(part)) for path, part in parts]
@@ -409,7 +409,7 @@ def _fitting(
     return fitting, counts
 
 
-def _measured(row: Row, tokenizer: Any, end: int) -> Row:
+def measured_row(row: Row, tokenizer: Any, end: int) -> Row:
     """Ids and labels of a prompt and its preferred answer, or of a prompt that has none."""
     prompt, *answers = ids_of(row, tokenizer)
     ids = prompt + answers[0] if answers else prompt

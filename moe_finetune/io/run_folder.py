@@ -27,6 +27,7 @@ class RunFolder:
     Attributes:
         recipe: the resolved recipe, written first; it marks the folder as a run.
         inputs: fingerprints of what training reads, an id of the run, and commits of hub ids.
+        experts: the experts that get LoRA, where the run measured them.
         metrics: what training logged, one row per line.
         routing_before, routing_after, routing_steps: routing on the same sample before, after and
             during training.
@@ -45,6 +46,7 @@ class RunFolder:
         self.recipe = path / RECIPE_FILE
         self.environment = path / "environment.json"
         self.inputs = path / "inputs.json"
+        self.experts = path / "experts.json"
         self.summary = path / "summary.json"
         self.log = path / "run.log"
         self.metrics = path / "metrics.jsonl"
@@ -112,7 +114,10 @@ class RunFolder:
             return
         for folder in (self.routing, self.checkpoints):
             shutil.rmtree(folder, ignore_errors=True)
-        for file in (self.recipe, self.inputs, self.environment, self.summary, self.log):
+        for file in (
+            *(self.recipe, self.inputs, self.experts),
+            *(self.environment, self.summary, self.log),
+        ):
             file.unlink(missing_ok=True)
         if new_folder and not any(self.path.iterdir()):
             self.path.rmdir()

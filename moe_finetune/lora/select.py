@@ -97,10 +97,20 @@ def top_experts(relevance_LE: np.ndarray, top: float) -> list[list[int]]:
     """
     if not 0 < top <= 1:
         raise ValueError(f"top: got {top}, expected a share above 0 and at most 1")
-    # 0.07 * 100 is 7.000000000000001, and means 7.
-    count = max(1, math.ceil(top * relevance_LE.shape[1] - 1e-9))
+    count = count_of(top, relevance_LE.shape[1])
     order_LE = np.argsort(-relevance_LE, axis=1, kind="stable")
     return [[int(expert) for expert in order_E[:count]] for order_E in order_LE]
+
+
+def count_of(share: float, total: int) -> int:
+    """``ceil(share * total)``, at least 1."""
+    # 0.07 * 100 is 7.000000000000001, and means 7.
+    return max(1, math.ceil(share * total - 1e-9))
+
+
+def share_of(sums_LE: np.ndarray) -> np.ndarray:
+    """Sums of each layer's experts as shares: rows sum to 1."""
+    return np.asarray(sums_LE / sums_LE.sum(-1, keepdims=True))
 
 
 def reap_relevance(
@@ -186,7 +196,11 @@ Experts = Annotated[list[Annotated[int, Field(strict=True, ge=0)]], Field(min_le
 
 @dataclass(frozen=True)
 class ExpertSelection:
-    """Chosen experts per decoder layer, and how they were chosen (None if a file does not say)."""
+    """Chosen experts per decoder layer, and how they were chosen (None if a file does not say).
+
+    Attributes:
+        weight_share: of the routing weights of the ``tokens`` that were measured, theirs.
+    """
 
     experts: dict[Layer, Experts]
     model_type: str | None = None
@@ -195,6 +209,8 @@ class ExpertSelection:
     top_p: float | None = None
     top: float | None = None
     keep: float | None = None
+    weight_share: float | None = None
+    tokens: int | None = None
 
     @model_validator(mode="after")
     def _ids(self) -> ExpertSelection:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
 from moe_finetune.errors import DataError, RecipeError
-from moe_finetune.lora.select import ExpertSelection
+from moe_finetune.lora.select import ExpertSelection, count_of
 from moe_finetune.moe.experts.lora_factors import parameter_wrappers, quiet_patterns
 from moe_finetune.moe.experts.lora_on_chosen import SelectedExpertsLora, materialize
 from moe_finetune.moe.layers import causal_lm, family_in, moe_layers, places_in
@@ -117,13 +118,15 @@ def add_lora(
     lora: LoraSection | None,
     router: str,
     router_layers: RouterLayers = "all",
+    measured: Mapping[int, list[int]] | None = None,
 ) -> nn.Module:
     """Freeze the model and add the adapter.
 
     Without ``lora`` the whole model trains; with a full router and no targets, only the routers do.
     Both work without an adapter, because PEFT has none that only saves modules. A router that
     trains in full becomes float32, because updates at usual learning rates are below the resolution
-    of bfloat16. With a selection of experts, only those get factors.
+    of bfloat16. With a selection of experts, only those get factors; ``measured`` are those of a
+    ``lora.experts`` that is measured, in whose place a model without weights has as many others.
     """
     from peft import get_peft_model
 
@@ -150,7 +153,8 @@ def add_lora(
             if layer.index in layers:
                 widen(layer.router)
         return model
-    chosen, config = read_selection(model, lora), lora_config(model, lora, router, router_layers)
+    chosen = read_selection(model, lora, measured)
+    config = lora_config(model, lora, router, router_layers)
     with quiet_patterns():
         adapted = get_peft_model(
             model,  # type: ignore[arg-type]
@@ -190,11 +194,25 @@ def adapts(lora: LoraSection | None, router: str) -> bool:
     return lora is not None and bool(lora.targets or router != "full")
 
 
-def read_selection(model: nn.Module, lora: LoraSection) -> dict[int, list[int]] | None:
+def read_selection(
+    model: nn.Module, lora: LoraSection, measured: Mapping[int, list[int]] | None = None
+) -> dict[int, list[int]] | None:
     """Chosen experts by decoder layer from ``lora.experts``, or None for all."""
     if lora.experts == "all":
         return None
     places = places_in(model)
+    if not isinstance(lora.experts, str):
+        if measured is not None:
+            return dict(measured)
+        if next(model.parameters()).device.type != "meta":
+            raise RecipeError(
+                "lora.experts: is measured by a run only; give a file that 'moe-finetune select "
+                "TRACE --top 25%' wrote"
+            )
+        if lora.experts.top is None:
+            return None  # planned as all: how many top_p takes is not known
+        count = count_of(lora.experts.top, places.num_experts)
+        return {layer: list(range(count)) for layer in places.moe_layers}
     try:
         selection = ExpertSelection.read(lora.experts)
         selection.check(family_in(model).model_type, places.moe_layers, places.num_experts)

@@ -11,6 +11,9 @@ from moe_finetune.recipe.stages import STAGES
 
 BEST = "load_best_model_at_end"
 ADAPTER = "add a `lora:` section with a rank"
+SELECT_FIRST = (
+    "choose them before the run ('moe-finetune select TRACE --top 25%') and give the file"
+)
 
 
 def conflicts(recipe: Any) -> Iterator[str]:
@@ -81,6 +84,11 @@ def _of_lora(recipe: Any) -> Iterator[str]:
         yield "lora.targets: nothing trains; add a target, or set router.train: full"
     if lora.experts != "all" and "experts" not in lora.targets:
         yield "lora.experts: needs 'experts' in lora.targets; add it, or leave lora.experts out"
+    measured = {"model.offload": recipe.model.offload != "none",
+                "parallel.experts": recipe.parallel.experts != 1}  # fmt: skip
+    for key in (key for key, is_set in measured.items() if is_set):
+        if not isinstance(lora.experts, str):
+            yield f"lora.experts: cannot be measured with {key}; {SELECT_FIRST}"
     for part, options in lora.parts.items():
         if options.rank == "auto" and part != "experts":
             yield f"lora.parts.{part}.rank: 'auto' is for experts; set a whole number such as 8"

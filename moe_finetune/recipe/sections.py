@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -121,6 +121,34 @@ class LoraPart(Section):
         return rank, self.alpha if self.alpha is not None else lora.alpha / lora.rank * rank
 
 
+class ChosenExperts(Section):
+    """Experts that get LoRA: those that the run's own training rows use most, measured before the
+    adapter is made, or those of a file.
+    """
+
+    top: float | None = Field(
+        default=None, gt=0, le=1, description="share of each layer's experts, rounded up"
+    )
+    top_p: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="as many of a layer as have this share of its tokens (ESFT)",
+    )
+    file: str | None = Field(default=None, min_length=1, description="a file that `select` wrote")
+    by: Literal["counts", "random"] = Field(
+        default="counts", description="`random` draws `top` by the seed, to compare with"
+    )
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if sum(value is not None for value in (self.top, self.top_p, self.file)) != 1:
+            raise ValueError("give one of top, top_p and file; null removes the others")
+        if self.by == "random" and self.top is None:
+            raise ValueError("by: random needs top, the share of experts to draw")
+        return self
+
+
 class LoraSection(Section):
     """The adapter; ``lora: null`` trains the whole model. ``alpha`` defaults to 4 x rank (P0)."""
 
@@ -133,7 +161,10 @@ class LoraSection(Section):
         default=["attention", "shared_experts", "experts"],
         description="modules that get LoRA; routers: `router.train`",
     )
-    experts: str = Field(default="all", description="`all`, or a file that `select` wrote")
+    experts: str | ChosenExperts = Field(
+        default="all",
+        description="`all`, a file that `select` wrote, or the most used ones, measured by the run",
+    )
     parts: dict[Part, LoraPart] = Field(
         default={}, description="rank and alpha of attention, shared_experts, experts or router"
     )
@@ -142,6 +173,12 @@ class LoraSection(Section):
         default="kaiming", description="initialization of the LoRA matrix A"
     )
     start: str | None = Field(default=None, description="adapter to continue from")
+
+    @field_validator("experts")
+    @classmethod
+    def _file(cls, value: str | ChosenExperts) -> str | ChosenExperts:
+        """A file's name stands for itself."""
+        return value if isinstance(value, str) or value.file is None else value.file
 
     @model_validator(mode="after")
     def _alpha(self) -> LoraSection:

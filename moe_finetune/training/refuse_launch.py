@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from moe_finetune.errors import ObjectiveError, RecipeError
+from moe_finetune.recipe.conflicts import SELECT_FIRST
 from moe_finetune.recipe.method import Method
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training import ranks
@@ -58,6 +59,12 @@ def check_launch(recipe: Recipe) -> None:
             "accelerate launch --config_file recipes/hardware/fsdp2_8gpu.yaml"
         )
     check_whole_rows()
+    lora = recipe.lora
+    if launched_by("FSDP") and lora is not None and not isinstance(lora.experts, str):
+        raise RecipeError(
+            "lora.experts: is measured with the whole model on each device, which FSDP divides; "
+            + SELECT_FIRST
+        )
     if spread > 1:
         load_on_each_rank(f"parallel.experts: {spread}", "leave the key out")
     if recipe.parallel.experts == "all" and spread == 1:

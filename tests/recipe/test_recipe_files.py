@@ -51,7 +51,14 @@ def test_training_settings_compose(training):
     model, data = RECIPES / "models/deepseek_v2_lite.yaml", RECIPES / "data/esft_law.yaml"
     trainer = load_recipe([model, data, training]).trainer
     rows = trainer["per_device_train_batch_size"] * trainer.get("gradient_accumulation_steps", 1)
-    of_a_device = {"esft": 32, "router": 32, "lora": 16, "p0_lora": 32, "p0_released": 18}
+    of_a_device = {
+        "esft": 32,
+        "hot_experts": 32,
+        "router": 32,
+        "lora": 16,
+        "p0_lora": 32,
+        "p0_released": 18,
+    }
     assert rows == (of_a_device | {"p1_qwen3": 64 // 8, "pretrain": 64})[training.stem]
 
 

@@ -57,9 +57,9 @@ def _answer(report: Report, run: Run) -> Answer:
              ("Scores", _scores(report, run, scores)),
              ("Experts", _experts([c for c in changes if c not in load and c.word != goal])),
              ("Method", method), ("Load", load[0].describe() if load else None),
-             ("Merge", _merge(run)), ("Cost", _cost(run))]  # fmt: skip
+             ("Trained", _trained(run)), ("Merge", _merge(run)), ("Cost", _cost(run))]  # fmt: skip
     findings = [(label, text) for label, text in parts if text]
-    if {label for label, _ in findings} <= {"Merge", "Cost"}:
+    if {label for label, _ in findings} <= {"Trained", "Merge", "Cost"}:
         findings.insert(0, ("Experts", "nothing was measured"))
     compared = scores or any(math.isfinite(change.share) for change in changes)
     reference = baseline_label(report) if compared else ""
@@ -70,6 +70,16 @@ def _experts(changes: list[Change]) -> str | None:
     compared = any(math.isfinite(change.share) for change in changes)
     described = [c.describe() for c in changes if c.moved or not compared]
     return ", ".join(described[:6]) or ("hardly changed" if changes else None)
+
+
+def _trained(run: Run) -> str | None:
+    """Which experts got LoRA, where the run chose them; that a run without targets has none."""
+    if isinstance(chosen := run.summary.get("experts"), str):
+        return chosen
+    lora, router = run.recipe.get("lora") or {}, run.recipe.get("router") or {}
+    if lora.get("targets") == [] and router.get("train") == "full":
+        return "the routers only, in full: there is no adapter, and merged/ has them"
+    return None
 
 
 def _merge(run: Run) -> str | None:

@@ -134,7 +134,9 @@ def check_copied(start: Start) -> None:
 def check_selection(start: Start) -> None:
     """Refuse a selection that may have numbered the experts before they were pruned."""
     lora, places = start.recipe.lora, start.family.places(start.config)
-    if lora is None or lora.experts == "all" or not (start.folder / PRUNED).is_file():
+    if lora is None or not isinstance(lora.experts, str) or lora.experts == "all":
+        return
+    if not (start.folder / PRUNED).is_file():
         return
     selection = ExpertSelection.read(lora.experts)
     selection.check(start.family.model_type, places.moe_layers, places.num_experts, pruned=True)

@@ -172,7 +172,7 @@ def take_snapshot(
     group_T = np.repeat(domains, [len(row["input_ids"]) for row in rows])
     sample = Sample(model_facts(model), group_T=group_T)
     with observed(model, sample, NEEDS, perturbation=perturbation):
-        _run(model, _batches([row["input_ids"] for row in rows]))
+        forward_all(model, [row["input_ids"] for row in rows])
     # Every rank took part, because the model may be sharded; rank 0 writes.
     if ranks.rank() > 0:
         return {}
@@ -245,6 +245,11 @@ def evaluation_sample(recorder: Recorder, batches: Iterable[Any]) -> Sample | No
             has_tokens = has_tokens or bool(inputs)
             _run(model, inputs)
     return sample if has_tokens else None
+
+
+def forward_all(model: Any, rows: list[list[int]]) -> None:
+    """Run rows of token ids through the model, padded."""
+    _run(model, _batches(rows))
 
 
 def _run(model: Any, batches: Iterable[Mapping[str, Tensor]]) -> None:

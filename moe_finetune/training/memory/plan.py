@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -310,17 +310,25 @@ class MemoryPlan:
         return lines
 
 
-def plan_recipe(config: Any, recipe: Recipe, device: Device = "cuda", gpus: int = 1) -> MemoryPlan:
+def plan_recipe(
+    config: Any,
+    recipe: Recipe,
+    device: Device = "cuda",
+    gpus: int = 1,
+    chosen: Mapping[int, list[int]] | None = None,
+) -> MemoryPlan:
     """Predict the memory of ``recipe`` on one device, whose kind decides TRL's code for logits.
 
-    ``gpus``: how many share weights, gradients and states by FSDP2.
+    ``gpus``: how many share weights, gradients and states by FSDP2; ``chosen``: the experts that
+    get LoRA where the run measures them.
     """
     from moe_finetune.lora.targets import add_lora
 
     with quiet():
         model = meta_model(config)
         with torch.device("meta"):
-            adapted = add_lora(model, recipe.lora, recipe.router.train, recipe.router.layers)
+            router = recipe.router
+            adapted = add_lora(model, recipe.lora, router.train, router.layers, chosen)
         return plan_model(adapted, recipe, device, gpus)
 
 

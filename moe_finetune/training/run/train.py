@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from moe_finetune.training.callback.callback import add_callbacks
 from moe_finetune.training.callback.early_ends import EndsAsPlanned, StopOnSignal
 from moe_finetune.training.measures.routing_samples import sample_examples, take_snapshot
 from moe_finetune.training.run.checkpoint_and_rows import Start, start_model
+from moe_finetune.training.run.chosen_experts import chosen_experts
 from moe_finetune.training.run.trainer import build_trainer
 from moe_finetune.training.save_and_resume.gathered_weights import live_weights
 from moe_finetune.training.save_and_resume.resumable_trainer import find_checkpoint
@@ -40,8 +42,9 @@ log = logging.getLogger(__name__)
 def train(recipe: Recipe, run: RunFolder, inputs: Inputs, resume: bool = False) -> None:
     """Fine-tune and write the adapter (or, without LoRA, the model) to the run folder."""
     start = inputs.start
-    model = trainable_model(start)
     checkpoint = find_checkpoint(run.checkpoints) if resume else None
+    resumed = checkpoint is not None
+    model = trainable_model(start, lambda base: chosen_experts(base, inputs, run, resumed))
     trainer, callback = build_trainer(
         recipe,
         run.path,
@@ -128,12 +131,18 @@ class KeepSteps(TrainerCallback):
             )
 
 
-def trainable_model(start: Start) -> Any:
-    """The model with its adapter before training: new factors, or those of ``lora.start``."""
+def trainable_model(
+    start: Start, choose: Callable[[Any], Mapping[int, list[int]] | None] = lambda base: None
+) -> Any:
+    """The model with its adapter before training: new factors, or those of ``lora.start``.
+
+    ``choose``: the experts that get LoRA, from the model without an adapter.
+    """
     recipe = start.recipe
     model = start_model(start)
+    chosen = choose(model)
     set_seed(recipe.seed)
-    model = add_lora(model, recipe.lora, recipe.router.train, recipe.router.layers)
+    model = add_lora(model, recipe.lora, recipe.router.train, recipe.router.layers, chosen)
     continued(start, model)
     if recipe.model.offload == "experts":
         offload_experts(model)
