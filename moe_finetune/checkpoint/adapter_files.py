@@ -158,6 +158,8 @@ def no_merge_because(config: Mapping[str, Any]) -> str | None:
 
 def _read_config(file: Path) -> dict[str, Any]:
     config = read_object(file, AdapterError, COPY_AGAIN)
+    if "r" in config and "lora_alpha" in config:  # all that Tinker's own config has to say
+        config.setdefault("peft_type", "LORA")
     if config.get("peft_type") != "LORA":
         kind = config.get("peft_type")
         raise AdapterError(f"{file}: peft_type is {kind}; only LoRA adapters (LORA) can be merged")

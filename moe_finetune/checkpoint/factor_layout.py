@@ -1,11 +1,12 @@
 """How the LoRA factors of an expert stack are packed; this depends on the tool that wrote them.
 
 PEFT, and so axolotl, LLaMA-Factory and TRL: the expert varies slowest in ``lora_A`` and fastest in
-``lora_B``. Two other packings have the same shapes or names:
+``lora_B``. Three other packings have the same shapes or names:
 
 - before PEFT 0.19, ``lora_A`` has the outputs and ``lora_B`` the inputs of each matrix;
 - Unsloth, until September 2026, packed ``lora_B`` expert by expert. Later releases record the
-  packing, as ``lora_B_layout`` and by parameter in ``unsloth_fused_expert_lora``.
+  packing, as ``lora_B_layout`` and by parameter in ``unsloth_fused_expert_lora``;
+- Megatron-Bridge does both: the outputs in ``lora_A``, and ``lora_B`` expert by expert.
 
 Shape legend: E experts, n those with factors, r rank, Z inputs or outputs.
 """
@@ -28,6 +29,13 @@ if TYPE_CHECKING:
 MARKER = "lora_B_layout"
 DETAIL = "unsloth_fused_expert_lora"
 RANK_MAJOR, GROUPED = "rank_major", "grouped_by_expert"
+_MEGATRON_BRIDGE = frozenset({
+    "peft_type", "auto_mapping", "base_model_name_or_path", "bias", "fan_in_fan_out",
+    "inference_mode", "init_lora_weights", "lora_alpha", "lora_dropout", "modules_to_save", "r",
+    "rank_pattern", "alpha_pattern", "target_modules", "target_parameters", "task_type", "use_dora",
+    "use_rslora",
+})  # fmt: skip
+"""All keys of the config that it writes with packed stacks; PEFT's own has about forty."""
 OLD_EXPERT = re.compile(r".*\.layers\.\d+\..*\.experts\.\d+\..*")
 """Keys of adapters that were saved when PEFT wrapped each expert's own matrices."""
 
@@ -61,8 +69,13 @@ def of_all_experts(vectors_nrZ: Tensor, chosen: Sequence[int], total: int) -> Te
     return vectors_ErZ
 
 
-def grouped_by_expert(config: Mapping[str, Any], parameter: str, location: Path) -> bool:
-    """Whether ``lora_B`` of the stack ``parameter`` has each expert's columns side by side."""
+def grouped_by_expert(
+    config: Mapping[str, Any], parameter: str, swapped: bool, location: Path
+) -> bool:
+    """Whether ``lora_B`` of the stack ``parameter`` has each expert's columns side by side.
+
+    ``swapped``: whether ``lora_A`` has the outputs.
+    """
     layout = config.get(MARKER)
     detail = config.get(DETAIL)
     parameters = detail.get("parameters") if isinstance(detail, dict) else None
@@ -83,7 +96,24 @@ def grouped_by_expert(config: Mapping[str, Any], parameter: str, location: Path)
             f'Add "{MARKER}": "{GROUPED}" to the file if it was trained before, '
             f'"{MARKER}": "{RANK_MAJOR}" if it was trained with a later release'
         )
+    if made_by_megatron_bridge(config):
+        if swapped:
+            return True
+        raise AdapterError(
+            f"{location}: Megatron-Bridge made this adapter, in another packing than its releases "
+            f'until August 2026, and the file does not say which. Add "{MARKER}": "{RANK_MAJOR}" '
+            f'to the file if PEFT loads it and computes the same, "{MARKER}": "{GROUPED}" if '
+            "lora_B is packed by expert"
+        )
     return False
+
+
+def made_by_megatron_bridge(config: Mapping[str, Any]) -> bool:
+    """Return whether the config has the keys of Megatron-Bridge's, all of them and no other.
+
+    The version of PEFT may have been added since, to tell inputs from outputs in square matrices.
+    """
+    return config.keys() - {"peft_version"} == _MEGATRON_BRIDGE
 
 
 def made_by_unsloth(config: Mapping[str, Any]) -> bool:

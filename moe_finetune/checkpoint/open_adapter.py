@@ -33,6 +33,7 @@ from moe_finetune.checkpoint.factor_layout import (
     vectors_of_a,
     vectors_of_b,
 )
+from moe_finetune.checkpoint.forms import in_class
 from moe_finetune.checkpoint.open import Checkpoint
 from moe_finetune.checkpoint.peft_model import MAY_LACK, Target, targets_by_name, targets_in_class
 from moe_finetune.checkpoint.updates import LowRank, OpenAdapter, Replace
@@ -65,7 +66,8 @@ def open_adapter(path: str | Path, base: Checkpoint, values: bool = True) -> Ope
 
     ``values``: also check that its values are finite, and its base's fingerprint.
     """
-    stored = read_adapter(path)
+    as_saved = read_adapter(path)
+    stored = in_class(as_saved, base)
     of_files = names_files(stored, base)
     attention_only = not of_files and lacks_experts(stored, base)
     if of_files:
@@ -90,7 +92,7 @@ def open_adapter(path: str | Path, base: Checkpoint, values: bool = True) -> Ope
             reader.check_shape(key, info.shape, trained[name], name)
             replaced.append(Replace(name, key))
     if values:
-        check_belongs(stored, base)
+        check_belongs(as_saved, base)
     return OpenAdapter(
         stored.folder,
         stored.config,
@@ -184,13 +186,12 @@ class _Reader:
         config, file = self.adapter.config, self.adapter.folder / CONFIG
         if self.adapter.metadata.experts is not None:  # written by this toolkit
             return False, False
-        grouped = grouped_by_expert(config, target.name.rpartition(".")[2], file)
-        if target.inputs_first:  # every version of PEFT then has the inputs in A
-            return grouped, False
-        _, rows, columns = self.trained[target.name]
-        swapped = outputs_first(config, self._shape(a), self._shape(b), rows, columns, file)
-        self.swapped.add(swapped)
-        return grouped, swapped
+        parameter, swapped = target.name.rpartition(".")[2], False
+        if not target.inputs_first:  # where they are, every version of PEFT has the inputs in A
+            _, rows, columns = self.trained[target.name]
+            swapped = outputs_first(config, self._shape(a), self._shape(b), rows, columns, file)
+            self.swapped.add(swapped)
+        return grouped_by_expert(config, parameter, swapped, file), swapped
 
     def _repack(
         self, a: str, b: str, experts: tuple[int, ...], total: int, grouped: bool, swapped: bool

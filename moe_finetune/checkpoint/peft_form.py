@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from moe_finetune.checkpoint.adapter_files import Adapter
 from moe_finetune.checkpoint.add_updates import Factors
 from moe_finetune.checkpoint.factor_layout import as_a, as_b
 from moe_finetune.checkpoint.peft_model import MAY_LACK, fill, is_saved, wrap
@@ -28,7 +29,9 @@ from moe_finetune.models.class_structure import meta_model
 
 # PEFT 0.21 treats modules with these names as parts of the expert stacks.
 _TAKEN = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-OF_PACKING = ("lora_B_layout", "unsloth_fused_expert_lora", "auto_mapping", "peft_version")
+OF_PACKING = (
+    "lora_B_layout", "unsloth_fused_expert_lora", "gate_up_rows", "auto_mapping", "peft_version",
+)  # fmt: skip
 OF_TARGETS = ("layers_to_transform", "layers_pattern", "exclude_modules")
 
 
@@ -38,10 +41,12 @@ def peft_form(adapter: OpenAdapter) -> OpenAdapter:
         return _by_class(adapter)
     if not any(isinstance(info, Computed) for info in adapter.tensors.values()):
         return adapter
-    return replace(adapter, config=_config(adapter, OF_PACKING, {}))
+    return replace(adapter, config=config_for_peft(adapter, {}, OF_PACKING))
 
 
-def _config(adapter: OpenAdapter, dropped: tuple[str, ...], changes: dict[str, Any]) -> Any:
+def config_for_peft(
+    adapter: Adapter, changes: dict[str, Any], dropped: tuple[str, ...] = OF_PACKING + OF_TARGETS
+) -> Any:
     """The adapter's config with ``changes`` and the packing of the PEFT that is installed."""
     options = {key: value for key, value in adapter.config.items() if key not in dropped}
     # A square matrix does not show its packing.
@@ -84,8 +89,7 @@ def _by_class(adapter: OpenAdapter) -> OpenAdapter:
         if len(shape) == 3:
             key += ".base_layer" * (len(inner) - 1 - inner.index(parameter))
             turned = getattr(model.get_submodule(path), "is_transposed", False)
-        taken_as_stack = len(shape) == 3 or path.rpartition(".")[2] in _TAKEN
-        is_module = not taken_as_stack and _is_layer(model, path)
+        is_module = len(shape) != 3 and not takes_parameter(model, path)
         (modules if is_module else parameters).append(path if is_module else loaded)
         experts = tuple(range(shape[0])) if len(shape) == 3 else None  # zeros, if not chosen
         if _is_whole(terms, shape, adapter) and not (turned and adapter.of_files):
@@ -133,7 +137,7 @@ def _by_class(adapter: OpenAdapter) -> OpenAdapter:
     }
     return replace(
         adapter,
-        config=_config(adapter, OF_PACKING + OF_TARGETS, changes),
+        config=config_for_peft(adapter, changes),
         tensors=tensors,
         low_rank=low_rank,
         replaced=replaced,
@@ -169,8 +173,16 @@ def modules_to_save(
     return ends or None
 
 
+def takes_parameter(model: Any, path: str) -> bool:
+    """Whether PEFT has to adapt the weight of a module as a parameter.
+
+    It takes some modules by their names for parts of the experts' stacks, and has no layer for a
+    router.
+    """
+    return path.rpartition(".")[2] in _TAKEN or not _is_layer(model, path)
+
+
 def _is_layer(model: Any, path: str) -> bool:
-    """Return whether PEFT can adapt the module itself; of a router it adapts the parameter."""
     try:
         return type(model.get_submodule(path)) in (nn.Linear, nn.Embedding)
     except AttributeError:

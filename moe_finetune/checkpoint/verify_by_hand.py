@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_finetune.checkpoint.adapter_files import Adapter
+from moe_finetune.checkpoint.factor_layout import made_by_megatron_bridge
 from moe_finetune.checkpoint.open import Checkpoint
 from moe_finetune.checkpoint.peft_model import LoraModule
 from moe_finetune.checkpoint.weight_files import read_tensor
@@ -39,21 +40,33 @@ def check_layer(
     layer = (stacks or modules)[0].loaded.rpartition(".")[0]
     for module in (m for m in modules if m.loaded.startswith(f"{layer}.")):
         key, (*_, rows, columns) = _key(stored, base, module), base.names.shapes[module.loaded]
-        stated = _of_stack if module in stacks else _of_matrix
-        changes_OI = stated(stored, key, module, (rows, columns))
+        if key is None:
+            changes_OI = _of_projections(stored, module, (rows, columns))
+        else:
+            stated = _of_stack if module in stacks else _of_matrix
+            changes_OI = stated(stored, key, module, (rows, columns))
         for by_peft_OI, by_hand_OI in zip(module.deltas(form), changes_OI, strict=True):
             if float((by_peft_OI - by_hand_OI).norm()) > _TOLERANCE * float(by_hand_OI.norm()):
                 raise VerificationError(
-                    f"{stored.folder}: '{key}' says another change of '{module.loaded}' than PEFT "
-                    "makes of it; report this as a bug"
+                    f"{stored.folder}: '{key or layer}' says another change of '{module.loaded}' "
+                    "than PEFT makes of it; report this as a bug"
                 )
 
 
-def _key(stored: Adapter, base: Checkpoint, module: LoraModule) -> str:
-    """The key of the module's first factor: under the model's name, or that of the files."""
-    files = [name.removesuffix(".weight") for name in base.names.files[module.loaded]]
+def _key(stored: Adapter, base: Checkpoint, module: LoraModule) -> str | None:
+    """The key of the module's first factor, under the model's name or that of the files.
+
+    None if its projections have names of their own.
+    """
+    ndim = len(base.names.shapes[module.loaded])
+    files = [
+        name.removesuffix(".weight")
+        for name in base.names.files[module.loaded]
+        if len(base.tensors[name].shape) == ndim  # one expert's own matrix is no stack
+    ]
     ends = (".lora_A.weight", ".lora_embedding_A")
-    return next(p + e for p in (module.path, *files) for e in ends if p + e in stored.tensors)
+    keys = (p + e for p in (module.path, *files) for e in ends)
+    return next((key for key in keys if key in stored.tensors), None)
 
 
 def _of_matrix(stored: Adapter, key: str, module: LoraModule, _: Any) -> Iterator[Tensor]:
@@ -82,7 +95,59 @@ def _of_stack(
         yield change_YX.T if change_YX.shape != shape or (square and turned) else change_YX
 
 
+def _of_projections(
+    stored: Adapter, module: LoraModule, shape: tuple[int, int]
+) -> Iterator[Tensor]:
+    """The changes of a stack whose projections have names of their own, one expert at a time."""
+    experts, config = module.module.get_base_layer(), stored.config
+    layer = module.loaded.split(".layers.")[1].split(".")[0]
+    named = {
+        key.split("experts.", 1)[1]: info
+        for key, info in stored.tensors.items()
+        if f".layers.{layer}." in key and ".experts." in key
+    }
+    turned = getattr(experts, "is_transposed", False)
+    rows, columns = shape[::-1] if turned else shape
+    fused, half = module.loaded.endswith("gate_up_proj"), rows // 2
+    apart = not getattr(experts, "is_concatenated", True)
+    gate, up = (range(0, rows, 2), range(1, rows, 2)) if apart else (range(half), range(half, rows))
+    places: dict[str, list[int]] = {"w2": [], "down_proj": [], "down": []}
+    if not module.loaded.endswith("down_proj"):
+        places = {"w1": [*gate] if fused else [], "gate_proj": [*gate], "w3": [*up]}
+        places |= {"up_proj": [*up] if fused else [], "gate_up_proj": [], "gate_and_up": []}
+        if apart and config.get("gate_up_rows") == "halves":
+            places["gate_up_proj"] = places["gate_and_up"] = [*gate, *up]
+    for expert in range(module.module.num_experts):
+        change_OI = torch.zeros(rows, columns)
+        for name, at in places.items():
+            a_rI, b_Or = (_factor(named, expert, name, side) for side in "AB")
+            if a_rI is None or b_Or is None:
+                continue
+            scale = config["lora_alpha"] / len(a_rI)
+            if config.get("use_rslora"):
+                scale = config["lora_alpha"] / math.sqrt(len(a_rI))
+            change_OI[at or range(rows)] += scale * b_Or @ a_rI
+        yield change_OI.T if turned else change_OI
+
+
+def _factor(named: dict[str, Any], expert: int, name: str, side: str) -> Tensor | None:
+    """A or B of one projection of one expert: A (r, I), B (O, r)."""
+    key = f"{expert}.{name}.lora_{side}.weight"
+    if key in named:
+        return read_tensor(named[key]).float()
+    if (key := f"lora_{name}_{side}") in named:
+        return read_tensor(named[key])[expert].T.float()
+    if (key := f"{name}.lora_{side}.weight") not in named:
+        return None
+    value = read_tensor(named[key]).float()
+    if value.ndim == 2 or not value.numel():
+        return value if value.numel() else None
+    return value[0] if len(value) == 1 else value[expert]
+
+
 def _grouped(config: dict[str, Any], module: LoraModule) -> bool:
+    if "lora_B_layout" not in config and made_by_megatron_bridge(config):
+        return True
     of_stacks = (config.get("unsloth_fused_expert_lora") or {}).get("parameters") or {}
     recorded = [facts for name, facts in of_stacks.items() if module.loaded.endswith(name)]
     return next(iter(recorded), config).get("lora_B_layout") == "grouped_by_expert"

@@ -21,6 +21,7 @@ def convert_adapter(path: str | Path, base: str | Path, output: str | Path, form
     output = Path(output)
     check_output(output)
     adapter = check_adapter(path, open_checkpoint(base, stored=True))
+    assert form.write is not None
     config, tensors = form.write(adapter)
     small = {CONFIG: json.dumps(config, indent=2).encode()}
     if (adapter.folder / BIAS_FILE).is_file():

@@ -1,10 +1,13 @@
-"""Forms in which programs read adapters; a new one is a file here and a line below."""
+"""Forms in which programs write and read adapters; a new one is a file here and a line below."""
 
-from moe_finetune.checkpoint.forms import peft, per_expert, vllm
-from moe_finetune.checkpoint.forms.form import FORMS, Form, Written
+from moe_finetune.checkpoint.forms import grouped, peft, per_expert, shared_side, stacked, vllm
+from moe_finetune.checkpoint.forms.form import FORMS, Form, Written, in_class
 
 FORMS.register("peft", peft.FORM)
 FORMS.register("per-expert", per_expert.FORM)
 FORMS.register("vllm", vllm.FORM)
+FORMS.register("stacked", stacked.FORM)
+FORMS.register("megatron-bridge", shared_side.FORM)
+FORMS.register("automodel", grouped.FORM)
 
-__all__ = ["FORMS", "Form", "Written"]
+__all__ = ["FORMS", "Form", "Written", "in_class"]

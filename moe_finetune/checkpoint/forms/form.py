@@ -4,6 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from moe_finetune.checkpoint.adapter_files import Adapter
+from moe_finetune.checkpoint.forms.expert_keys import Kind, expert_keys
+from moe_finetune.checkpoint.open import Checkpoint
 from moe_finetune.checkpoint.updates import OpenAdapter
 from moe_finetune.errors import AdapterError
 from moe_finetune.io.safetensors_header import TensorInfo
@@ -15,18 +18,43 @@ Written = tuple[dict[str, Any], Mapping[str, TensorInfo]]
 
 @dataclass(frozen=True)
 class Form:
-    """A form in which adapters are written.
+    """A form of an adapter.
 
     Attributes:
-        readers: programs that read it.
-        loses: what an adapter loses in it, in a clause.
-        write: the adapter in this form; raises AdapterError with the reason where it has none.
+        programs: those that write or read it.
+        loses: what an adapter loses when it is written so, in a clause.
+        write: the adapter in this form; refused with the reason where it has none. None for a form
+            that is only read.
+        kinds: the kinds of experts' keys in its files; None where PEFT's own rules read it.
+        read: an adapter in this form as PEFT's stacks over the base's class.
     """
 
-    readers: str
-    loses: str
-    write: Callable[[OpenAdapter], Written]
+    programs: str
+    loses: str = ""
+    write: Callable[[OpenAdapter], Written] | None = None
+    kinds: frozenset[Kind] | None = None
+    read: Callable[[Adapter, Checkpoint], Adapter] | None = None
 
 
 FORMS: Registry[Form] = Registry("form of an adapter", AdapterError)
 """By the names of ``convert --to``."""
+
+
+def in_class(stored: Adapter, base: Checkpoint) -> Adapter:
+    """``stored`` in the form that PEFT's rules read, which it may have already.
+
+    A file that mixes keys of several forms is refused.
+    """
+    by_kind: dict[Kind, str] = {}
+    for key in expert_keys(stored):
+        by_kind.setdefault(key.kind, key.key)
+    form = next((form for form in FORMS.values() if form.kinds == by_kind.keys()), None)
+    if form is not None and form.read is not None:
+        return form.read(stored, base)
+    if by_kind.keys() - {"peft", "per-expert"}:
+        first, second = list(by_kind.values())[:2]
+        raise AdapterError(
+            f"{stored.folder}: adapter tensor '{first}' and '{second}' are in the forms of two "
+            "programs; copy the adapter again, or save it with one of them"
+        )
+    return stored

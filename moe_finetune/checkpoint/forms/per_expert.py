@@ -27,12 +27,12 @@ def write(adapter: OpenAdapter) -> Written:
     factors, parts = Factors(form), parts_in_files(form)
     tensors: dict[str, Tensor] = {}
     scales: dict[str, tuple[int, float]] = {}
-    whole: dict[str, Tensor] = {}
+    saved: dict[str, Tensor] = {}
     for name, part in [(name, part) for name, some in parts.items() for part in some]:
         update, path = part.update, name.removesuffix(".weight")
         if isinstance(update, Replace):
-            whole[name] = read_tensor(form.tensors[update.key])
-            if whole[name].shape != base.tensors[name].shape:
+            saved[name] = read_tensor(form.tensors[update.key])
+            if saved[name].shape != base.tensors[name].shape:
                 raise AdapterError(
                     f"{adapter.folder}: '{update.key}' has no tensor of its own there"
                 )
@@ -52,7 +52,7 @@ def write(adapter: OpenAdapter) -> Written:
         if update.magnitude:
             norms_O = read_tensor(form.tensors[update.magnitude]).float()
             tensors[f"{path}.lora_magnitude_vector"] = norms_O[part.place.rows].clone()
-    tensors |= {below_factors(name, tensors): value for name, value in whole.items()}
+    tensors |= {below_factors(name, tensors): value for name, value in saved.items()}
     in_files = base.names.files
     tensors |= {in_files[key][0]: read_tensor(table) for key, table in form.tables.items()}
     trained = base.tensors.keys() - base.untrained
@@ -92,7 +92,7 @@ def _pattern(paths: list[str]) -> str:
 
 
 FORM = Form(
-    readers="PEFT with transformers 4, Automodel, Megatron-Bridge, SGLang",
+    programs="PEFT with transformers 4, Automodel, Megatron-Bridge, SGLang",
     loses="nothing; gate and up of a stack get a copy each of their common A",
     write=write,
 )

@@ -48,7 +48,7 @@ def _unmerged(adapter: Path, reason: str) -> AdapterError:
 
 
 FORM = Form(
-    readers="vLLM, with --enable-mixed-moe-lora-format",
+    programs="vLLM, with --enable-mixed-moe-lora-format",
     loses="nothing; a router that trained in full is refused",
     write=write,
 )

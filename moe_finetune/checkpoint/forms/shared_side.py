@@ -1,0 +1,95 @@
+"""Shared-outer LoRA as Megatron-Bridge exports it and SGLang reads it.
+
+The shared factor is stored once, ``experts.gate_proj.lora_A.weight`` (1, r, I), the same under
+``up_proj``; the other one under each expert's name, ``experts.3.gate_proj.lora_B.weight`` (O, r).
+Names are those of the base's files. Read in Megatron-Bridge (``conversion/peft_bridge.py``).
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from moe_finetune.checkpoint.adapter_files import Adapter
+from moe_finetune.checkpoint.forms.class_stacks import (
+    ClassExperts,
+    Vectors,
+    in_class,
+    read_projections,
+)
+from moe_finetune.checkpoint.forms.expert_keys import ExpertKey, Role, expert_keys
+from moe_finetune.checkpoint.forms.form import Form
+from moe_finetune.checkpoint.forms.stacked import role_of, vectors_of
+from moe_finetune.checkpoint.open import Checkpoint
+from moe_finetune.checkpoint.weight_files import read_tensor
+from moe_finetune.errors import AdapterError
+
+
+def read(stored: Adapter, base: Checkpoint) -> Adapter:
+    """``stored`` with PEFT's stacks in projection_side of its projections."""
+    experts, sides = ClassExperts(base), dict[tuple[int, Role, str], Vectors]()
+    keys = expert_keys(stored)
+    single: dict[tuple[int, Role, str], dict[int, ExpertKey]] = {}
+    for key in keys:
+        projection_side = key.layer, role_of(stored, experts, key), key.side
+        if key.expert is None:
+            sides[projection_side] = vectors_of(stored, key, stored.tensors[key.key])
+        else:
+            single.setdefault(projection_side, {})[key.expert] = key
+    for projection_side, of_experts in single.items():
+        first = next(iter(of_experts.values()))
+        if projection_side in sides:
+            raise AdapterError(
+                f"{stored.folder}: adapter tensor '{first.key}': the file also has "
+                f"'{sides[projection_side].key}' of all experts; use one of them"
+            )
+        sides[projection_side] = _stacked(stored, experts.total, of_experts)
+    used = [key.key for key in keys]
+    return in_class(stored, experts, read_projections(stored, experts, sides), used)
+
+
+def _stacked(stored: Adapter, total: int, keys: dict[int, ExpertKey]) -> Vectors:
+    """The vectors (E, r, Z) of a factor that each expert has under its own name."""
+    index, first = next(iter(keys.items()))
+    for expert in range(total):
+        if expert not in keys:
+            name = first.key.replace(f".experts.{index}.", f".experts.{expert}.")
+            raise AdapterError(
+                f"{stored.folder}: adapter tensor '{name}' is missing, and other experts have it; "
+                "copy the adapter again"
+            )
+    if max(keys) >= total:
+        raise AdapterError(
+            f"{stored.folder}: adapter tensor '{keys[max(keys)].key}': the base has {total} "
+            "experts; the adapter was trained on another base"
+        )
+    infos = [stored.tensors[keys[expert].key] for expert in range(total)]
+    shape = infos[0].shape
+    wrong = next((info for info in infos if info.shape != shape or len(shape) != 2), None)
+    if wrong is not None:
+        key = next(key.key for key in keys.values() if stored.tensors[key.key] is wrong)
+        raise AdapterError(
+            f"{stored.folder}: adapter tensor '{key}': shape {list(wrong.shape)}, and that of "
+            f"'{keys[0].key}' is {list(shape)}; copy the adapter again"
+        )
+    rank, size = shape if first.side == "A" else shape[::-1]
+
+    def values() -> Tensor:
+        return _in_order(read_tensor(info) for info in infos)
+
+    def turned() -> Tensor:
+        return values().mT
+
+    read_as = values if first.side == "A" else turned
+    return Vectors(infos[0].name, infos[0].dtype, (total, rank, size), read_as)
+
+
+def _in_order(matrices: Iterable[Tensor]) -> Tensor:
+    return torch.stack(list(matrices))
+
+
+FORM = Form(
+    programs="Megatron-Bridge and SGLang for shared-outer LoRA",
+    kinds=frozenset({"stacked", "per-expert"}),
+    read=read,
+)

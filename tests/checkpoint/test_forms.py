@@ -1,0 +1,467 @@
+"""Factors of experts as Tinker, SGLang, Megatron-Bridge and Automodel name them.
+
+Each maker's formula is written out here, expert by expert; the names and shapes were read in
+tinker-cookbook (``weights/_adapter.py``, ``weights/adapter_test.py``), Megatron-Bridge
+(``conversion/peft_bridge.py``), Automodel (``_peft/lora_experts.py``) and vLLM 0.32
+(``lora/lora_weights.py``).
+"""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moe_finetune.checkpoint.forms import FORMS
+from moe_finetune.checkpoint.merge import merge_adapter
+from moe_finetune.checkpoint.open import open_checkpoint
+from moe_finetune.checkpoint.open_adapter import open_adapter
+from moe_finetune.checkpoint.peft_form import with_adapter
+from moe_finetune.checkpoint.verify import verify_merge
+from moe_finetune.checkpoint.write_adapter import convert_adapter
+from moe_finetune.cli import main
+from moe_finetune.errors import AdapterError
+from moe_finetune.models import FAMILIES, OURS
+from tests.support import tiny, tiny_families
+
+RANK, ALPHA = 3, 7.5
+WEIGHTS = "adapter_model.safetensors"
+TINY = ("deepseek_v2", "olmoe")  # whose classes do not run with the sizes of tiny_families
+
+
+class Experts:
+    """A tiny family's experts, and random factors of each projection: A (n, r, I), B (n, O, r)."""
+
+    def __init__(self, name: str, shared: bool, base: Path, common_a: bool = False):
+        self.base = base
+        self.model = (tiny if name in TINY else tiny_families).model(name).eval()
+        if not base.exists():
+            self.model.save_pretrained(base)
+        self.places = FAMILIES[name].places(self.model.config)
+        self.paths = {
+            layer: f"{self.places.backbone}.layers.{layer}.{self.places.experts_path}"
+            for layer in self.places.moe_layers
+        }
+        module = self.module(self.places.moe_layers[0])
+        self.turned = module.is_transposed
+        first = getattr(module, self.places.expert_parameters[0])
+        total, *sizes = first.shape
+        rows, hidden = reversed(sizes) if self.turned else sizes
+        self.total, self.hidden = total, hidden
+        self.width = rows // 2 if self.places.gated else rows
+        generator = torch.Generator().manual_seed(7)
+
+        def random(*shape):
+            return torch.randn(shape, generator=generator) * 0.2
+
+        self.factors = {}
+        for layer in self.paths:
+            few = 1 if shared else total
+            roles = ("gate", "up") if self.places.gated else ("up",)
+            a = random(few, RANK, hidden)
+            for role in roles:
+                own = a if common_a else random(few, RANK, hidden)
+                self.factors[layer, role] = own, random(total, self.width, RANK)
+            down_b = random(few, hidden, RANK)
+            self.factors[layer, "down"] = random(total, RANK, self.width), down_b
+        self.attention = {}
+        for path, module in self.model.named_modules():
+            inside = path.startswith(self.places.backbone)
+            if inside and path.endswith((".q_proj", ".o_proj")) and hasattr(module, "weight"):
+                out, inputs = module.weight.shape
+                self.attention[path] = random(RANK, inputs), random(out, RANK)
+
+    def module(self, layer):
+        return self.model.get_submodule(self.paths[layer])
+
+    def rows(self, role):
+        module = self.module(self.places.moe_layers[0])
+        if role == "down" or not self.places.gated:
+            return slice(None)
+        if module.is_concatenated:
+            return slice(0, self.width) if role == "gate" else slice(self.width, None)
+        return slice(0 if role == "gate" else 1, None, 2)
+
+    @torch.no_grad()
+    def change_model(self, scale=ALPHA / RANK, attention=True):
+        """The maker's formula: W_e + alpha / r * B_e A_e for each expert and projection."""
+        for (layer, role), (a, b) in self.factors.items():
+            first, down = self.places.expert_parameters
+            stack = getattr(self.module(layer), down if role == "down" else first)
+            for expert in range(self.total):
+                a_rI, b_Or = a[expert % len(a)], b[expert % len(b)]
+                matrix = stack[expert].T if self.turned else stack[expert]
+                matrix[self.rows(role)] += scale * b_Or @ a_rI
+        for path, (a, b) in self.attention.items() if attention else ():
+            self.model.get_submodule(path).weight += scale * b @ a
+        return self.model
+
+    def attention_tensors(self):
+        return {
+            f"{path}.lora_{side}.weight": factor
+            for path, pair in self.attention.items()
+            for side, factor in zip("AB", pair, strict=True)
+        }
+
+
+W = {"gate": "w1", "up": "w3", "down": "w2"}
+PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+
+def tinker(experts):
+    """3-D factors by w1, w2, w3; of experts without a gate w1 is up, w3 an empty placeholder."""
+    names = W if experts.places.gated else {"up": "w1", "down": "w2"}
+    tensors = experts.attention_tensors()
+    for (layer, role), pair in experts.factors.items():
+        for side, factor in zip("AB", pair, strict=True):
+            tensors[f"{experts.paths[layer]}.{names[role]}.lora_{side}.weight"] = factor
+            if not experts.places.gated:
+                tensors[f"{experts.paths[layer]}.w3.lora_{side}.weight"] = torch.empty(0, 0, 0)
+    return tensors, {"r": RANK, "lora_alpha": ALPHA}
+
+
+def megatron(experts):
+    """The shared factor once, the other under each expert's name in the base's files."""
+    tensors = experts.attention_tensors()
+    for (layer, role), pair in experts.factors.items():
+        for side, factor in zip("AB", pair, strict=True):
+            path = f"{experts.paths[layer]}.%s{PROJECTIONS[role]}.lora_{side}.weight"
+            if len(factor) == 1:
+                tensors[path % ""] = factor
+                continue
+            tensors |= {path % f"{e}.": matrix for e, matrix in enumerate(factor)}
+    return tensors, peft_config(experts)
+
+
+def automodel(experts):
+    """Grouped: A (E, in, r), B (E, r, out), with all rows of gate before those of up."""
+    tensors = experts.attention_tensors()
+    for (layer, role), (a, b) in experts.factors.items():
+        path = experts.paths[layer]
+        if role == "down":
+            tensors |= {f"{path}.lora_down_A": a.mT, f"{path}.lora_down_B": b.mT}
+        elif role == "up":
+            rows = [experts.factors[layer, "gate"][1], b] if experts.places.gated else [b]
+            tensors |= {
+                f"{path}.lora_gate_and_up_A": a.mT,
+                f"{path}.lora_gate_and_up_B": torch.cat(rows, 1).mT,
+            }
+    return tensors, peft_config(experts) | {"gate_up_rows": "halves"}
+
+
+def peft_config(experts):
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": RANK,
+        "lora_alpha": ALPHA,
+        "target_modules": ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    }
+
+
+def save(folder, tensors, config):
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    named = {f"base_model.model.{key}": value.contiguous() for key, value in tensors.items()}
+    save_file({key: value.clone() for key, value in named.items()}, folder / WEIGHTS)
+    return folder
+
+
+MAKERS = {
+    "tinker": (tinker, {"shared": True}),
+    "tinker, nothing shared": (tinker, {"shared": False}),
+    "megatron": (megatron, {"shared": True, "common_a": True}),
+    "automodel": (automodel, {"shared": False, "common_a": True}),
+}
+FEW = (
+    "qwen3_moe", "deepseek_v3", "mixtral", "gpt_oss", "nemotron_h", "qwen3_5_moe", "gemma4",
+    "granitemoe", "aria", "inkling_mm_model",
+)  # fmt: skip
+NAMES = [
+    name if name in FEW else pytest.param(name, marks=pytest.mark.slow)
+    for name in (family.name for family in OURS)
+    if name != "deepseek_moe"
+]
+
+
+def ids():
+    return torch.randint(4, 200, (2, 11), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def logits(model):
+    return model(input_ids=ids()).logits
+
+
+def same(found, wanted):
+    """Logits, in which float32 rounding adds up; the weights are compared more closely."""
+    assert float((found - wanted).norm()) < 1e-4 * float(wanted.norm())
+
+
+def same_weights(model, expected):
+    found = model.state_dict()
+    for key, tensor in expected.state_dict().items():
+        torch.testing.assert_close(found[key], tensor, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("name", NAMES)
+def test_merged_and_in_peft_it_is_the_maker_s_formula(name, maker, tmp_path):
+    from peft import PeftModel
+
+    write, options = MAKERS[maker]
+    experts = Experts(name, base=tmp_path / "base", **options)
+    adapter = save(tmp_path / "adapter", *write(experts))
+    before = logits(experts.model)
+    expected = experts.change_model()
+    wanted = logits(expected)
+    assert (before - wanted).norm() > 0.01 * wanted.norm()
+
+    merge_adapter(experts.base, adapter, tmp_path / "merged")
+    merged = type(expected).from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    same_weights(merged, expected)
+    verify_merge(experts.base, adapter, tmp_path / "merged")
+
+    convert_adapter(adapter, experts.base, tmp_path / "peft", FORMS["peft"])
+    plain = type(expected).from_pretrained(experts.base, dtype=torch.float32)
+    if name == "deepseek_ocr2":  # PEFT 0.21.2 drops keys of this class, with a warning
+        stock = with_adapter(plain, open_adapter(tmp_path / "peft", open_checkpoint(experts.base)))
+    else:
+        stock = PeftModel.from_pretrained(plain, tmp_path / "peft").eval()
+    same(logits(stock), wanted)
+    same_weights(stock.merge_and_unload(), expected)
+
+
+def refused(adapter, base, *parts):
+    """The error names the adapter's folder and each of ``parts``; nothing is written."""
+    with pytest.raises(AdapterError) as raised:
+        open_adapter(adapter, open_checkpoint(base))
+    shown = str(raised.value)
+    assert str(adapter) in shown
+    for part in parts:
+        assert part in shown, shown
+    return shown
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """maker -> the experts of tiny Qwen3-MoE, its tensors and its config."""
+    folder = tmp_path_factory.mktemp("forms")
+
+    def get(maker):
+        write, options = MAKERS[maker]
+        experts = Experts("qwen3_moe", base=folder / "base", **options)
+        return experts, *write(experts)
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("maker", "missing", "named"),
+    [
+        ("tinker", "layers.2.mlp.experts.w1.lora_A.weight", "layers.2.mlp.experts.w1.lora_B"),
+        ("tinker", "layers.1.mlp.experts.w2", "layers.1.mlp.experts.w2.lora_A.weight"),
+        ("tinker", "layers.3.self_attn.q_proj", "layers.3.self_attn.q_proj.lora_A.weight"),
+        ("megatron", "experts.7.down_proj.lora_A", "layers.0.mlp.experts.7.down_proj.lora_A"),
+        ("megatron", "layers.1.mlp.experts.up_proj.lora_A", "up_proj.lora_B"),
+        ("automodel", "layers.0.mlp.experts.lora_down_B", "layers.0.mlp.experts.lora_down_A"),
+        ("automodel", "layers.3.mlp.experts", "layers.3.mlp.experts.lora_down_A"),
+    ],
+)
+def test_a_partial_file_is_refused_with_the_key(made, maker, missing, named, tmp_path):
+    experts, tensors, config = made(maker)
+    left = {key: value for key, value in tensors.items() if missing not in key}
+    assert len(left) < len(tensors)
+    shown = refused(save(tmp_path / "adapter", left, config), experts.base, named, "missing")
+    assert "copy the adapter again" in shown
+
+
+def test_layers_that_did_not_train_are_named_by_the_user(made, tmp_path):
+    experts, tensors, config = made("tinker")
+    left = {key: value for key, value in tensors.items() if ".layers.0." not in key}
+    refused(save(tmp_path / "adapter", left, config), experts.base, "layers_to_transform")
+    adapter = save(tmp_path / "said", left, config | {"layers_to_transform": [1, 2, 3]})
+    opened = open_adapter(adapter, open_checkpoint(experts.base))
+    assert {update.name.split(".")[2] for update in opened.low_rank} == {"1", "2", "3"}
+
+
+def test_mixed_and_doubled_files_are_refused_with_the_keys(made, tmp_path):
+    experts, tensors, config = made("tinker")
+    _, others, _ = made("automodel")
+    mixed = tensors | {k: v for k, v in others.items() if "layers.2.mlp" in k}
+    refused(
+        save(tmp_path / "mixed", mixed, config),
+        experts.base,
+        "w1.lora_A.weight",
+        "layers.2.mlp.experts.lora_down_A",
+        "two programs",
+    )
+    experts, tensors, config = made("megatron")
+    doubled = "model.layers.1.mlp.experts.gate_proj.lora_B.weight"
+    factor = experts.factors[1, "gate"][1]
+    refused(save(tmp_path / "doubled", tensors | {doubled: factor}, config), experts.base, doubled)
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "part"),
+    [
+        ("w1.lora_B", lambda v: v[:-1], "factors of 9 experts; the base has 10"),
+        ("w2.lora_A", lambda v: v[:, :, :-1], "39 inputs where the base"),
+        ("w3.lora_B", lambda v: v[:, 1:], "39 outputs where the base"),
+        ("w1.lora_A", lambda v: v[:, 1:], "rank 2"),
+        ("w1.lora_A", lambda v: v[None], "4 dimensions"),
+    ],
+)
+def test_factors_of_another_size_are_refused_with_the_key(made, key, change, part, tmp_path):
+    experts, tensors, config = made("tinker")
+    name = f"model.layers.1.mlp.experts.{key}.weight"
+    changed = tensors | {name: change(tensors[name])}
+    refused(save(tmp_path / "adapter", changed, config), experts.base, name, part)
+
+
+def test_the_rank_of_another_config_is_refused(made, tmp_path):
+    experts, tensors, config = made("tinker")
+    adapter = save(tmp_path / "adapter", tensors, config | {"r": 5})
+    refused(adapter, experts.base, "w1.lora_A.weight", "has rank 3, but r of adapter_config.json")
+
+
+def test_rows_that_alternate_must_be_stated(tmp_path):
+    """gpt-oss: all rows of gate first, or one of each in turn; both have the same shape."""
+    experts = Experts("gpt_oss", base=tmp_path / "base", shared=False, common_a=True)
+    tensors, config = automodel(experts)
+    del config["gate_up_rows"]
+    refused(
+        save(tmp_path / "adapter", tensors, config),
+        experts.base,
+        "lora_gate_and_up_B",
+        '"gate_up_rows": "halves"',
+    )
+    for key, value in tensors.items():
+        if key.endswith("lora_gate_and_up_B"):
+            tensors[key] = value.unflatten(2, (2, -1)).mT.flatten(2)
+    adapter = save(tmp_path / "said", tensors, config | {"gate_up_rows": "alternating"})
+    merge_adapter(experts.base, adapter, tmp_path / "merged")
+    verify_merge(experts.base, adapter, tmp_path / "merged")
+    expected = experts.change_model()
+    merged = type(expected).from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    same(logits(merged), logits(expected))
+
+
+def test_rslora_and_one_matrix_for_a_shared_factor(made, tmp_path):
+    experts, tensors, config = made("tinker")
+    single = {k: v[0] if v.ndim == 3 and len(v) == 1 else v for k, v in tensors.items()}
+    assert any(v.ndim == 2 for k, v in single.items() if ".experts." in k)
+    adapter = save(tmp_path / "adapter", single, config | {"use_rslora": True})
+    merge_adapter(experts.base, adapter, tmp_path / "merged")
+    verify_merge(experts.base, adapter, tmp_path / "merged")
+    expected = experts.change_model(scale=ALPHA / math.sqrt(RANK))
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    for layer in (0, 3):
+        for expert, row in ((0, 5), (9, 60)):
+            half, name = divmod(row, experts.width)
+            key = f"model.layers.{layer}.mlp.experts.{expert}.{('gate', 'up')[half]}_proj.weight"
+            stack = expected.get_parameter(f"{experts.paths[layer]}.gate_up_proj")
+            torch.testing.assert_close(merged[key][name], stack[expert, row], rtol=1e-5, atol=1e-5)
+
+
+def test_tinker_s_own_names_for_composites_and_the_head(tmp_path):
+    """``model.layers`` of a language part, ``unembed_tokens`` for the head."""
+    experts = Experts("qwen3_vl_moe", base=tmp_path / "base", shared=True)
+    tensors, config = tinker(experts)
+    named = {key.replace("model.language_model.", "model."): v for key, v in tensors.items()}
+    assert named.keys() != tensors.keys()
+    head = experts.model.lm_head.weight
+    a, b = torch.randn(RANK, head.shape[1]), torch.randn(head.shape[0], RANK)
+    named |= {
+        "model.unembed_tokens.lora_A.weight": a,
+        "model.unembed_tokens.lora_B.weight": b,
+    }
+    adapter = save(tmp_path / "adapter", named, config)
+    merge_adapter(experts.base, adapter, tmp_path / "merged")
+    verify_merge(experts.base, adapter, tmp_path / "merged")
+    expected = experts.change_model()
+    with torch.no_grad():
+        expected.lm_head.weight += ALPHA / RANK * b @ a
+    merged = type(expected).from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    same_weights(merged, expected)
+
+
+MEGATRON_CONFIG = {
+    "peft_type": "LORA", "auto_mapping": None, "base_model_name_or_path": "", "bias": "none",
+    "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True,
+    "lora_alpha": ALPHA, "lora_dropout": 0.0, "modules_to_save": None, "r": RANK,
+    "rank_pattern": {}, "alpha_pattern": {}, "target_modules": [], "task_type": "CAUSAL_LM",
+    "use_dora": False, "use_rslora": False,
+}  # fmt: skip
+
+
+def megatron_packed(experts):
+    """Stacks in Megatron-Bridge's packing: A has the outputs, B the inputs by expert."""
+    tensors, targets = {}, []
+    for layer, path in experts.paths.items():
+        gate_a, gate_b = experts.factors[layer, "gate"]
+        up_b = experts.factors[layer, "up"][1]
+        down_a, down_b = experts.factors[layer, "down"]
+        for key, parameter, a, b in (
+            (path, "down_proj", down_a, down_b),
+            (f"{path}.base_layer", "gate_up_proj", gate_a, torch.cat([gate_b, up_b], 1)),
+        ):
+            targets.append(f"{path}.{parameter}")
+            tensors |= {
+                f"{key}.lora_A.weight": torch.cat([b_Or.T for b_Or in b]),
+                f"{key}.lora_B.weight": torch.cat([a_rI.T for a_rI in a], 1),
+            }
+    return tensors, MEGATRON_CONFIG | {"target_parameters": targets}
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_vl_moe"])
+def test_megatron_s_packed_stacks(name, tmp_path):
+    """PEFT would pair every expert with other experts' columns, without an error."""
+    experts = Experts(name, base=tmp_path / "base", shared=False, common_a=True)
+    tensors, config = megatron_packed(experts)
+    adapter = save(tmp_path / "adapter", tensors, config)
+    merge_adapter(experts.base, adapter, tmp_path / "merged")
+    verify_merge(experts.base, adapter, tmp_path / "merged")
+    expected = experts.change_model(attention=False)
+    merged = type(expected).from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    same_weights(merged, expected)
+
+
+def test_megatron_s_stacks_in_another_packing_must_be_stated(tmp_path):
+    """With the inputs in A it cannot be that of the known releases."""
+    experts = Experts("qwen3_5_moe", base=tmp_path / "base", shared=False, common_a=True)
+    tensors, config = megatron_packed(experts)
+    for key in [key for key in tensors if "lora_A" in key]:
+        other = key.replace("lora_A", "lora_B")
+        tensors |= {key: tensors[other].T, other: tensors[key].T}
+    command = ["merge", str(save(tmp_path / "adapter", tensors, config))]
+    command += ["--base", str(experts.base), "--output", str(tmp_path / "out")]
+    assert main(command) == 2
+    assert not (tmp_path / "out").exists()
+    refused(tmp_path / "adapter", experts.base, "lora_B_layout")
+    said = save(tmp_path / "said", tensors, config | {"lora_B_layout": "grouped_by_expert"})
+    merge_adapter(experts.base, said, tmp_path / "merged")
+    expected = experts.change_model(attention=False)
+    merged = type(expected).from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    same(logits(merged), logits(expected))
+
+
+def test_names_of_the_files_where_the_class_has_others(tmp_path):
+    """Mixtral's files say block_sparse_moe and w1, w2, w3."""
+    experts = Experts("mixtral", base=tmp_path / "base", shared=True, common_a=True)
+    tensors, config = megatron(experts)
+    renamed = {}
+    for key, value in tensors.items():
+        for role, projection in PROJECTIONS.items():
+            if ".experts." in key:
+                key = key.replace(projection, W[role]).replace(".mlp.", ".block_sparse_moe.")
+        renamed[key] = value
+    assert not any(".mlp." in key for key in renamed)
+    adapter = save(tmp_path / "adapter", renamed, config)
+    merge_adapter(experts.base, adapter, tmp_path / "merged")
+    verify_merge(experts.base, adapter, tmp_path / "merged")
+    expected = experts.change_model()
+    merged = type(expected).from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    same(logits(merged), logits(expected))
