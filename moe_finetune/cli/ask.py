@@ -34,11 +34,13 @@ def ask(
 
     Example: moe-finetune ask runs/first "What does a router do?"
     """
+    from moe_finetune.models.family_lookup import warn_of_plugins
+    from moe_finetune.models.loading import existing_folder, local_folder
+
+    existing_folder(source)  # before the libraries are imported
     from moe_finetune.cli.checkpoints import base_of
     from moe_finetune.evaluation.ask import ask as answer
     from moe_finetune.evaluation.ask import source_of
-    from moe_finetune.models.family_lookup import warn_of_plugins
-    from moe_finetune.models.loading import local_folder
 
     warn_of_plugins(Path(source))
     chosen = source_of(source, lambda adapter: local_folder(base) if base else base_of(adapter))

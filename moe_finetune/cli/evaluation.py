@@ -104,12 +104,14 @@ def evaluate(
     if suite is None:
         raise typer.BadParameter("--suite: name the suite to evaluate, for example gsm8k")
     from moe_finetune.evaluation.suites import load_suite, select
+    from moe_finetune.models.loading import existing_folder
 
     chosen = load_suite(suite)
     if only:
         chosen = select(chosen, only)
     run = RunFolder(checkpoint) if RunFolder(checkpoint).recipe.is_file() else None
     checkpoint = str(checkpoint_in(checkpoint))
+    existing_folder(checkpoint)
     if check:
         from moe_finetune.evaluation.what_can_run import check_suite, render_checks
         from moe_finetune.models.loading import load_tokenizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -82,12 +83,20 @@ def analyze(
     """
     from moe_finetune.errors import DataError
     from moe_finetune.io.json_file import read_object
-    from moe_finetune.report.analysis import analyze as run_analysis
+    from moe_finetune.io.split_files import local_files
+    from moe_finetune.models.loading import existing_folder
+
+    domains = split_domains(data or [], domain or [])
+    if Path(source).suffix != ".npz":
+        existing_folder(source)
+    for file in itertools.chain(*domains.values()):
+        local_files(file, "train")
+    from moe_finetune.report.analysis import analyze as run_analysis  # imports the libraries
 
     page = run_analysis(
         source,
         output,
-        split_domains(data or [], domain or []),
+        domains,
         adapter=adapter,
         limit=limit,
         max_length=max_length,

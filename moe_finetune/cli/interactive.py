@@ -52,9 +52,11 @@ def init(
 
     Example: moe-finetune init ./my-moe --data my.jsonl --gpu 24 --output my.yaml
     """
+    from moe_finetune.cli.missing import refuse_missing
     from moe_finetune.errors import RecipeError
+    from moe_finetune.io.atomic import refuse_existing
     from moe_finetune.recipe.stages import STARTERS
-    from moe_finetune.recipe.yaml_tree import load_tree
+    from moe_finetune.recipe.yaml_tree import Tree, load_tree
 
     words, overrides = split_items(items or [])
     values = load_tree([], overrides).values
@@ -71,6 +73,14 @@ def init(
     if not asks and (checkpoint is None or not has_rows):
         missing = "CHECKPOINT" if checkpoint is None else "--data"
         raise RecipeError(f"{missing}: required, because there is no terminal to ask on")
+    refuse_existing(output)
+    if checkpoint is not None and has_rows:
+        sections = {"stage": stage, "model": {"path": checkpoint}}
+        sections |= {"data": {"train": data, "validation": validation}} if data else {}
+        sections |= {"evaluation": {"suite": suite}} if suite else {}
+        tree = Tree(sections)
+        tree.merge(load_tree([], overrides))
+        refuse_missing(tree)
     from moe_finetune.losses.presets import PRESETS
     from moe_finetune.training.before.starter_recipe import (
         HELD_OUT,
@@ -176,9 +186,12 @@ def preview(
 
     Example: moe-finetune preview recipes/models/olmoe_1b_7b.yaml data.train=my.jsonl --rows 5
     """
-    from moe_finetune.recipe.schema import load_recipe
+    from moe_finetune.cli.missing import refuse_missing
+    from moe_finetune.recipe.yaml_tree import load_tree
 
-    recipe = load_recipe(*split_items(items))
-    from moe_finetune.training.before.preview import preview as show  # after wrong keys are known
+    tree = load_tree(*split_items(items))
+    refuse_missing(tree)
+    from moe_finetune.recipe.schema import recipe_from_tree
+    from moe_finetune.training.before.preview import preview as show
 
-    print(show(recipe, rows, sys.stdout.isatty()))
+    print(show(recipe_from_tree(tree), rows, sys.stdout.isatty()))

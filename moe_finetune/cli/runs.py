@@ -3,6 +3,7 @@
 import enum
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -95,7 +96,7 @@ def train(
 
     tree = load_tree(*split_items(items))
     try:
-        if int(os.environ.get("RANK", "0")) == 0:
+        if is_first_rank():
             terminal().say(headline(tree.values, output))  # the imports below take some seconds
         run = _train(tree, output, resume, dry_run, ignore_memory)
     except KeyboardInterrupt as interrupt:
@@ -109,21 +110,32 @@ def train(
         return
     from moe_finetune.report.end_of_run import end_run, next_commands
 
-    if int(os.environ.get("RANK", "0")) == 0:
+    if is_first_rank():
         print(f"run: {run}")
         page = RunFolder(run).page
         end_run({"after": run}, None, next_commands(page, run))
 
 
+def is_first_rank() -> bool:
+    """Whether this process speaks for all that a launcher started."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
 def _train(
     tree: "Tree", output: Path, resume: bool, dry_run: bool, ignore_memory: bool
 ) -> Path | None:
+    from moe_finetune.cli.missing import refuse_missing
     from moe_finetune.errors import DataError, RecipeError
     from moe_finetune.recipe.explain_errors import placed
-    from moe_finetune.recipe.schema import recipe_from_tree
 
-    recipe = recipe_from_tree(tree)
-    from moe_finetune.run import plan_run, run_recipe  # after wrong keys are known
+    refuse_missing(tree, RunFolder(output), resume)
+    # The headline has been said, so nothing else tells that the imports go on.
+    with terminal().starting("train") if is_first_rank() else nullcontext():
+        from moe_finetune.recipe.schema import recipe_from_tree
+
+        recipe = recipe_from_tree(tree)
+        from moe_finetune.run import plan_run, run_recipe
+        from moe_finetune.training.before import prepare  # noqa: F401
 
     try:
         if dry_run:

@@ -29,7 +29,7 @@ from moe_finetune.errors import DataError, did_you_mean
 from moe_finetune.io.row_files import Row, short
 from moe_finetune.recipe.data import DataSection, Paths
 from moe_finetune.recipe.schema import Recipe
-from moe_finetune.recipe.stages import STAGES, Stage
+from moe_finetune.recipe.stages import STAGES, Stage, trainer_value
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -240,8 +240,9 @@ def load_for_stage(recipe: Recipe, tokenizer: Any) -> Examples:
     stage = STAGES[recipe.stage]
     if stage.form == "tokens":
         return load_examples(recipe.data, tokenizer, recipe.seed)
-    usual = getattr(stage.config_class(), "max_completion_length", 0)
-    room = recipe.trainer.get("max_completion_length", usual)
+    room = 0
+    if stage.form == "prompts":
+        room = trainer_value(stage, recipe.trainer, "max_completion_length")
     rewards = [section.name for section in recipe.rewards]
     return load_stage_rows(stage, recipe.data, tokenizer, recipe.seed, room, rewards)
 

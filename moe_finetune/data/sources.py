@@ -17,8 +17,8 @@ from moe_finetune.errors import DataError, did_you_mean, reason_of
 from moe_finetune.io.hashes import sha256_file, sha256_json
 from moe_finetune.io.hub import check_hub, commit_of, opened_commit
 from moe_finetune.io.json_file import read_object
-from moe_finetune.io.row_files import TABLES, Placed, Row, kind_of, placed_rows, without_nulls
-from moe_finetune.io.split_files import SAVED, data_files, files_of
+from moe_finetune.io.row_files import Placed, Row, kind_of, placed_rows, without_nulls
+from moe_finetune.io.split_files import data_files, local_files
 from moe_finetune.recipe.data import DataSection, DataSource, Paths
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ def read_rows(source: str, split: str = "train") -> Iterator[Placed]:
     may name a configuration: ``openai/gsm8k:main``. A ``.txt`` file is one row of ``text``. Of a
     folder, the files of ``split`` are read, see :mod:`moe_finetune.io.split_files`.
     """
-    files = _files(source, split)
+    files = local_files(source, split)
     if files is None:
         for index, row in enumerate(_dataset(source, split), 1):
             yield f"{source}: row {index}", without_nulls(row)
@@ -57,7 +57,7 @@ def source_identity(source: str, split: str = "train") -> list[Any]:
     Files are identified by content, so a copy is the same source and a changed file is not; a hub
     dataset by its fingerprint.
     """
-    files, folder = _files(source, split), Path(source).expanduser()
+    files, folder = local_files(source, split), Path(source).expanduser()
     if files is not None:
         return [[kind_of(file), sha256_file(file)] for file in files]
     if folder.is_dir():
@@ -67,7 +67,7 @@ def source_identity(source: str, split: str = "train") -> list[Any]:
 
 def content_hash(source: str, split: str = "train") -> str:
     """A hash of a source's content; unlike :func:`source_identity`, equal for another download."""
-    files, folder = _files(source, split), Path(source).expanduser()
+    files, folder = local_files(source, split), Path(source).expanduser()
     if files is not None or folder.is_dir():
         return sha256_json(source_identity(source, split))
     rows, over = _dataset(source, split), hashlib.sha256()
@@ -80,7 +80,7 @@ def content_hash(source: str, split: str = "train") -> str:
 
 def files_line(source: str, split: str) -> str | None:
     """Which files of a folder are read, and which are not; None for any other source."""
-    folder, chosen = Path(source).expanduser(), _files(source, split)
+    folder, chosen = Path(source).expanduser(), local_files(source, split)
     if chosen is None or not folder.is_dir():
         return None
     others = [path for path in data_files(folder) if path not in chosen]
@@ -88,19 +88,6 @@ def files_line(source: str, split: str) -> str | None:
     names = dict.fromkeys(path.name for path in others if path not in chosen)
     skipped = f" (not read: {', '.join(names)})" if names else ""
     return f"{source}: {', '.join(path.name for path in chosen)}{skipped}"
-
-
-def _files(source: str, split: str) -> list[Path] | None:
-    """A source's local files of rows; None for what ``datasets`` saved or has to download."""
-    path = Path(source).expanduser()
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        saved = any((path / name).is_file() for name in SAVED)
-        return None if saved else files_of(path, split)
-    if kind_of(path) in (*TABLES, ".txt") or path.is_absolute() or source.startswith((".", "~")):
-        raise DataError(f"no data file or folder {source} (relative to {Path.cwd()})")
-    return None
 
 
 def _saved_files(folder: Path, split: str) -> list[Path]:

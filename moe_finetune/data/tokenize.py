@@ -8,7 +8,7 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +16,10 @@ from moe_finetune.data.answers import answers_of, without_thoughts
 from moe_finetune.data.chat import Conversation, RenderingError, Span, tagging_template
 from moe_finetune.errors import DataError, did_you_mean
 from moe_finetune.io.row_files import Row
+from moe_finetune.models.loading import load_tokenizer
+
+if TYPE_CHECKING:
+    from moe_finetune.recipe.schema import Recipe
 
 IGNORED = -100
 
@@ -34,6 +38,15 @@ CHAT_TEMPLATES = {
 """Templates for base models, by the name that ``data.chat_template`` takes."""
 TRAINING = "training"
 """The name of TRL's training variant of a checkpoint's template."""
+
+
+def run_tokenizer(recipe: "Recipe", folder: Path) -> Any:
+    """The run's tokenizer, with ``trainer.eos_token`` as the end of its rows, as the trainer's."""
+    tokenizer = load_tokenizer(recipe.model.tokenizer or folder)
+    end = recipe.trainer.get("eos_token")
+    if end in tokenizer.get_vocab():  # the trainer refuses another one on a toy
+        tokenizer.eos_token = end
+    return tokenizer
 
 
 def set_chat_template(tokenizer: Any, name: str | None) -> None:

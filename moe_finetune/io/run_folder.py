@@ -10,9 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from moe_finetune.errors import CheckpointError, DataError
+from moe_finetune.errors import CheckpointError, DataError, RecipeError
 from moe_finetune.io.atomic import write_atomic
 from moe_finetune.io.environment import PACKAGES
+from moe_finetune.io.folder import enter_folder
 from moe_finetune.io.hashes import sha256_file
 from moe_finetune.io.json_file import JsonError, parse_json, read_object
 from moe_finetune.plugins import missing_files
@@ -65,6 +66,19 @@ class RunFolder:
         self.steps = path / "steps"
         self.served = path / "served.json"
         self.page = path / "report" / "index.html"
+
+    def has_run(self, resume: bool) -> bool:
+        """Whether the folder has a run, which ``resume`` continues; refuses other contents.
+
+        Raises:
+            OutputExistsError: other files, or a run without ``resume``.
+            RecipeError: ``resume`` of a folder that does not exist.
+        """
+        if enter_folder(self.path, self.recipe, "a run", resume):
+            return True
+        if resume and not self.path.is_dir():
+            raise RecipeError(f"--resume: {self.path} contains no run; start it without --resume")
+        return False
 
     def step(self, step: int) -> RunFolder:
         """The state that training kept after ``step``, and its results."""

@@ -17,6 +17,19 @@ SAVED = ("dataset_info.json", "dataset_dict.json")
 _NOTES = (*SAVED, "dataset_infos.json")
 
 
+def local_files(source: str, split: str) -> list[Path] | None:
+    """A source's local files of rows; None for what ``datasets`` saved or has to download."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        saved = any((path / name).is_file() for name in SAVED)
+        return None if saved else files_of(path, split)
+    if kind_of(path) in (*TABLES, ".txt") or path.is_absolute() or source.startswith((".", "~")):
+        raise DataError(f"no data file or folder {source} (relative to {Path.cwd()})")
+    return None
+
+
 def files_of(folder: Path, split: str) -> list[Path]:
     """Files with the rows of ``split``: those named after it, or all if no name has a split."""
     files = data_files(folder)

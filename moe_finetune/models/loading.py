@@ -28,13 +28,8 @@ _INSTEAD_OF_NULL = {"dots1": {"n_group": 1, "topk_group": 1}}
 _SMALL_FILES = ("*.json", "*.jinja", RANKS_FILE, "LICENSE*", "README.md")
 
 
-def local_folder(path: str | Path, weights: bool = True, revision: str | None = None) -> Path:
-    """Return the folder of ``path``: itself, or the local copy of a hub id such as ``org/name``.
-
-    A hub id that is not in the cache is downloaded at ``revision`` (a branch, tag or commit),
-    without code files; ``weights=False`` skips the safetensors files. For a path in a run's folder,
-    the family that its recipe declares is registered.
-    """
+def existing_folder(path: str | Path, revision: str | None = None) -> Path | None:
+    """The folder of ``path``, or None for a hub id; refuses what can be neither."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         if revision is not None:
@@ -42,7 +37,6 @@ def local_folder(path: str | Path, weights: bool = True, revision: str | None = 
                 f"{path}: a folder has no revision '{revision}'; leave model.revision out, or give "
                 "the hub id"
             )
-        warn_of_plugins(folder)
         return folder
     parts = str(path).split("/")
     if folder.is_absolute() or len(parts) != 2 or parts[0] in ("", ".", "..", "~"):
@@ -50,6 +44,20 @@ def local_folder(path: str | Path, weights: bool = True, revision: str | None = 
             f"{path}: no such folder; give a checkpoint folder, or a hub id such as "
             "Qwen/Qwen3-30B-A3B"
         )
+    return None
+
+
+def local_folder(path: str | Path, weights: bool = True, revision: str | None = None) -> Path:
+    """Return the folder of ``path``: itself, or the local copy of a hub id such as ``org/name``.
+
+    A hub id that is not in the cache is downloaded at ``revision`` (a branch, tag or commit),
+    without code files; ``weights=False`` skips the safetensors files. For a path in a run's folder,
+    the family that its recipe declares is registered.
+    """
+    folder = existing_folder(path, revision)
+    if folder is not None:
+        warn_of_plugins(folder)
+        return folder
     from huggingface_hub import snapshot_download
 
     check_hub()

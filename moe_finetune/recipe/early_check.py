@@ -22,15 +22,20 @@ def check_early(tree: Tree, recipe: type[BaseModel]) -> None:
     Args:
         recipe: the class whose fields are the keys.
     """
-    if "trl" in sys.modules:
-        return
+    if "trl" not in sys.modules:
+        early_sections(tree, recipe)
+
+
+def early_sections(tree: Tree, recipe: type[BaseModel]) -> Any:
+    """The sections that need no library, validated; refuses wrong keys of all."""
     fields: dict[str, Any] = {
         name: (Any, None) if name in _AFTER_IMPORT else (field.annotation, field)
         for name, field in recipe.model_fields.items()
     }
     problems: list[str] = []
+    sections = None
     try:
-        from_tree(create_model("Recipe", __base__=recipe.__base__, **fields), tree)
+        sections = from_tree(create_model("Recipe", __base__=recipe.__base__, **fields), tree)
     except RecipeError as error:
         problems = str(error).split("\n")
     stage, trainer = STAGES.get(str(tree.values.get("stage") or "sft")), tree.values.get("trainer")
@@ -39,3 +44,4 @@ def check_early(tree: Tree, recipe: type[BaseModel]) -> None:
         problems += [placed(tree, line) for line in lines]
     if problems:
         raise RecipeError("\n".join(problems))
+    return sections

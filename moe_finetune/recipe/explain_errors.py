@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from moe_finetune.errors import MoeFinetuneError, RecipeError, did_you_mean
 from moe_finetune.recipe.stages import CHECKPOINTING, OWNED, STAGES, Stage, trainer_section
-from moe_finetune.recipe.trainer_source import section_in_source
+from moe_finetune.recipe.trainer_source import trainer_keys
 from moe_finetune.recipe.yaml_tree import Key, Tree, dotted
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -176,14 +176,10 @@ def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """All keys of sections, with TRL's in ``trainer``."""
     for name, field in model.model_fields.items():
         sections: Iterable[type[BaseModel]] = _sections(field.annotation)
-        for section in [_sft()] if name == "trainer" else sections:
+        for section in [trainer_keys(STAGES["sft"])] if name == "trainer" else sections:
             for inner in section.model_fields:
                 yield f"{prefix}{name}.{inner}"
             yield from _keys(section, f"{prefix}{name}.")
-
-
-def _sft() -> type[BaseModel]:
-    return section_in_source(STAGES["sft"]) or trainer_section(STAGES["sft"])
 
 
 def _sections(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ from moe_finetune.recipe.sections import (
     RewardSection,
     RouterSection,
 )
-from moe_finetune.recipe.stages import STAGES, Name
+from moe_finetune.recipe.stages import STAGES, Name, trainer_section
+from moe_finetune.recipe.trainer_source import trainer_keys
 from moe_finetune.recipe.yaml_tree import Tree, load_tree, merge_mappings
 
 
@@ -80,7 +82,8 @@ class Recipe(WholeRecipe):
     @classmethod
     def _trainer(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         stage = info.data.get("stage")  # missing if it is invalid itself
-        if value and stage and (problems := list(check_trainer(value, STAGES[stage]))):
+        section = trainer_section if "trl" in sys.modules else trainer_keys
+        if value and stage and (problems := list(check_trainer(value, STAGES[stage], section))):
             raise RecipeError("\n".join(problems))
         return value
 

@@ -90,6 +90,15 @@ STAGES: dict[str, Stage] = {
     "grpo": Stage("grpo", "GRPOTrainer", "GRPOConfig", "prompts"),
 }
 
+
+def trainer_value(stage: Stage, trainer: Mapping[str, Any], key: str) -> Any:
+    """A value of ``trainer:``, or TRL's default; None if the stage's config has no such field."""
+    if key in trainer:
+        return trainer[key]
+    field = stage.config_class().__dataclass_fields__.get(key)
+    return field and field.default
+
+
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 """Names of one key and of its ``_kwargs``: transformers 5.23 renamed it, and the new name wins."""
 

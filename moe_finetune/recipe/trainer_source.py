@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from moe_finetune.recipe.stages import Stage, section_of
+from moe_finetune.recipe.stages import Stage, section_of, trainer_section
 
 _BASES = {"TrainingArguments": ("transformers", "training_args.py")}
 """Base classes that TRL imports from the top of another package, and where they are defined."""
@@ -36,6 +36,11 @@ def section_in_source(stage: Stage) -> type[BaseModel] | None:
     except (OSError, SyntaxError, LookupError):
         return None
     return section_of(stage, fields)
+
+
+def trainer_keys(stage: Stage) -> type[BaseModel]:
+    """The fields of the stage's config: from source, or of TRL's class where it shows none."""
+    return section_in_source(stage) or trainer_section(stage)
 
 
 def package_folder(name: str) -> Path | None:

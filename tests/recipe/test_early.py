@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 
+from moe_finetune.errors import RecipeError
+from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.stages import STAGES, trainer_section
 from moe_finetune.recipe.trainer_source import section_in_source
+from moe_finetune.recipe.yaml_tree import Tree
+from moe_finetune.training.before.refuse_recipe import check_trainer_keys
+from moe_finetune.training.run.step_count import DEFAULTS
 
 PROGRAM = """
 import contextlib, io, json, sys
@@ -36,6 +41,26 @@ def test_the_source_shows_the_fields_of_the_class(stage):
     assert sum(field.annotation is Any for field in source.values()) < 12
 
 
+MISSING = [
+    (["train", "r.yaml", "data.train=gone.jsonl", "-o", "new"], "no data file or folder gone"),
+    (["train", "r.yaml", "data.validation=[gone.jsonl]", "-o", "new"], "gone.jsonl"),
+    (["train", "r.yaml", "model.path=./gone", "-o", "new"], "./gone: no such folder"),
+    (["train", "r.yaml", "evaluation.suite=gsm9k", "-o", "new"], "did you mean 'gsm8k'"),
+    (["train", "r.yaml", "-o", "done"], "done already contains a run"),
+    (["train", "r.yaml", "-o", "new", "--resume"], "--resume: new contains no run"),
+    (["preview", "r.yaml", "data.train=gone.jsonl"], "no data file or folder gone.jsonl"),
+    (["init", "./gone", "--data", "t.jsonl", "-o", "i.yaml"], "./gone: no such folder"),
+    (["init", "m", "--data", "gone.jsonl", "-o", "i.yaml"], "no data file or folder gone.jsonl"),
+    (["init", "m", "--data", "t.jsonl", "-o", "r.yaml"], "r.yaml exists; choose another"),
+    (["init", "m", "--data", "t.jsonl", "--suite", "gsm9k", "-o", "i.yaml"], "'gsm8k'"),
+    (["init", "m", "--data", "t.jsonl", "lora.rnk=8", "-o", "i.yaml"], "lora.rnk: unknown key"),
+    (["eval", "./gone", "--suite", "gsm8k", "-o", "new"], "./gone: no such folder"),
+    (["eval", "m", "--suite", "gsm9k", "-o", "new"], "did you mean 'gsm8k'"),
+    (["ask", "./gone", "Why?"], "./gone: no such folder"),
+    (["analyze", "./gone", "--domain", "a=t.jsonl", "-o", "new"], "./gone: no such folder"),
+    (["analyze", "m", "--domain", "a=gone.jsonl", "-o", "new"], "gone.jsonl"),
+]
+"""Commands that name what is not there, or write where something is."""
 CASES = [
     (["--help"], None),
     (["--outptu", "x"], "No such option: --outptu"),
@@ -55,14 +80,87 @@ def test_a_wrong_key_ends_without_the_heavy_imports(tmp_path):
     recipe.write_text("model: {path: m}\nmethod: erc\ndata: {train: t.jsonl}\n")
     output = ["--output", str(tmp_path / "run")]
     commands = [["train", str(recipe), *arguments, *output] for arguments, _ in CASES]
+    for (arguments, said), (code, shown) in zip(CASES, ends_of(commands, tmp_path), strict=True):
+        assert code == (0 if said is None else 2), (arguments, shown)
+        assert all(part in shown for part in (said or "").split("\n")), (arguments, shown)
+
+
+def test_what_is_missing_ends_without_the_heavy_imports(tmp_path):
+    """A missing file took 17 processor seconds, all of them imports."""
+    (tmp_path / "m").mkdir()
+    (tmp_path / "done").mkdir()
+    recipe = "model: {path: m}\nmethod: erc\ndata: {train: t.jsonl}\n"
+    for file in ("r.yaml", "done/recipe.yaml"):
+        (tmp_path / file).write_text(recipe)
+    (tmp_path / "t.jsonl").write_text('{"text": "a b"}\n')
+    for (arguments, said), (code, shown) in zip(
+        MISSING, ends_of([arguments for arguments, _ in MISSING], tmp_path), strict=True
+    ):
+        assert code == 2 and said in shown, (arguments, shown)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["done", "m", "r.yaml", "t.jsonl"]
+
+
+def ends_of(commands, folder):
+    """The exit code and standard error of each command, in one process of its own."""
     child = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         input=json.dumps(commands),
         capture_output=True,
         text=True,
-        cwd=tmp_path,
+        cwd=folder,
     )
     assert child.returncode == 0, child.stderr
-    for (arguments, said), (code, shown) in zip(CASES, json.loads(child.stdout), strict=True):
-        assert code == (0 if said is None else 2), (arguments, shown)
-        assert all(part in shown for part in (said or "").split("\n")), (arguments, shown)
+    return json.loads(child.stdout)
+
+
+LIGHT = """
+import json, sys
+from moe_finetune import cli
+commands, unused = json.load(sys.stdin)
+for command in commands:
+    assert cli.main(command) == 0, command
+    assert not set(unused) & sys.modules.keys(), (command, set(unused) & sys.modules.keys())
+"""
+
+
+def test_init_and_preview_do_without_trl(tiny_checkpoint, tmp_path):
+    """TRL's trainers take most of an import's time, and these two train nothing."""
+    base = str(tiny_checkpoint("qwen3_moe"))
+    rows = {
+        "sft": {"prompt": "a b", "completion": " c"},
+        "dpo": {"prompt": "a b", "chosen": " c", "rejected": " d"},
+        "grpo": {"prompt": "a b", "answer": "c"},
+    }
+    inits = []
+    for stage, row in rows.items():
+        lines = [json.dumps({**row, "prompt": f"a {n}"}) for n in range(20)]
+        (tmp_path / f"{stage}.jsonl").write_text("\n".join(lines) + "\n")
+        command = ["init", base, "--data", f"{stage}.jsonl", "--stage", stage]
+        inits.append([*command, "--output", f"{stage}.yaml"])
+    shown = [["preview", "sft.yaml"], ["preview", "grpo.yaml"]]
+    for commands, unused in ((inits, ["trl"]), (shown, ["trl", "peft"])):
+        child = subprocess.run(
+            [sys.executable, "-c", LIGHT],
+            input=json.dumps([commands, unused]),
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+        )
+        assert child.returncode == 0, child.stderr
+
+
+@pytest.mark.parametrize("stage", ["sft", "pretrain"])
+def test_the_number_of_steps_needs_no_trl(stage):
+    config = STAGES[stage].config_class()
+    fields = config.__dataclass_fields__
+    assert {name: fields[name].default for name in DEFAULTS} == DEFAULTS
+
+
+def test_what_the_source_does_not_show_is_refused_before_a_run():
+    """A name of an enum, which only TRL's class has."""
+    values = {"model": {"path": "m"}, "data": {"train": "t.jsonl"}}
+    recipe = recipe_from_tree(Tree({**values, "trainer": {"optim": "adamw_torch"}}))
+    check_trainer_keys(recipe)
+    wrong = recipe.model_copy(update={"trainer": {"optim": "adamm"}})
+    with pytest.raises(RecipeError, match=r"trainer\.optim: must be .*'adamw_torch'"):
+        check_trainer_keys(wrong)

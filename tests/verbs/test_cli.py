@@ -108,6 +108,13 @@ def test_debug_shows_where_it_was_raised(capsys):
         cli.main(["train", "nowhere.yaml", "--output", "o", "--debug"])
 
 
+def in_folder_with_inputs(monkeypatch, folder):
+    """Work in ``folder``, where the checkpoint ``m`` and the rows ``d.jsonl`` exist."""
+    (folder / "m").mkdir()
+    (folder / "d.jsonl").write_text('{"text": "a b"}\n')
+    monkeypatch.chdir(folder)
+
+
 @pytest.mark.parametrize(
     ("raised", "code"),
     [(KeyboardInterrupt(), 130), (OSError(28, "No space left on device"), 1)],
@@ -115,6 +122,7 @@ def test_debug_shows_where_it_was_raised(capsys):
 def test_interruption_and_failures_of_the_machine(capsys, monkeypatch, tmp_path, raised, code):
     recipe = tmp_path / "r.yaml"
     recipe.write_text("model: {path: m}\ndata: {train: d.jsonl}\n")
+    in_folder_with_inputs(monkeypatch, tmp_path)
 
     def fail(*_, **__):
         raise raised
@@ -155,6 +163,8 @@ def test_train_hands_over_the_merged_recipe(capsys, monkeypatch, tmp_path):
     first, second = tmp_path / "a.yaml", tmp_path / "b=c.yaml"
     first.write_text("model: {path: m}\ndata: {train: d.jsonl}\n")
     second.write_text("method: erc\n")
+    in_folder_with_inputs(monkeypatch, tmp_path)
+    (tmp_path / "o").mkdir()
     seen = {}
 
     def keep(recipe, output, resume=False, ignore_memory=False):

@@ -61,6 +61,7 @@ def prepare(recipe: Recipe, ignore_memory: bool = False) -> Inputs:
         ignore_memory: allow a run that exceeds this machine's memory.
     """
     check_launch(recipe)
+    refuse_recipe.check_trainer_keys(recipe)
     refuse_recipe.check_machine(recipe)
     arguments = blamed(recipe, lambda tried: training_arguments(tried, CHECKPOINTS))
     refuse_recipe.check_reporters(arguments)

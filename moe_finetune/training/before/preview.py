@@ -1,20 +1,18 @@
 """``moe-finetune preview``: the rows of a recipe as training will see them."""
 
 import itertools
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moe_finetune.data.examples import load_examples
 from moe_finetune.data.preference_and_prompt_rows import ANSWERS, ids_of, load_for_stage
-from moe_finetune.data.tokenize import IGNORED
+from moe_finetune.data.tokenize import IGNORED, run_tokenizer
+from moe_finetune.models.loading import local_folder
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES
-from moe_finetune.training.run.step_count import describe_steps
-from moe_finetune.training.run.trainer import training_arguments
+from moe_finetune.training.run.step_count import describe_steps, step_arguments
 
 BINS, BAR = 8, 40
 COLORED, PLAIN = ("\x1b[32m", "\x1b[0m"), ("⟦", "⟧")
@@ -26,17 +24,12 @@ def preview(recipe: Recipe, rows: int = 3, color: bool = False) -> str:
     Prepares the data as a run would, which reuses it. ``color``: mark learned tokens by color
     instead of double brackets.
     """
-    from moe_finetune.models.loading import local_folder
-    from moe_finetune.training.run.checkpoint_and_rows import run_tokenizer
-
     base = local_folder(recipe.model.path, False, recipe.model.revision)
     tokenizer = run_tokenizer(recipe, base)
     if STAGES[recipe.stage].form != "tokens":
         return preview_rows(recipe, tokenizer, rows, COLORED if color else PLAIN)
     train = load_examples(recipe.data, tokenizer, recipe.seed).train
     lengths_N = np.array([len(ids) for ids in train["input_ids"]])
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = training_arguments(recipe, Path(folder))
     examples = [
         f"row {index}: {len(row['input_ids'])} tokens, "
         f"{sum(label != IGNORED for label in row['labels'])} learned\n"
@@ -45,7 +38,9 @@ def preview(recipe: Recipe, rows: int = 3, color: bool = False) -> str:
     ]
     return "\n\n".join(
         [
-            describe_steps(recipe, arguments, len(train), int(lengths_N.sum())),
+            describe_steps(
+                recipe, step_arguments(recipe.trainer), len(train), int(lengths_N.sum())
+            ),
             f"learned tokens are {'green' if color else 'between ' + ' and '.join(PLAIN)}",
             *examples,
             histogram(lengths_N),

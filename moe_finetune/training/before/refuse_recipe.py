@@ -25,7 +25,9 @@ from moe_finetune.moe.experts.dense_router import check_dense
 from moe_finetune.moe.large.offload import check_offload
 from moe_finetune.moe.layers import config_facts
 from moe_finetune.quantization.codec import check_format
+from moe_finetune.recipe.explain_errors import check_trainer
 from moe_finetune.recipe.schema import Recipe
+from moe_finetune.recipe.stages import STAGES
 from moe_finetune.training.refuse_launch import load_on_each_rank
 from moe_finetune.training.refuse_packing import check_packing
 from moe_finetune.training.run.checkpoint_and_rows import Start
@@ -39,6 +41,12 @@ REPORTERS = {
     "tensorboard": ("tensorboard", "tensorboardX"),
 }
 """Packages of loggers that are not named as they are: one of them has to be installed."""
+
+
+def check_trainer_keys(recipe: Recipe) -> None:
+    """Refuse values that TRL's class does not take; without TRL, only its source was read."""
+    if problems := list(check_trainer(recipe.trainer, STAGES[recipe.stage])):
+        raise RecipeError("\n".join(problems))
 
 
 def check_machine(recipe: Recipe) -> None:

@@ -17,7 +17,7 @@ import re
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from moe_finetune.moe.layers import backbone_of, causal_lm, family_in, places_in
-from moe_finetune.recipe.stages import STAGES, checkpointing
+from moe_finetune.recipe.stages import STAGES, checkpointing, trainer_value
 
 if TYPE_CHECKING:
     from torch import nn
@@ -61,9 +61,8 @@ def micro_batch(recipe: Recipe) -> MicroBatch:
     trainer, stage = recipe.trainer, STAGES[recipe.stage]
     rows, length = int(trainer.get("per_device_train_batch_size", 8)), recipe.data.max_length
     if stage.form == "prompts":
-        fields: Any = stage.config_class().__dataclass_fields__
-        completion = trainer.get("max_completion_length", fields["max_completion_length"].default)
-        second = recipe.lora is None and float(trainer.get("beta", fields["beta"].default)) > 0
+        completion = trainer_value(stage, trainer, "max_completion_length")
+        second = recipe.lora is None and float(trainer_value(stage, trainer, "beta")) > 0
         return MicroBatch(rows, length + int(completion), second)
     rows *= 2 if stage.form == "preference" else 1  # chosen and rejected in one batch
     computed = stage.reference and not trainer.get("precompute_ref_log_probs", False)

@@ -7,7 +7,6 @@ from moe_finetune.errors import CheckpointError, RecipeError
 from moe_finetune.evaluation.results import step_results
 from moe_finetune.io import write_atomic
 from moe_finetune.io.environment import package_versions, write_environment
-from moe_finetune.io.folder import enter_folder
 from moe_finetune.io.hub import continue_with
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.run_folder import RunFolder, missing_plugins
@@ -23,7 +22,7 @@ log = logging.getLogger(__name__)
 def check_run_folder(recipe: Recipe, run: RunFolder, resume: bool) -> None:
     """Refuse a folder with other files, or with a run of another recipe."""
     saved, output = run.recipe, run.path
-    if enter_folder(output, saved, "a run", resume):
+    if run.has_run(resume):
         if missing := missing_plugins(run):
             raise RecipeError(
                 f"--resume: {output} was trained with --plugin {', '.join(missing)}; give the same "
@@ -50,10 +49,8 @@ def check_run_folder(recipe: Recipe, run: RunFolder, resume: bool) -> None:
                 "because the weights of these steps no longer exist",
                 ", ".join(map(str, scored)),
             )
-    elif resume and output.is_dir():
-        log.warning("--resume: %s is empty, so the run starts from the beginning", output)
     elif resume:
-        raise RecipeError(f"--resume: {output} contains no run; start it without --resume")
+        log.warning("--resume: %s is empty, so the run starts from the beginning", output)
 
 
 def _same_argument(run: RunFolder, earlier: Recipe, recipe: Recipe, name: str) -> bool:

@@ -12,11 +12,12 @@ import pyarrow.compute as pc
 
 from moe_finetune.checkpoint.load import forget_generation_defaults, load_model
 from moe_finetune.checkpoint.open import open_checkpoint
+from moe_finetune.data.tokenize import run_tokenizer
 from moe_finetune.io.folder import check_space
 from moe_finetune.lora.targets import adapts
 from moe_finetune.models import check_supported, opened_as
 from moe_finetune.models.from_scratch import check_vocabulary, fresh_config, fresh_model
-from moe_finetune.models.loading import load_tokenizer, local_folder
+from moe_finetune.models.loading import local_folder
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training.memory.plan import GIB, MemoryPlan, machine_bytes, state_bytes
 from moe_finetune.training.refuse_launch import expert_ranks
@@ -83,15 +84,6 @@ def open_start(recipe: Recipe) -> Start:
     check_supported(config, checkpoint.family)
     tokenizer = run_tokenizer(recipe, folder)
     return Start(recipe, folder, config, checkpoint.family, tokenizer, checkpoint)
-
-
-def run_tokenizer(recipe: Recipe, folder: Path) -> Any:
-    """The run's tokenizer, with ``trainer.eos_token`` as the end of its rows, as the trainer's."""
-    tokenizer = load_tokenizer(recipe.model.tokenizer or folder)
-    end = recipe.trainer.get("eos_token")
-    if end in tokenizer.get_vocab():  # the trainer refuses another one on a toy
-        tokenizer.eos_token = end
-    return tokenizer
 
 
 def start_model(start: Start) -> Any:

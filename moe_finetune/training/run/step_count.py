@@ -1,12 +1,31 @@
 """How many steps a run has, how large each is, and how many training states lie on the disk."""
 
 import math
+from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from moe_finetune.errors import RecipeError
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.training import ranks
+
+DEFAULTS = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "max_steps": -1,
+    "num_train_epochs": 3.0,
+    "dataloader_drop_last": False,
+}
+"""TRL's, of the fields that decide the number of steps; a test compares them with its classes."""
+
+
+def step_arguments(trainer: Mapping[str, Any]) -> Any:
+    """What :func:`describe_steps` reads of the trainer's arguments, without importing TRL.
+
+    For rows of tokens; those of prompts need TRL's own class.
+    """
+    return SimpleNamespace(**{key: trainer.get(key, value) for key, value in DEFAULTS.items()})
 
 
 def count_steps(recipe: Recipe, arguments: Any, rows: int, tokens: int) -> tuple[int, int]:
