@@ -75,7 +75,10 @@ class VerifyReport:
         if self.layers is not None:
             part = "logits" if self.layers == self.total_layers else f"logits after {self.layers} "
             part += "" if self.layers == self.total_layers else f"of {self.total_layers} layers"
-            line += f"; {part} within {self.error:.1e}, the adapter moves them by {self.moved:.1e}"
+            line += (
+                f"; {part} within {self.error:.1e}, the adapter moves them by {self.moved:.1e} "
+                "(both relative)"
+            )
         return f"{line}; {self.note}" if self.note else line
 
 

@@ -20,7 +20,9 @@ WORDS: dict[str, Word] = {
     "eval_loss": Word("Validation loss", "nats per token", -1),
     "reward": Word("Reward", "mean over completions", 1),
     "rewards/accuracies": Word(
-        "Preference accuracy", "share of pairs whose chosen answer is preferred", 1
+        "Preferred pairs in the last training batch",
+        "share of the batch's pairs whose chosen answer is preferred",
+        1,
     ),
     "rewards/margins": Word("Reward margin", "chosen minus rejected answer", 1),
     "eval_reward": Word("Validation reward", "mean over completions", 1),

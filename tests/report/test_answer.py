@@ -248,6 +248,14 @@ def test_the_tie_before_dpo_is_no_start(tmp_path):
     assert "preference accuracy</dt><dd>0.700 (chance is 0.5)</dd>" in text(folder)
 
 
+def test_a_batch_that_was_trained_on_is_no_accuracy(tmp_path):
+    """Two steps of DPO ended with "Preference accuracy: 1.00", of one batch of training rows."""
+    pairs = [{"kind": "train", "step": s, "rewards/accuracies": a} for s, a in ((1, 0.5), (2, 1))]
+    shown = text(_log(tmp_path / "dpo", pairs))
+    assert "last training batch</dt><dd>1.00 (chance is 0.5); set data.validation" in shown
+    assert "accuracy" not in shown.lower()
+
+
 def test_a_damaged_passage_is_one_line(tmp_path):
     runs = [run_of(tmp_path / name, 1) for name in "ab"]
     change(runs[1] / "routing" / "after.json", colored_text=[["a", "b"]])

@@ -90,7 +90,7 @@ def _merge(run: Run) -> str | None:
     text = f"verified: {verified['tensors']} changed tensors are base + adapter"
     error = verified.get("error")
     near = is_number(error) and math.isfinite(error) and verified.get("layers") is not None
-    return f"{text}, logits within {error:.1e}" if near else text
+    return f"{text}, logits within {error:.1e} (relative)" if near else text
 
 
 def _cost(run: Run) -> str | None:
@@ -175,7 +175,9 @@ def _ended(report: Report, run: Run, name: str) -> tuple[str, str] | None:
     start, end = ends(run.curves[name])
     if base is None and name.endswith("rewards/accuracies"):
         # Before training the policy is the reference: every pair is a tie, which is no start.
-        return word(name).name, f"{number(end)} (chance is 0.5)"
+        # In training it is of a few rows that are trained on, which says little about others.
+        trained = "" if name.startswith("eval_") else "; set data.validation for held-out pairs"
+        return word(name).name, f"{number(end)} (chance is 0.5){trained}"
     if base is None:
         return word(name).name, f"{number(start)} → {number(end)}"
     if name not in base.curves or not losses_compare(base, run):
