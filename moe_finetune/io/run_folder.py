@@ -68,12 +68,7 @@ class RunFolder:
         self.page = path / "report" / "index.html"
 
     def has_run(self, resume: bool) -> bool:
-        """Whether the folder has a run, which ``resume`` continues; refuses other contents.
-
-        Raises:
-            OutputExistsError: other files, or a run without ``resume``.
-            RecipeError: ``resume`` of a folder that does not exist.
-        """
+        """Whether the folder has a run, which ``resume`` continues; refuses anything else."""
         if enter_folder(self.path, self.recipe, "a run", resume):
             return True
         if resume and not self.path.is_dir():
