@@ -7,11 +7,12 @@ import struct
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from moe_finetune.checkpoint.adapter_files import write_metadata
 from moe_finetune.checkpoint.load import load_model
 from moe_finetune.checkpoint.merge import merge_adapter
+from moe_finetune.checkpoint.open import check_folder
 from moe_finetune.checkpoint.weight_files import check_values
 from moe_finetune.errors import (
     AdapterError,
@@ -390,6 +391,26 @@ def test_a_check_of_some_tensors_does_not_vouch_for_the_others(tmp_path):
     check_values([tensors["good"]], CheckpointError)
     with pytest.raises(CheckpointError, match="bad"):
         check_values(tensors.values(), CheckpointError)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe"])
+def test_a_parent_with_nan_is_refused_unless_only_its_shapes_matter(model_type, tmp_path):
+    """Dense or not: the MoE's own door looks at the values, too."""
+    config = tiny.config("qwen3_moe")
+    if model_type == "qwen3":
+        config = AutoConfig.for_model("qwen3", **small_sizes(config))
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        model.model.norm.weight[3] = float("nan")
+    model.save_pretrained(tmp_path)
+    check_folder(tmp_path, config, values=False)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
+        check_folder(tmp_path, config)
+
+
+def small_sizes(config):
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "head_dim")
+    return {key: getattr(config, key) for key in (*keys, "num_attention_heads")}
 
 
 def test_an_adapter_of_a_resized_vocabulary(tmp_path):
