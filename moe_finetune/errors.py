@@ -121,6 +121,15 @@ def is_machine_failure(error: BaseException) -> bool:
     )
 
 
+def disk_is_full(error: BaseException) -> bool:
+    """Whether the error is, or was caused by, a disk or a quota without space."""
+    return any(
+        (isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT))
+        or "(os error 28)" in str(cause)
+        for cause in _causes(error)
+    )
+
+
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error

@@ -25,6 +25,7 @@ from moe_finetune.cli.pipes import outlive_readers
 from moe_finetune.errors import (
     MoeFinetuneError,
     VerificationError,
+    disk_is_full,
     is_machine_failure,
     reason_of,
 )
@@ -103,11 +104,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         named = error.filename is not None and error.strerror is not None
         escaped = f"{error.filename}: {error.strerror}" if named else str(error)
-        print(f"error: {escaped}", file=sys.stderr)
+        print(f"error: {escaped}{_remedy(error)}", file=sys.stderr)
         return 2 if error.errno in _PATH_ERRORS else 1
     except Exception as error:
         if is_machine_failure(error) and not debug:
-            print(f"error: {reason_of(error)}", file=sys.stderr)
+            print(f"error: {reason_of(error)}{_remedy(error)}", file=sys.stderr)
             return 1
         if not hasattr(error, "exit_code") or not hasattr(error, "show"):
             raise
@@ -115,3 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(error.exit_code)
     finally:
         use_terminal(previous)
+
+
+def _remedy(error: BaseException) -> str:
+    """What to do about a full disk that another library met: its message has only a number."""
+    return "; free some space and repeat the command" if disk_is_full(error) else ""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moe_finetune.cli.app import Output, RecipeItems, app, split_items
+from moe_finetune.errors import is_machine_failure
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.io.terminal import terminal
 
@@ -105,6 +106,10 @@ def train(
             how = f"interrupted; {_how_to_continue(output)}"
             terminal().say(how, "warning")
             raise KeyboardInterrupt(how) from None
+        raise
+    except Exception as error:
+        if is_machine_failure(error) and not dry_run:
+            terminal().say(_how_to_continue(output), "warning")
         raise
     if run is None:
         return

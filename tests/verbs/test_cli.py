@@ -131,6 +131,8 @@ def test_interruption_and_failures_of_the_machine(capsys, monkeypatch, tmp_path,
     found, _, err = run(capsys, "train", recipe, "--output", tmp_path / "o")
     assert found == code and "Traceback" not in err
     assert err.count("interrupted") == (code == 130)
+    assert "nothing was written; repeat the command" in err
+    assert ("free some space" in err) == (code == 1)
 
 
 def test_an_interrupt_that_has_said_how_to_go_on_is_not_said_again(capsys, monkeypatch):
