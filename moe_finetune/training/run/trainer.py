@@ -27,6 +27,7 @@ from moe_finetune.training.save_and_resume.state_files import (
     set_random_state,
 )
 from moe_finetune.training.stages.grpo_trainer import PinsExperts, SavesBetweenGenerations
+from moe_finetune.training.stages.reward_signal import NotesMissingSignal
 from moe_finetune.training.stages.vllm_rollouts import engine_returns_experts
 
 _Trainer: Any = object
@@ -126,7 +127,7 @@ def trainer_of(stage: Stage) -> Any:
     base = stage.trainer_class()
     mixins: tuple[type, ...] = (RunTrainer,)
     if stage.name == "grpo":  # a save that waits is not logged as one
-        mixins = (SavesBetweenGenerations, RunTrainer, PinsExperts)
+        mixins = (SavesBetweenGenerations, RunTrainer, NotesMissingSignal, PinsExperts)
     if stage.name == "dpo":
         mixins = (RunTrainer, TakesPreparedRows)
     return type(f"Run{base.__name__}", (*mixins, base), {"__doc__": RunTrainer.__doc__})

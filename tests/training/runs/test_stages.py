@@ -239,3 +239,21 @@ def test_a_fault_of_a_reward_of_ones_own_is_said_with_its_place(monkeypatch, way
         call()
     reward = of_a_plugin("return [None, 2]")
     assert call() == [None, 2.0] and reward.__name__ == "reward"
+
+
+@pytest.mark.parametrize("reward", [None, 0.5])
+def test_rewards_that_never_differ_are_told(made, tmp_path, monkeypatch, caplog, reward):
+    """The policy's gradient is 0, which no loss shows."""
+    same = lambda completions, **_: [reward] * len(completions)  # noqa: E731
+    monkeypatch.setitem(REWARDS._values, "same", same)
+    recipe = made("grpo", 11, rewards=["same"], export={"merge": False, "verify": False})
+    run_recipe(recipe, tmp_path / "run")
+    told = [r.getMessage() for r in caplog.records if "nothing" in r.getMessage()]
+    assert [line.partition(":")[0] for line in told] == ["step 1", "step 10"], told
+    assert "num_generations" in told[1]
+
+
+def test_rewards_that_differ_are_not(made, tmp_path, caplog):
+    recipe = made("grpo", 2, export={"merge": False, "verify": False})
+    run_recipe(recipe, tmp_path / "run")
+    assert not [r for r in caplog.records if "nothing is learned" in r.getMessage()]
