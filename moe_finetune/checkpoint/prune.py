@@ -116,7 +116,7 @@ def plan_pruning(base: Checkpoint, experts: Mapping[int, Sequence[int]], output:
     """Plan and check a pruning: nothing is read but headers, and nothing is written."""
     remaining = _checked(base, experts)
     count = len(next(iter(remaining.values())))
-    changes, config = _config_changes(base, count)
+    changes, changed, config = _config_changes(base, count)
     fates = _fates(base, remaining, without_weights(config))
     files: dict[str, Header] = {}
     contents: dict[str, Content] = {}
@@ -133,8 +133,7 @@ def plan_pruning(base: Checkpoint, experts: Mapping[int, Sequence[int]], output:
     _check_result(base, fates, config)
     renamed = {name: part.name for name, part in parts.items() if part is not None}
     changes |= _quantization(base, renamed, set(parts) - set(renamed))
-    notes = [f"config.json: {key} becomes {json.dumps(value)}" for key, value in changes.items()
-             if not isinstance(value, dict)]  # fmt: skip
+    notes = [f"config.json: {key} becomes {json.dumps(value)}" for key, value in changed.items()]
     heads = sum(part == MTP for part in base.untrained.values())
     if heads:
         notes.append(f"{MTP} ({heads} tensors) is left out: it has experts of its own")
@@ -272,6 +271,9 @@ def _fates(
         assert new is not None
         layer = layer_of.match(loaded)
         assert layer is not None
+        if int(layer[1]) not in remaining:  # the bias of a head that predicts further tokens
+            fates[name] = None
+            continue
         ids = remaining[int(layer[1])]
         if len(old) == 3 and not names.stacked(name):
             if loaded not in numbered:
@@ -337,8 +339,10 @@ def _check_result(base: Checkpoint, fates: Mapping[str, _Fate | None], config: A
 # -- the config -----------------------------------------------------------------------------------
 
 
-def _config_changes(base: Checkpoint, count: int) -> tuple[dict[str, Any], Any]:
-    """Changes of ``config.json`` for ``count`` experts, and transformers' config with them."""
+def _config_changes(base: Checkpoint, count: int) -> tuple[dict[str, Any], dict[str, Any], Any]:
+    """Changes of ``config.json`` for ``count`` experts, those of its language part's section, and
+    transformers' config with them.
+    """
     section = base.config.get("text_config")
     text: dict[str, Any] = section if isinstance(section, dict) else base.config
     total = base.places.num_experts
@@ -360,9 +364,7 @@ def _config_changes(base: Checkpoint, count: int) -> tuple[dict[str, Any], Any]:
         if _MTP_COUNTS.match(key) and type(value) is int and value:
             changed[key] = 0
             setattr(config.get_text_config(), key, 0)
-    if text is base.config:
-        return changed, config
-    return {"text_config": text | changed}, config
+    return changed if text is base.config else {"text_config": text | changed}, changed, config
 
 
 def _counts(key: str, value: Any, total: int) -> bool:
