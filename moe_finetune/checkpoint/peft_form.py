@@ -22,7 +22,7 @@ from moe_finetune.checkpoint.factor_layout import as_a, as_b
 from moe_finetune.checkpoint.peft_model import MAY_LACK, fill, is_saved, wrap
 from moe_finetune.checkpoint.tensor_names import Place
 from moe_finetune.checkpoint.updates import LowRank, OpenAdapter, Replace
-from moe_finetune.checkpoint.weight_files import Computed, computed
+from moe_finetune.checkpoint.weight_files import DTYPES, Computed, computed
 from moe_finetune.errors import AdapterError
 from moe_finetune.io.safetensors_header import TensorInfo
 from moe_finetune.models.class_structure import meta_model
@@ -107,9 +107,9 @@ def _by_class(adapter: OpenAdapter) -> OpenAdapter:
         a, b = f"{key}.lora_A.weight", f"{key}.lora_B.weight"
         stack = _Stack(factors, terms, shape, turned)
         size = stack.experts * stack.rank
-        tensors[a] = computed(a, "F32", (size, stack.sizes[turned]), stack.a)
-        tensors[b] = computed(b, "F32", (stack.sizes[not turned], size), stack.b)
-        low_rank.append(LowRank(loaded, a, b, stack.rank, 1.0, experts, turned))
+        tensors[a] = computed(a, stack.dtype, (size, stack.sizes[turned]), stack.a)
+        tensors[b] = computed(b, stack.dtype, (stack.sizes[not turned], size), stack.b)
+        low_rank.append(LowRank(loaded, a, b, stack.rank, stack.scale, experts, turned))
     if adapter.config.get("use_dora") and parameters:
         raise AdapterError(
             f"{adapter.folder}: DoRA on '{min(parameters)}', which PEFT cannot represent on this "
@@ -218,7 +218,8 @@ def _by_loaded(adapter: OpenAdapter) -> dict[str, list[_Term]]:
 class _Stack:
     """The factors of parts of a stack's matrices, or of one matrix, as one pair for PEFT.
 
-    ``turned``: the class has (E, I, O), and PEFT's A has the inputs there too.
+    They keep their values if all have one scale; otherwise B takes it. ``turned``: the class has
+    (E, I, O), and PEFT's A has the inputs there too.
     """
 
     def __init__(
@@ -227,6 +228,11 @@ class _Stack:
         self.factors, self.terms, self.turned = factors, terms, turned
         self.experts = shape[0] if len(shape) == 3 else 1
         self.sizes = shape[-1], shape[-2]
+        scales = {term.update.scale for term in terms}
+        stored = factors.adapter.tensors
+        kinds = {stored[k].dtype for term in terms for k in (term.update.a, term.update.b)}
+        self.scale = scales.pop() if len(scales) == 1 else 1.0
+        self.dtype = kinds.pop() if len(kinds) == 1 and not scales else "F32"
         used = [0] * self.experts
         self.first: list[int] = []
         for term in terms:
@@ -249,10 +255,10 @@ class _Stack:
                 left_Or, right_rI = right_rI.T, left_Or.T
             vectors_RZ = vectors_ERZ[term.expert, first : first + term.update.rank]
             if of_rows:
-                vectors_RZ[:, term.at.rows] = left_Or.T * term.update.scale
+                vectors_RZ[:, term.at.rows] = left_Or.T * (term.update.scale / self.scale)
             else:
                 vectors_RZ[:] = right_rI
-        return vectors_ERZ
+        return vectors_ERZ.to(DTYPES[self.dtype])
 
 
 def below_factors(name: str, tensors: Mapping[str, Any]) -> str:

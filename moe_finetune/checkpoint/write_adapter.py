@@ -11,6 +11,7 @@ from moe_finetune.checkpoint.forms import Form
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.checkpoint.open_adapter import check_adapter
 from moe_finetune.checkpoint.weight_files import Content, read_tensor, write_checkpoint
+from moe_finetune.errors import AdapterError
 from moe_finetune.io import check_output, one_writer
 from moe_finetune.io.safetensors_header import TensorInfo, build_header
 
@@ -21,7 +22,10 @@ def convert_adapter(path: str | Path, base: str | Path, output: str | Path, form
     output = Path(output)
     check_output(output)
     adapter = check_adapter(path, open_checkpoint(base, stored=True))
-    assert form.write is not None
+    if form.write is None:
+        raise AdapterError(
+            f"{path}: this form of {form.programs} is only read; --to list shows those written"
+        )
     config, tensors = form.write(adapter)
     small = {CONFIG: json.dumps(config, indent=2).encode()}
     if (adapter.folder / BIAS_FILE).is_file():

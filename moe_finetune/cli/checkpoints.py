@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from moe_finetune.checkpoint.open import Checkpoint
     from moe_finetune.checkpoint.verify import VerifyReport
     from moe_finetune.recipe.schema import Recipe
+    from moe_finetune.training.before.inspect_adapter import AdapterInspection
     from moe_finetune.training.self_test.family_check import FamilyCheck
 
 
@@ -42,9 +43,15 @@ def _refuse_format(value: str | None) -> str | None:
 
 @app.command()
 def inspect(
-    checkpoint: Annotated[str, typer.Argument(help="Checkpoint folder or hub id.")],
+    checkpoint: Annotated[
+        str,
+        typer.Argument(metavar="CHECKPOINT|ADAPTER", help="Checkpoint folder or hub id; adapter."),
+    ],
     recipe: Annotated[
         list[str] | None, typer.Option("--recipe", "-r", help="Recipe file; may be repeated.")
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option("--base", help="An adapter's base; default: the one it names.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     prove: Annotated[
@@ -71,7 +78,7 @@ def inspect(
         ),
     ] = 1,
 ) -> None:
-    """Show a checkpoint's family, sizes, routing; what a recipe trains.
+    """Show a checkpoint's family, sizes, routing; what a recipe or an adapter trains.
 
     Example: moe-finetune inspect ./Qwen3-30B-A3B --recipe my.yaml --gpu 24
     """
@@ -81,6 +88,10 @@ def inspect(
     from moe_finetune.recipe.schema import load_recipe
     from moe_finetune.training.before.inspect_checkpoint import inspect_checkpoint, inspect_dense
 
+    if is_adapter(Path(checkpoint)):
+        facts = _inspect_adapter(Path(checkpoint), base)
+        print(dumps(facts.to_mapping(), indent=2) if json else facts.text())
+        return
     checkpoint = str(checkpoint_in(checkpoint))
     if prove:
         read = load_recipe(recipe) if recipe else None  # may declare the family
@@ -104,6 +115,21 @@ def inspect(
         raise typer.Exit(1)
 
 
+def is_adapter(folder: Path) -> bool:
+    """Whether ``folder`` has an adapter and no checkpoint."""
+    from moe_finetune.checkpoint.adapter_files import CONFIG
+
+    return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def _inspect_adapter(source: Path, base: str | None) -> AdapterInspection:
+    from moe_finetune.models.family_lookup import warn_of_plugins
+    from moe_finetune.training.before.inspect_adapter import inspect_adapter
+
+    warn_of_plugins(source)
+    return inspect_adapter(*adapter_and_base(source, base))
+
+
 def _prove(checkpoint: str, recipe: Recipe | None) -> FamilyCheck:
     from moe_finetune.models.loading import open_config
 
@@ -116,14 +142,6 @@ def _prove(checkpoint: str, recipe: Recipe | None) -> FamilyCheck:
     return check_family(*open_config(checkpoint))
 
 
-class AdapterForm(StrEnum):
-    """Forms of an adapter that ``convert --to`` writes."""
-
-    peft = "peft"
-    per_expert = "per-expert"
-    vllm = "vllm"
-
-
 @app.command()
 def convert(
     checkpoint: Annotated[
@@ -132,10 +150,17 @@ def convert(
             metavar="CHECKPOINT|ADAPTER|RUN", help="Checkpoint folder or hub id; an adapter or run."
         ),
     ],
-    output: Output,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder to write; new or empty.")
+    ] = None,
     to: Annotated[
-        AdapterForm | None,
-        typer.Option("--to", help="Write an adapter, of any program, as this one reads it."),
+        str | None,
+        typer.Option(
+            "--to",
+            metavar="FORM",
+            help="Write an adapter, of any program, as others read it: peft, per-expert, vllm, "
+            "stacked or shared-outer. `list` shows what this one loses in each.",
+        ),
     ] = None,
     base: Annotated[
         str | None, typer.Option("--base", help="Base checkpoint; default: the adapter's own.")
@@ -145,21 +170,25 @@ def convert(
 
     Example: moe-finetune convert moonshotai/Moonlight-16B-A3B --output ./moonlight
     """
+    if to == "list":
+        _print_forms(Path(checkpoint), base)
+        return
+    if output is None:
+        raise typer.BadParameter("--output is missing: give the folder to write")
     if to is not None:
         folder = _convert_adapter(Path(checkpoint), to, base, output)
-        print(f"adapter: {folder} (as {to.value})")
-        if to is AdapterForm.vllm:
+        print(f"adapter: {folder} (as {to})")
+        if to == "vllm":
             _print_serve_line(checkpoint, base, folder)
         return
-    from moe_finetune.checkpoint.adapter_files import CONFIG
     from moe_finetune.checkpoint.convert import convert_checkpoint
     from moe_finetune.errors import AdapterError
     from moe_finetune.models.loading import local_folder
 
-    alone = not (Path(checkpoint) / "config.json").is_file()
-    if base is not None or (alone and (Path(checkpoint) / CONFIG).is_file()):
+    if base is not None or is_adapter(Path(checkpoint)):
         raise AdapterError(
-            f"{checkpoint}: an adapter is converted with --to peft, --to per-expert or --to vllm"
+            f"{checkpoint}: an adapter is converted with --to peft, --to per-expert or --to vllm; "
+            "--to list shows every form, and what this adapter loses in it"
         )
     folder = local_folder(checkpoint_in(checkpoint))
     print(f"checkpoint: {convert_checkpoint(folder, output)}")
@@ -187,14 +216,28 @@ def adapter_and_base(source: Path, base: str | None) -> tuple[Path, Path]:
     return adapter, local_folder(base) if base is not None else base_of(adapter)
 
 
-def _convert_adapter(source: Path, to: AdapterForm, base: str | None, output: Path) -> Path:
+def _print_forms(source: Path, base: str | None) -> None:
+    from moe_finetune.checkpoint.forms import losses_by_form
+    from moe_finetune.checkpoint.open import open_checkpoint
+    from moe_finetune.checkpoint.open_adapter import check_adapter
+    from moe_finetune.io.text_tables import aligned
+    from moe_finetune.models.family_lookup import warn_of_plugins
+
+    warn_of_plugins(source)
+    adapter, folder = adapter_and_base(source, base)
+    opened = check_adapter(adapter, open_checkpoint(folder, stored=True))
+    print(aligned([["form", "read by", "lost"], *map(list, losses_by_form(opened))]))
+
+
+def _convert_adapter(source: Path, to: str, base: str | None, output: Path) -> Path:
     from moe_finetune.checkpoint.forms import FORMS
     from moe_finetune.checkpoint.write_adapter import convert_adapter
     from moe_finetune.models.family_lookup import warn_of_plugins
 
     warn_of_plugins(source)
+    form = FORMS[to]
     adapter, folder = adapter_and_base(source, base)
-    return convert_adapter(adapter, folder, output, FORMS[to.value])
+    return convert_adapter(adapter, folder, output, form)
 
 
 @app.command()

@@ -289,6 +289,21 @@ def _packed(
     return a, b, rank
 
 
+def ranks_of(role: Role, vectors_ERO: Tensor, rows: Mapping[Role, slice]) -> slice:
+    """Which of a fused stack's ranks act on the rows of ``role``: all, or half if B is diagonal.
+
+    ``rows``: those of gate and up; ``vectors_ERO``: B's.
+    """
+    rank = vectors_ERO.shape[1]
+    first, second = slice(0, rank // 2), slice(rank // 2, rank)
+    if role not in rows or rank % 2 or not vectors_ERO.any():
+        return slice(0, rank)
+    crossing = vectors_ERO[:, second, rows["gate"]], vectors_ERO[:, first, rows["up"]]
+    if any(part.any() for part in crossing):
+        return slice(0, rank)
+    return first if role == "gate" else second
+
+
 def _under_loaded_names(tensors: Mapping[str, TensorInfo], base: Checkpoint) -> dict[str, Any]:
     """The other factors, under the class's names where they have those of the files."""
     named = {}

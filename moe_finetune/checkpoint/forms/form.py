@@ -1,6 +1,6 @@
 """What a form of an adapter is: one file with its names and packing, registered in one line."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,20 @@ class Form:
 
 FORMS: Registry[Form] = Registry("form of an adapter", AdapterError)
 """By the names of ``convert --to``."""
+
+
+def losses_by_form(adapter: OpenAdapter) -> Iterator[tuple[str, str, str]]:
+    """Each form that can be written: its name, the programs, and what ``adapter`` loses in it."""
+    for name, form in FORMS.items():
+        if form.write is None:
+            continue
+        try:
+            form.write(adapter)
+        except AdapterError as error:
+            reason = str(error).removeprefix(f"{adapter.folder}: ")
+            yield name, form.programs, f"not possible: {reason}"
+        else:
+            yield name, form.programs, form.loses
 
 
 def in_class(stored: Adapter, base: Checkpoint) -> Adapter:

@@ -12,7 +12,7 @@ def write(adapter: OpenAdapter) -> Written:
 
 
 FORM = Form(
-    programs="PEFT 0.19 and later with transformers 5, TRL, axolotl, LLaMA-Factory",
+    programs="PEFT 0.19 and later with transformers 5, TRL, axolotl, LLaMA-Factory, Unsloth",
     loses="nothing; experts that were not chosen have zeros",
     write=write,
 )

@@ -2,11 +2,15 @@
 
 import re
 from collections import Counter
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from moe_finetune.checkpoint.add_updates import Factors
+from moe_finetune.checkpoint.factor_layout import vectors_of_b
+from moe_finetune.checkpoint.forms.class_stacks import ClassExperts, ranks_of
+from moe_finetune.checkpoint.forms.expert_keys import Role
 from moe_finetune.checkpoint.forms.form import Form, Written
 from moe_finetune.checkpoint.peft_form import (
     OF_PACKING,
@@ -16,7 +20,7 @@ from moe_finetune.checkpoint.peft_form import (
     peft_form,
 )
 from moe_finetune.checkpoint.updates import OpenAdapter, Replace, parts_in_files
-from moe_finetune.checkpoint.weight_files import in_memory, read_tensor
+from moe_finetune.checkpoint.weight_files import DTYPES, in_memory, read_tensor
 from moe_finetune.errors import AdapterError
 
 
@@ -24,7 +28,14 @@ from moe_finetune.errors import AdapterError
 def write(adapter: OpenAdapter) -> Written:
     """A pair for each matrix of each expert, under the names in the base's files."""
     form, base = peft_form(adapter), adapter.base
-    factors, parts = Factors(form), parts_in_files(form)
+    factors, parts, experts = Factors(form), parts_in_files(form), ClassExperts(base)
+    roles: tuple[Role, ...] = ("gate", "up") if base.places.gated else ()
+    rows = {role: experts.rows(role).rows for role in roles}
+
+    @lru_cache(1)
+    def vectors_of(key: str) -> Tensor:
+        return vectors_of_b(read_tensor(form.tensors[key]), experts.total)
+
     tensors: dict[str, Tensor] = {}
     scales: dict[str, tuple[int, float]] = {}
     saved: dict[str, Tensor] = {}
@@ -42,13 +53,22 @@ def write(adapter: OpenAdapter) -> Written:
                 f"{adapter.folder}: the base's files have '{name}', so that no program has a "
                 f"module for each matrix of '{update.name}'; convert --to peft instead"
             )
-        scales[path] = update.rank, update.scale
         left_Or, right_rI = factors.matrices(update, part.slot)
+        fused = update.name.endswith(f".{experts.first}") and not update.transposed
+        of_rows = part.place.rows if fused else None
+        role = next((r for r in rows if isinstance(of_rows, slice) and of_rows == rows[r]), None)
+        if role is not None:
+            ranks = ranks_of(role, vectors_of(update.b), rows)
+            left_Or, right_rI = left_Or[:, ranks], right_rI[ranks]
+        scales[path] = len(right_rI), update.scale
         pair = {"A.weight": right_rI, "B.weight": left_Or[part.place.rows]}
         if "lora_embedding" in update.a:
             pair = {"embedding_A": left_Or.T, "embedding_B": right_rI.T}
         # Gate and up share their A; in a file each has its own.
-        tensors |= {f"{path}.lora_{key}": factor.clone() for key, factor in pair.items()}
+        dtype = DTYPES[form.tensors[update.a].dtype]
+        tensors |= {
+            f"{path}.lora_{key}": factor.to(dtype, copy=True) for key, factor in pair.items()
+        }
         if update.magnitude:
             norms_O = read_tensor(form.tensors[update.magnitude]).float()
             tensors[f"{path}.lora_magnitude_vector"] = norms_O[part.place.rows].clone()
