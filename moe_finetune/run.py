@@ -125,11 +125,15 @@ def stages(recipe: Recipe, run: RunFolder, inputs: Inputs | None, resume: bool) 
     if run.finished and ranks.rank() == 0:
         run.note(finished=False)
     if inputs is not None:
+        libraries = most_memory()
         with phase("train"):
             train(recipe, run, inputs, resume)
         inputs = None
         if (peak := free_model()) and ranks.rank() == 0:
-            run.note(peak_memory=max(run.read_summary().get("peak_memory", 0), peak))
+            earlier = run.read_summary()
+            # The plan counts tensors alone; what the process had before is its libraries.
+            most = {"peak_memory": peak, "run_memory": max(peak - libraries, 0)}
+            run.note(**{name: max(earlier.get(name, 0), size) for name, size in most.items()})
     if ranks.rank() > 0:
         return
     if recipe.export.merge:
@@ -160,7 +164,6 @@ def free_model() -> int:
     Returns the most bytes that this process has had; 0 on a GPU, whose memory the log has.
     """
     import gc
-    import resource
 
     import torch
 
@@ -168,6 +171,13 @@ def free_model() -> int:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         return 0
+    return most_memory()
+
+
+def most_memory() -> int:
+    """The most bytes that this process has had."""
+    import resource
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

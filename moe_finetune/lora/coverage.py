@@ -79,6 +79,18 @@ def _share(group: Group) -> str:
     return f"{100 * group.reached_parameters / group.parameters:.0f} %"
 
 
+def experts_line(model: nn.Module) -> str:
+    """How many parameters train on the routed experts, and what they change, as a line."""
+    group = lora_coverage(model).groups["routed experts"]
+    if not group.trained_parameters:
+        return "routed experts: nothing trains; give them LoRA, or train their weights"
+    what = "their weights" if group.trained_tensors == group.reached_tensors else "LoRA"
+    return (
+        f"routed experts: {group.trained_parameters:,} parameters train ({what}), which change "
+        f"{_share(group)} of the experts' {group.parameters:,}"
+    )
+
+
 def lora_coverage(model: nn.Module, trains: bool = True) -> Coverage:
     """Count the parameters of ``model`` and what training reaches, by group.
 

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_finetune.errors import CaptureError, ObjectiveError, QuantizationError
+from moe_finetune.io.terminal import terminal
+from moe_finetune.lora.coverage import experts_line
 from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.choice.loss_free_bias import BiasBalancer
 from moe_finetune.moe.choice.noise import TrainingNoise
@@ -35,6 +37,7 @@ from moe_finetune.moe.perturbation import Perturbation
 from moe_finetune.moe.recorder.hooks import Observer, Recorder
 from moe_finetune.quantization.weight import quantized
 from moe_finetune.recipe.method import Method, resolve_method
+from moe_finetune.training import ranks
 from moe_finetune.training.measures.loss_shares import StrengthMeter
 from moe_finetune.training.measures.routing_statistics import TrainingStatistics
 from moe_finetune.training.reached_weights import STEPS, check_reach, fingerprints, unmoved_since
@@ -147,8 +150,14 @@ class Specialization:
         self.install()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         self.restore()
+        if kind is None and self.steps and ranks.rank() == 0:
+            terminal().say(experts_line(self.model))
+            terminal().say(
+                f"routing of {self.steps} steps: read() has it after each step; "
+                "SpecializationCallback(..., output=FOLDER) draws it in a trainer"
+            )
 
     def install(self) -> None:
         """Check that every term reaches something trainable, then install the hooks."""

@@ -89,6 +89,30 @@ def test_a_summary_answers_five_questions_in_one_order(tmp_path):
     assert "300 steps, 1,228,800 tokens, 2:11 of training, at most 1.5 GiB" in shown
 
 
+def test_memory_has_the_unit_of_the_plan(tmp_path):
+    """A plan of 0.03 GiB ended with "at most 0.8 GiB", most of which were the libraries."""
+    run = run_of(tmp_path / "ours", 2)
+    change(run / "summary.json", peak_memory=3 * 2**29, run_memory=2**28)
+    assert "at most 0.25 GiB without libraries, 1.5 GiB with them" in text(run)
+
+
+@pytest.mark.parametrize(
+    ("terms", "remedy"), [({}, "method=aux_loss evens the load"), ({"erc": {}}, "method=none")]
+)
+def test_a_red_figure_is_explained(tmp_path, terms, remedy):
+    run = run_of(tmp_path / "ours", 2, METRICS | {"expert_overlap": 0.5, "max_violation": 0.6})
+    before = {k: {"mean": v} for k, v in METRICS.items()}
+    change(run / "routing" / "before.json", metrics=before)
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+    recipe["method"] = {"terms": terms}
+    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    shown = text(run)
+    assert "<dt>Red figures</dt><dd>expert overlap and MaxVio moved away" in shown
+    assert remedy in shown and "red: away from them" in shown
+    change(run / "routing" / "after.json", metrics=before)
+    assert "Red figures" not in text(run)
+
+
 def test_a_single_run_is_compared_with_the_checkpoint_before(tmp_path):
     run = run_of(tmp_path / "ours", 2)
     change(run / "routing" / "before.json", metrics={"expert_overlap": {"mean": 0.5}})

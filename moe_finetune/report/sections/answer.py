@@ -57,6 +57,7 @@ def _answer(report: Report, run: Run) -> Answer:
              ("Scores", _scores(report, run, scores)),
              ("Experts", _experts([c for c in changes if c not in load and c.word != goal])),
              ("Method", method), ("Load", load[0].describe() if load else None),
+             ("Red figures", _red_figures(report, run, changes)),
              ("Trained", _trained(run)), ("Merge", _merge(run)), ("Cost", _cost(run))]  # fmt: skip
     findings = [(label, text) for label, text in parts if text]
     if {label for label, _ in findings} <= {"Trained", "Merge", "Cost"}:
@@ -82,6 +83,28 @@ def _trained(run: Run) -> str | None:
     return None
 
 
+def _red_figures(report: Report, run: Run, changes: list[Change]) -> str | None:
+    """What a change for the worse means, and what to do about it."""
+    worse = [change for change in changes if change.verdict == "worse"]
+    if not worse:
+        return None
+    names = " and ".join(c.word.name if c.word.name == "MaxVio" else c.word.name.lower()
+                         for c in worse)  # fmt: skip
+    text = f"{names} moved away from even load and experts that differ"
+    if report.baseline is not None:
+        return f"{text}, against {report.baseline.label}"
+    added = any((run.recipe.get("method") or {}).get("terms") or ())
+    if not added:
+        return (
+            f"{text}; no loss acts against it: method=aux_loss evens the load, and "
+            "method=orthogonal_variance separates experts"
+        )
+    return (
+        f"{text}, which fine-tuning may do without any loss; a run with method=none and 'report' "
+        "of both show the losses' part"
+    )
+
+
 def _merge(run: Run) -> str | None:
     """That the merge was compared with base + adapter, and how near it is."""
     verified = run.summary.get("verify")
@@ -102,7 +125,12 @@ def _cost(run: Run) -> str | None:
     steps = f"{run.last_step:,.0f} steps" if run.last_step is not None else None
     parts = [steps, f"{count:,.0f} tokens" if math.isfinite(count) else None]
     parts += [f"{duration(trained.values[-1])} of training" if trained else None]
-    parts += [f"at most {memory / 2**30:.1f} GiB" if is_number(memory) else None]
+    of_run = run.summary.get("run_memory")  # without the libraries, as the plan predicts
+    if is_number(of_run) and not of_gpu and is_number(memory):
+        parts.append(f"at most {of_run / 2**30:.2f} GiB without libraries")
+        parts.append(f"{memory / 2**30:.1f} GiB with them")
+    elif is_number(memory):
+        parts.append(f"at most {memory / 2**30:.1f} GiB")
     return ", ".join(part for part in parts if part) or None
 
 

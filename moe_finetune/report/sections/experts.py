@@ -140,6 +140,7 @@ def experts_table(report: Report) -> Markup | None:
     caption = "Experts and router, mean over layers"
     if compared:
         caption += f"; change against {base.label if base else 'before fine-tuning'}"
+        caption += "; green: to even load and experts that differ, red: away from them"
     folds = (
         (others, f"{len(others)} more {_metrics(others)}"),
         (unchanged, f"{len(unchanged)} {_metrics(unchanged)} that changed by less than "

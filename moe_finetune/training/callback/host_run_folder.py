@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
@@ -22,7 +23,10 @@ from moe_finetune.errors import MoeFinetuneError, ObjectiveError
 from moe_finetune.io import write_atomic
 from moe_finetune.io.environment import write_environment
 from moe_finetune.io.folder import enter_folder
+from moe_finetune.io.next_commands import program
 from moe_finetune.io.run_folder import RunFolder
+from moe_finetune.io.terminal import terminal
+from moe_finetune.lora.coverage import experts_line
 from moe_finetune.models.loading import load_tokenizer
 from moe_finetune.moe.layers import backbone_of, causal_lm
 from moe_finetune.recipe.data import DataSection
@@ -146,6 +150,9 @@ class HostRun:
             if ranks.rank() == 0:
                 seconds = round(time.perf_counter() - self._started, 1)
                 self._run.note(seconds=seconds, trained_elsewhere=True)
+                terminal().say(experts_line(model))
+                report = [program(), "report", str(self.output)]
+                terminal().say(f"routing: {self.output}; to draw it: {shlex.join(report)}")
         except (MoeFinetuneError, OSError) as error:
             ranks.barrier()  # where the others wait for what rank 0 writes
             log.warning("WARNING: the run in %s is incomplete: %s", self.output, error)

@@ -204,8 +204,8 @@ def announce(inputs: Inputs) -> None:
     log.info("%s", describe_steps(recipe, arguments, len(inputs.train), inputs.tokens))
     needs = f"{inputs.fixed / GIB:.2f} GiB for weights, adapter and optimizer"
     if inputs.memory is not None:
-        needs = f"{inputs.memory.total / GIB:.2f} GiB at its worst moment ({inputs.memory.moment})"
-    log.info("memory: %s; this machine has %.1f GiB", needs, machine_bytes() / GIB)
+        needs = f"{inputs.memory.total / GIB:.2f} GiB, without libraries ({inputs.memory.moment})"
+    log.info("predicted peak memory: %s; this machine has %.1f GiB", needs, machine_bytes() / GIB)
     usual = steps < FEW_STEPS and "logging_steps" not in recipe.trainer
     too_few = arguments.logging_strategy == "steps" and arguments.logging_steps > steps
     if too_few and not usual:

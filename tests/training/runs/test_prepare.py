@@ -130,7 +130,7 @@ def test_memory_is_refused_with_the_plan_unless_told_otherwise(
     _machine_of(monkeypatch, plan.memory.total + 1)
     prepare(load_recipe(recipe))
     assert "may not fit" not in caplog.text
-    assert f"memory: {plan.memory.total / 2**30:.2f} GiB at its worst moment" in caplog.text
+    assert f"peak memory: {plan.memory.total / 2**30:.2f} GiB, without libraries" in caplog.text
 
 
 def test_the_plan_counts_the_longest_row(recipe, tmp_path):
