@@ -22,6 +22,7 @@ from pydantic_core import PydanticUndefined
 
 from moe_finetune.losses import TERMS
 from moe_finetune.losses.base import TermOptions
+from moe_finetune.metrics.words import WORDS
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import LIMITS, OWNED, STAGES
 from moe_finetune.study.recipe import StudyRecipe
@@ -174,7 +175,18 @@ def trainer_table() -> str:
     return "\n".join(lines)
 
 
+def log_table() -> str:
+    """Every key of a log and figure of the page, by its place in ``metrics.words``."""
+    lines = ["| key | name | meaning | better |", "| --- | --- | --- | --- |"]
+    better = {1: "higher", -1: "lower", 0: ""}
+    for key, about in WORDS.items():
+        meaning = cell(about.meaning)
+        lines.append(f"| `{key}` | {cell(about.name)} | {meaning} | {better[about.good]} |")
+    return "\n".join(lines)
+
+
 TABLES = {
+    "log.md": log_table,
     "recipe.md": recipe_tables,
     "losses.md": loss_tables,
     "study.md": lambda: "\n".join([HEAD, *rows(StudyRecipe)]),

@@ -30,9 +30,74 @@ WORDS: dict[str, Word] = {
         "Validation preference accuracy", "share of pairs whose chosen answer is preferred", 1
     ),
     "eval_rewards/margins": Word("Validation reward margin", "chosen minus rejected answer", 1),
-    "learning_rate": Word("Learning rate"),
-    "grad_norm": Word("Gradient norm"),
-    "tokens_per_second": Word("Tokens per second", "", 1),
+    "rewards/chosen": Word("Reward of chosen answers", "DPO's implicit one, mean"),
+    "rewards/rejected": Word("Reward of rejected answers", "DPO's implicit one, mean"),
+    "logps/chosen": Word("Log-probability of chosen answers", "nats, sum over an answer's tokens"),
+    "logps/rejected": Word("Log-probability of rejected answers", "nats, sum over tokens"),
+    "logits/chosen": Word("Logits of chosen answers", "mean"),
+    "logits/rejected": Word("Logits of rejected answers", "mean"),
+    "reward_std": Word("Spread of the rewards", "standard deviation in a prompt's completions"),
+    "frac_reward_zero_std": Word(
+        "Prompts without a difference",
+        "share of prompts whose completions have equal rewards; they train nothing",
+        -1,
+    ),
+    "kl": Word("KL divergence from the reference", "nats, estimated on the completions' tokens"),
+    **{
+        f"completions/{key}": Word(f"Completions, {key.replace('_', ' ')}", meaning)
+        for key, meaning in (
+            ("mean_length", "tokens"),
+            ("min_length", "tokens"),
+            ("max_length", "tokens"),
+            ("clipped_ratio", "share that reached max_completion_length"),
+            ("mean_terminated_length", "tokens of those that ended by themselves"),
+            ("min_terminated_length", "tokens of those that ended by themselves"),
+            ("max_terminated_length", "tokens of those that ended by themselves"),
+        )
+    },
+    **{
+        f"clip_ratio/{key}": Word(f"Clipped ratios, {key.replace('_', ' ')}", "share of tokens")
+        for key in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")
+    },
+    **{
+        f"sampling/sampling_logp_difference/{key}": Word(
+            f"Sampler's log-probabilities off by, {key}", "nats a token, vLLM against the trainer"
+        )
+        for key in ("mean", "max")
+    },
+    **{
+        f"sampling/importance_sampling_ratio/{key}": Word(
+            f"Importance ratio, {key}", "of the trainer's probabilities to those of vLLM"
+        )
+        for key in ("min", "mean", "max")
+    },
+    "kind": Word("Kind", "what a row of the log is: train, eval, or end"),
+    "step": Word("Step", "optimizer steps so far"),
+    "epoch": Word("Epoch", "passes over the training rows so far"),
+    "step_time": Word("Step time", "seconds a step"),
+    "learning_rate": Word("Learning rate", "of the step"),
+    "grad_norm": Word("Gradient norm", "of all trained parameters, before it is clipped"),
+    "tokens_per_second": Word("Tokens per second", "of this process, since the last log", 1),
+    "train_loss": Word("Mean training loss", "over all steps, in nats per token", -1),
+    "train_runtime": Word("Time of training", "seconds"),
+    "eval_runtime": Word("Time of an evaluation", "seconds"),
+    **{
+        f"{phase}_{what}_per_second": Word(f"{what.title()} per second, {title}", "a speed")
+        for phase, title in (("train", "training"), ("eval", "evaluation"))
+        for what in ("samples", "steps")
+    },
+    "total_flos": Word("Floating-point operations", "of training, estimated by transformers"),
+    **{
+        f"strength/{key}": Word(name, meaning)
+        for key, name, meaning in (
+            ("weight", "Weight", "that multiplies the loss"),
+            ("share_router", "Share on routers", "of the trainer's loss's gradient norm"),
+            ("share_experts", "Share on experts", "of the trainer's loss's gradient norm"),
+            ("cosine_router", "Cosine on routers", "with the trainer's loss's gradient; 1: alike"),
+            ("cosine_experts", "Cosine on experts", "with the trainer's loss's gradient"),
+            ("weight_for_10_percent", "Weight for 10 %", "with which the share would be a tenth"),
+        )
+    },
     "max_violation": Word(
         "MaxVio",
         "how far the busiest of the experts that ran is above an even share; 0 is even",
@@ -68,6 +133,10 @@ WORDS: dict[str, Word] = {
             ("ratio_beyond_2", "Ratios outside 1/2 to 2", "share of tokens"),
         )
     },
+    "routing/changed_in_recomputation": Word(
+        "Choices pinned in recomputation",
+        "share of tokens for which a recomputed layer would have selected other experts",
+    ),
     "routing/dead_experts": Word(
         "Dead experts a layer", "number of experts that no token chose, mean over layers", -1
     ),
@@ -120,6 +189,9 @@ WORDS: dict[str, Word] = {
     "mutual_information": Word(
         "Mutual information", "nats that the expert reveals about the token", 1
     ),
+    "domain_information": Word(
+        "Domain information", "nats that the expert reveals about the text's domain", 1
+    ),
     "erc_loss": Word("ERC loss at alpha 1", "0 when experts answer to their own router row", -1),
     **{
         f"erc_loss_alpha_{alpha}": Word(
@@ -154,12 +226,17 @@ def word(key: str) -> Word:
     name = tail or key
     # One name, entropy, can belong to the router or to the model's predictions.
     router_key = f"routing/{name}" if head.endswith("routing") else key
-    listed = WORDS.get(router_key) or WORDS.get(name)
+    if key.startswith("strength/"):
+        router_key = f"strength/{name}"
+    listed = WORDS.get(router_key) or WORDS.get(key.removeprefix("eval_")) or WORDS.get(name)
     plain = name.replace("_", " ").strip()
     plain = plain[:1].upper() + plain[1:]
     if head.endswith("losses") or head == "losses":
         return Word(f"{plain} term", "unweighted, summed over layers", 0)
     if head == "scores":
         return Word(name, "score of the model as it was after the step", 1)
+    if not listed and head.removeprefix("eval_").startswith("rewards/"):
+        shown = {"mean": "mean", "std": "standard deviation"}.get(name, name)
+        return Word(f"Reward {head.partition('/')[2]}, {name}", f"{shown} over completions")
     chosen = listed or Word(plain)
     return replace(chosen, name=f"{chosen.name}, validation") if head == "eval_routing" else chosen

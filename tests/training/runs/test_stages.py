@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from moe_finetune.data.preference_and_prompt_rows import StageFormer
 from moe_finetune.errors import DataError, RecipeError
+from moe_finetune.metrics.words import word
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.sections import RewardSection
 from moe_finetune.recipe.stages import STAGES
@@ -108,6 +109,9 @@ def test_a_stage_trains_its_objective_improves_and_it_resumes_exactly(
     data["validation"] = str(validation)
     output = run_recipe(made(stage, steps, data=data), tmp_path / "run")
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    snapshot = json.loads((output / "routing" / "after.json").read_text())
+    keys = {key for row in rows for key in row} | {f"routing/{key}" for key in snapshot["metrics"]}
+    assert len(keys) > 40 and [key for key in sorted(keys) if not word(key).meaning] == []
     evaluated = [row["step"] for row in rows if f"eval_{metric}" in row]
     assert evaluated == [0, steps]
     values = logged(output, metric)
