@@ -96,6 +96,8 @@ class Answers:
         }
         if self.stage == "grpo":
             values["rewards"] = ["exact_match"]  # required, and not known before rows are read
+        if isinstance(self.overridden.values.get("lora"), dict):
+            values["lora"] = {"rank": 1}  # required, and has its own line
         return recipe_from_tree(self.tree(values)).data
 
     @cached_property

@@ -136,6 +136,20 @@ def test_overrides_are_those_of_train(tiny_checkpoint, rows, tmp_path, capsys):
     assert text.count("# as given to init") == 7 and "messages: dialogue" in text
 
 
+def test_measured_experts_are_planned_and_not_offloaded(tiny_checkpoint, rows, tmp_path):
+    """A run cannot measure experts that wait in the host's memory, so that is no way to fit."""
+    base, plans = str(tiny_checkpoint("olmoe")), []
+    for number, given in enumerate((["lora.dropout=0.1"], ["lora.experts.top=0.25"])):
+        output = tmp_path / f"{number}.yaml"
+        command = ["init", base, "--data", str(rows), *given, "--gpu", "0.001"]
+        assert cli.main([*command, "--output", str(output)]) == 0
+        recipe = load_recipe(output)
+        assert (recipe.model.offload == "experts") == (number == 0)
+        plans.append(plan_recipe(open_config(base)[0], recipe, "cuda"))
+    assert recipe.lora.experts.top == 0.25 and recipe.lora.rank == 16
+    assert plans[1].stored.adapter < plans[0].stored.adapter
+
+
 def test_training_the_whole_model_leaves_out_what_needs_an_adapter(
     tiny_checkpoint, rows, tmp_path
 ):
