@@ -1,1 +1,1 @@
-"""Evaluation: suites on lm-evaluation-harness, code in a sandbox, comparison, judges, people."""
+"""Evaluation: suites on lm-evaluation-harness, code in a sandbox, comparison with an interval."""

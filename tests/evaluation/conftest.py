@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moe_finetune.errors import DependencyError
+from moe_finetune.evaluation import sandbox as sandbox_module
 from moe_finetune.evaluation.sandbox import Limits, Sandbox
 from moe_finetune.io.row_files import read_rows
 from tests.evaluation import judge_server
@@ -28,11 +29,14 @@ def data_folder() -> Path:
 @pytest.fixture(scope="module")
 def sandbox():
     try:
-        opened = Sandbox(QUICK, kinds=("bubblewrap",))
+        return Sandbox(QUICK)
     except DependencyError as error:
         pytest.skip(str(error))
-    with opened:
-        yield opened
+
+
+@pytest.fixture
+def no_bubblewrap(monkeypatch):
+    monkeypatch.setattr(sandbox_module.shutil, "which", lambda name: None)
 
 
 @pytest.fixture(scope="module")

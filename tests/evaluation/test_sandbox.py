@@ -25,8 +25,7 @@ TESTS = "assert f('question') == 'right'\nassert f('other') == 'right'\n"
 @pytest.fixture(scope="module")
 def patient(sandbox):
     """For programs that must pass, however busy the machine is."""
-    with Sandbox(Limits(seconds=60), kinds=("bubblewrap",)) as opened:
-        yield opened
+    return Sandbox(Limits(seconds=60))
 
 
 def _descendants() -> set[int]:
@@ -238,7 +237,7 @@ _NUMBERS = {
 }
 
 
-def test_the_kernel_refuses_what_a_program_does_not_need(patient):
+def test_the_kernel_refuses_what_a_program_does_not_need(patient, no_bubblewrap):
     numbers = _NUMBERS[platform.machine()]
     code = CALLS + "".join(f"{name} = {number}\n" for name, number in numbers.items())
     tests = """
@@ -249,8 +248,9 @@ assert new_rights() == 1
 """
     verdict = patient.run(Program(code, tests))
     assert verdict.passed, verdict.reason
-    with Sandbox(QUICK, allow_unsafe_local=True, kinds=()) as local:  # the control: it can fail
-        assert not local.run(Program(code, "assert refused() == []")).passed
+    local = Sandbox(QUICK, allow_unsafe_local=True)  # the control: it can fail
+    assert local.kind == "unsafe-local"
+    assert not local.run(Program(code, "assert refused() == []")).passed
 
 
 @pytest.mark.parametrize(
@@ -273,23 +273,22 @@ def test_without_libseccomp_nothing_runs(sandbox, monkeypatch):
         Sandbox(QUICK)
 
 
-def test_no_sandbox_is_a_refusal_that_names_the_remedies():
+def test_no_sandbox_is_a_refusal_that_names_the_remedies(no_bubblewrap):
     with pytest.raises(DependencyError, match=r"bubblewrap.*--allow-unsafe-local"):
-        Sandbox(kinds=())
+        Sandbox()
 
 
-def test_unsafe_local_runs_only_when_asked_for(capsys):
-    with Sandbox(QUICK, allow_unsafe_local=True, kinds=()) as local:
-        assert "WITHOUT a sandbox" in capsys.readouterr().err
-        assert local.kind == "unsafe-local"
-        assert local.run(Program("def f(x): return 'right'", TESTS, entry=("f",))).passed
-        assert not local.run(Program("import os\nos._exit(0)", TESTS, entry=("f",))).passed
+def test_unsafe_local_runs_only_when_asked_for(no_bubblewrap, capsys):
+    local = Sandbox(QUICK, allow_unsafe_local=True)
+    assert "WITHOUT a sandbox" in capsys.readouterr().err
+    assert local.kind == "unsafe-local"
+    assert local.run(Program("def f(x): return 'right'", TESTS, entry=("f",))).passed
+    assert not local.run(Program("import os\nos._exit(0)", TESTS, entry=("f",))).passed
 
 
 def test_a_trickled_answer_ends_at_the_deadline(problems):
     code = FORGERS["trickle"].replace("ENTRY", "f")
-    with Sandbox(Limits(seconds=1), kinds=("bubblewrap",)) as quick:
-        verdict = quick.run(Program(code, TESTS, entry=("f",)))
+    verdict = Sandbox(Limits(seconds=1)).run(Program(code, TESTS, entry=("f",)))
     assert verdict.reason == "out of time" and verdict.seconds < 10
 
 

@@ -138,7 +138,7 @@ def test_a_naive_average_counts_every_task_once():
 @pytest.mark.slow
 def test_human_eval_is_generated_then_scored(backend, data_folder, tmp_path):
     try:
-        Sandbox().close()
+        Sandbox()
     except DependencyError as error:
         pytest.skip(str(error))
     suite = load_suite("humaneval")

@@ -108,20 +108,14 @@ class Sandbox:
     Args:
         allow_unsafe_local: if bubblewrap does not work, run programs with the user's rights and
             only resource limits, which is dangerous.
-        kinds: isolations to try; ``"bubblewrap"`` is the only one.
 
     Attributes:
         kind: ``"bubblewrap"`` or ``"unsafe-local"``.
     """
 
-    def __init__(
-        self,
-        limits: Limits | None = None,
-        allow_unsafe_local: bool = False,
-        kinds: Iterable[str] = ("bubblewrap",),
-    ):
+    def __init__(self, limits: Limits | None = None, allow_unsafe_local: bool = False):
         self.limits, self.kind = limits or Limits(), "bubblewrap"
-        reason = self._problem() if "bubblewrap" in kinds else "not tried"
+        reason = self._problem()
         if reason and not allow_unsafe_local:
             raise DependencyError(REFUSAL.format(reason))
         if reason:
@@ -245,15 +239,6 @@ class Sandbox:
         finally:
             for descriptor in filters:
                 os.close(descriptor)
-
-    def close(self) -> None:
-        """Nothing is kept between programs."""
-
-    def __enter__(self) -> Sandbox:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _bubblewrap(prefix: Path, root: bool, filters: int) -> list[str]:

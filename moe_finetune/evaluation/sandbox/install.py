@@ -22,8 +22,7 @@ def sandbox_state() -> tuple[str | None, str]:
     Test programs are run in it, which takes a second.
     """
     try:
-        with Sandbox() as sandbox:
-            return sandbox.kind, ""
+        return Sandbox().kind, ""
     except DependencyError as error:
         return None, str(error)
 

@@ -91,8 +91,7 @@ def code_tests(completions: Sequence[Any], tests: Sequence[Any], **_: Any) -> li
         mbpp_program({"test_list": [t] if isinstance(t, str) else list(t)}, answer_of(c))
         for c, t in zip(completions, tests, strict=True)
     ]
-    with Sandbox() as sandbox:
-        return [float(verdict.passed) for verdict in sandbox.run_all(programs)]
+    return [float(verdict.passed) for verdict in Sandbox().run_all(programs)]
 
 
 REWARDS.register("exact_match", exact_match)
@@ -180,7 +179,7 @@ def _check_dependencies(name: str) -> None:
         from moe_finetune.evaluation.sandbox import Sandbox
 
         try:
-            Sandbox().close()
+            Sandbox()
         except DependencyError as error:
             raise DependencyError(f"rewards: 'code' runs programs in a sandbox: {error}") from error
 
