@@ -225,8 +225,8 @@ def _judge(merged: Checkpoint, error: float, moved: float) -> str:
     if moved == 0:
         return "the adapter does not move the logits"
     return (
-        f"rounding to {coarsest} moves the logits nearly as far as the adapter: they are only "
-        f"{moved / error:.1f} x nearer to base + adapter than to the base; `merge --dtype float32` "
+        f"rounding to {coarsest} hides the adapter: it moves the logits 1/{moved / error:.1f} as "
+        "far as the adapter does; `merge --dtype float32` "
         "writes the sums without this rounding"
     )
 

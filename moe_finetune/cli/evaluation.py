@@ -4,7 +4,7 @@ import enum
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,9 @@ from moe_finetune.cli.app import app, write_json
 from moe_finetune.io import output_lock, write_new
 from moe_finetune.io.run_folder import RESULTS_FILE, RunFolder, checkpoint_in, results_in
 from moe_finetune.io.terminal import terminal
+
+if TYPE_CHECKING:
+    from moe_finetune.evaluation.results import Results
 
 
 class Backend(enum.StrEnum):
@@ -154,6 +157,8 @@ def evaluate(
                 dtype=dtype,
             )
         print(results_text(results))
+        for line in never_right(output, results):
+            print(line)
         print(f"results: {output / RESULTS_FILE}")
     if run is None:
         return
@@ -162,7 +167,28 @@ def evaluate(
 
         print(f"report: {write_report([run.path], run.page)}")
     else:
-        print(f"the page of {run.path} and `compare {run.path}` read {run.evaluation}")
+        print(
+            f"these scores are only in {output}: the page of {run.path} and 'compare {run.path}' "
+            f"show those in {run.evaluation}"
+        )
+
+
+def never_right(output: Path, results: "Results") -> Iterator[str]:
+    """Of each task without a right reply, the beginning of the first reply, and what to check."""
+    from moe_finetune.io.row_files import placed_rows
+
+    for label, task in results["tasks"].items():
+        samples = output / str(task.get("samples"))
+        if task.get("value") != 0 or not samples.is_file():
+            continue
+        replies = next((row for _, row in placed_rows(samples, finite=False)), {}).get("replies")
+        while isinstance(replies, list) and replies:
+            replies = replies[0]
+        if isinstance(replies, str):
+            yield (
+                f"{label}: no reply was right; the first is {replies[:80]!r}. A model that was "
+                "trained on chats needs chat: true in the suite"
+            )
 
 
 @contextmanager

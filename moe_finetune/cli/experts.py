@@ -83,7 +83,9 @@ def analyze(
     """
     from moe_finetune.errors import DataError
     from moe_finetune.io.json_file import read_object
+    from moe_finetune.io.next_commands import listed, program
     from moe_finetune.io.split_files import local_files
+    from moe_finetune.metrics.words import word
     from moe_finetune.models.loading import existing_folder
 
     domains = split_domains(data or [], domain or [])
@@ -107,8 +109,10 @@ def analyze(
     means = read_object(RunFolder(output).summary, DataError, "analyze again")["mean"]
     for name in SHOWN_VALUES:
         if name in means:
-            print(f"{name:<18}{means[name]:.4g}")
-    print(f"report: {page}")
+            about = word(f"routing/{name}")
+            print(f"{about.name:<24}{means[name]:<10.4g}{about.meaning}".rstrip())
+    chosen = [program(), "select", str(output), "--output", "experts.json"]
+    print(f"report: {page}\n\n{listed([('the experts of a domain', chosen)])}")
 
 
 def split_domains(data: Sequence[str], domains: Sequence[str]) -> dict[str, list[str]]:

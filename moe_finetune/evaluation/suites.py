@@ -119,9 +119,10 @@ def load_suite(suite: str | Path | Suite) -> Suite:
     if path.suffix not in (".yaml", ".yml"):
         path = eval_root() / "suites" / f"{suite}.yaml"
         if not path.is_file():
-            raise EvaluationError(
-                f"unknown suite '{suite}'{did_you_mean(str(suite), suite_names())}"
-            )
+            file = next((f for f in (f"{suite}.yaml", f"{suite}.yml") if Path(f).is_file()), None)
+            hint = f"; for the file here, give {file}" if file else "; or give a YAML file"
+            known = "" if file else did_you_mean(str(suite), suite_names()).removesuffix("?")
+            raise EvaluationError(f"unknown suite '{suite}'{known}{hint}")
     if not path.is_file():
         raise EvaluationError(f"suite file {path} does not exist")
     content = read_yaml(path, EvaluationError)

@@ -1,6 +1,7 @@
 """The outcome of a run: its scores, the changes in the experts, and the next commands."""
 
 import math
+import os
 import shutil
 import sys
 import textwrap
@@ -65,14 +66,19 @@ def end_run(runs: Mapping[str, Path], base: Path | None, following: str) -> None
 
 def next_commands(page: Path | None, run: Path, start: Sequence[str] = ()) -> str:
     """Commands that a user may want next; ``start`` is a command for the user's own data."""
-    opener = "open" if sys.platform == "darwin" else shutil.which("xdg-open") and "xdg-open"
+    has_screen = os.environ.keys() & {"DISPLAY", "WAYLAND_DISPLAY"}  # a server has none
+    opener = "xdg-open" if has_screen and shutil.which("xdg-open") else None
+    if sys.platform == "darwin":
+        opener = "open"
     lines = []
     if (run / "merged").is_dir() or (run / "adapter").is_dir():
         lines.append(("ask it", [program(), "ask", str(run), "your question"]))
     if page is not None and page.is_file():
         python = "python" if shutil.which("python") else sys.executable
-        words = [opener] if opener else [python, "-m", "webbrowser"]
-        lines.append(("look at the report", [*words, str(page)]))
+        words = [python, "-m", "http.server", "--directory", str(page.parent)]
+        if opener is not None:
+            words = [opener, str(page)]
+        lines.append(("look at the report", words))
     if (run / "merged").is_dir():
         lines.append(("serve it", [program(), "serve", str(run)]))
         asked = [program(), "verify", str(run), "--served", "http://127.0.0.1:8000"]

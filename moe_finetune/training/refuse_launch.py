@@ -15,7 +15,8 @@ from moe_finetune.training import ranks
 log = logging.getLogger(__name__)
 OWN_BALANCE_LOSS = (
     "the trainer adds the checkpoint's own load-balancing loss (router_aux_loss_coef); pass "
-    "router_aux_loss_coef=0.0 to the trainer's config and choose a method with load_balance"
+    "router_aux_loss_coef=0.0 to the trainer's config; presets with load_balance, such as aux_loss "
+    "and orthogonal_variance, balance in its place"
 )
 _FP16 = "fp16 scales the trainer's loss but not the added terms; train in bf16"
 
@@ -139,5 +140,6 @@ def check_forward(config: Any, kwargs: dict[str, Any], device: torch.device) -> 
         raise ObjectiveError(
             "the model is called with output_router_logits, so it or its trainer adds the "
             "checkpoint's own load-balancing loss; turn that off (router_aux_loss_coef=0.0 in "
-            "TRL's configs) and choose a method with load_balance"
+            "TRL's configs); presets with load_balance, such as aux_loss and orthogonal_variance, "
+            "balance in its place"
         )

@@ -155,7 +155,7 @@ class Specialization:
         if kind is None and self.steps and ranks.rank() == 0:
             terminal().say(experts_line(self.model))
             terminal().say(
-                f"routing of {self.steps} steps: read() has it after each step; "
+                "routing: read() has the figures since its last call; "
                 "SpecializationCallback(..., output=FOLDER) draws it in a trainer"
             )
 

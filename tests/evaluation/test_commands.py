@@ -8,7 +8,10 @@ import pytest
 import yaml
 
 from moe_finetune import cli
+from moe_finetune.cli.evaluation import never_right
+from moe_finetune.errors import EvaluationError
 from moe_finetune.evaluation.results import load_results
+from moe_finetune.evaluation.suites import load_suite
 from moe_finetune.io.run_folder import RunFolder
 from tests.evaluation.local import write_suite
 
@@ -39,7 +42,7 @@ def test_a_runs_scores_reach_its_page(run, checkpoint, suite, tmp_path):
     assert "sums" in folder.page.read_text()
     other = tmp_path / "elsewhere"
     code, out, _ = run(folder.path, "-s", suite, "-b", "hf", "--limit", "2", "-o", other)
-    assert code == 0 and f"`compare {folder.path}` read {folder.evaluation}" in out
+    assert code == 0 and f"'compare {folder.path}' show those in {folder.evaluation}" in out
     two = write_suite(tmp_path / "two", items=3, shots=0)
     two = two.rename(two.with_name("two.yaml"))
     two.write_text(two.read_text().replace("name: local", "name: two"))
@@ -152,3 +155,22 @@ def test_what_other_packages_evaluate_is_said_with_the_scores(run, checkpoint, t
     assert code == 0 and "\n2 of 3 here: run the third elsewhere\n" in out
     results = load_results(tmp_path / "o")
     assert results["suite"]["external"].startswith("2 of 3 here")
+
+
+def test_the_first_wrong_reply_is_shown_where_none_was_right(tmp_path):
+    """A run trained on chats answered bare questions, and only the score 0 was printed."""
+    rows = {"sums": ([["Hello"]], 0.0), "colors": ([[[-3.0, False]]], 0.0), "words": ([["y"]], 0.5)}
+    tasks = {}
+    for label, (replies, value) in rows.items():
+        (tmp_path / f"{label}.jsonl").write_text(json.dumps({"replies": replies}) + "\n")
+        tasks[label] = {"samples": f"{label}.jsonl", "value": value}
+    lines = list(never_right(tmp_path, {"tasks": tasks}))
+    assert len(lines) == 1 and lines[0].startswith("sums: no reply was right; the first is 'Hello'")
+    assert "chat: true" in lines[0]
+
+
+def test_a_suite_file_given_by_its_name_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "held.yaml").touch()
+    with pytest.raises(EvaluationError, match="unknown suite 'held'; for the file here, give held"):
+        load_suite("held")

@@ -2,11 +2,12 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from moe_finetune.lora.coverage import GROUPS, group_of, lora_coverage
+from moe_finetune.lora.coverage import GROUPS, experts_line, group_of, lora_coverage
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.models import FAMILIES, family_of
 from moe_finetune.models.class_structure import meta_model
 from moe_finetune.recipe.sections import LoraSection
+from moe_finetune.training.specialization import Specialization
 from tests.support import tiny
 
 HIDDEN, WIDTH, EXPERTS, RANK = 192, 48, 12, 8
@@ -109,3 +110,24 @@ def test_real_size_of_qwen3_30b_a3b():
     assert 3.2e9 < total - routed * 120 / 128 < 3.4e9
     assert family_of(config).name == "qwen3_moe"
     assert coverage.groups["router"].parameters == 48 * 128 * 2048
+
+
+def test_the_experts_line_has_what_trains_there():
+    model = tiny.model("qwen3_moe")
+    own = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    assert f"{own:,} parameters train (their weights), which change 100 %" in experts_line(model)
+    model.requires_grad_(False)
+    assert "nothing trains; give them LoRA" in experts_line(model)
+
+
+def test_a_plain_loop_ends_with_where_the_figures_are(capsys):
+    """It printed nothing at all."""
+    model = tiny.model("qwen3_moe").train()
+    with Specialization(model, "none") as losses:
+        model(**tiny.batch(), use_cache=False).logits.sum().backward()
+        losses.step()
+    shown = capsys.readouterr().err
+    assert "routed experts: " in shown and "routing: read() has the figures" in shown
+    with pytest.raises(ZeroDivisionError), Specialization(model, "none"):
+        _ = 1 / 0
+    assert capsys.readouterr().err == ""

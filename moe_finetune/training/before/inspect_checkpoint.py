@@ -85,6 +85,8 @@ class Inspection:
             f"vocabulary {self.vocabulary:,}",
         ]
         lines += _on_disk(self)
+        if (self.stored_tensors or 0) > self.coverage.total.tensors:
+            lines[-1] += ", a tensor per expert; the table counts a layer's experts as one stack"
         if self.own_head:
             lines.append("head           of its own in the files, although config.json ties it")
         for part, (count, size) in self.untrained.items():

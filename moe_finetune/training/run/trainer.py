@@ -26,6 +26,7 @@ from moe_finetune.training.save_and_resume.state_files import (
     random_state,
     set_random_state,
 )
+from moe_finetune.training.stages.generation_time import GenerationTime
 from moe_finetune.training.stages.grpo_trainer import PinsExperts, SavesBetweenGenerations
 from moe_finetune.training.stages.reward_signal import NotesMissingSignal
 from moe_finetune.training.stages.vllm_rollouts import engine_returns_experts
@@ -172,6 +173,8 @@ def build_trainer(
     callback.attach(trainer)
     if isinstance(trainer, PinsExperts):
         trainer.replay_from(recipe, callback)
+    if stage.name == "grpo":
+        add_callbacks(trainer, GenerationTime())
     add_callbacks(trainer, RunLog(output, "logging_steps" not in recipe.trainer), LiveTable())
     return trainer, callback
 
