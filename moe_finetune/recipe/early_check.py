@@ -40,7 +40,9 @@ def early_sections(tree: Tree, recipe: type[BaseModel]) -> Any:
         problems = str(error).split("\n")
     stage, trainer = STAGES.get(str(tree.values.get("stage") or "sft")), tree.values.get("trainer")
     if isinstance(trainer, Mapping) and stage is not None and section_in_source(stage) is not None:
-        lines = check_trainer(trainer, stage, section_in_source)
+        lines = list(check_trainer(trainer, stage, section_in_source))
+        keys = tuple(line.partition(":")[0] for line in lines)  # which say more of the same key
+        problems = [line for line in problems if not any(f"{key}:" in line for key in keys)]
         problems += [placed(tree, line) for line in lines]
     if problems:
         raise RecipeError("\n".join(problems))

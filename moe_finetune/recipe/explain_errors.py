@@ -155,7 +155,10 @@ def _is_union_tag(part: str | int) -> bool:
 
 
 def _nearest(model: type[BaseModel], loc: tuple[str | int, ...]) -> str:
-    """``; did you mean ...``: a key of the same section, else one of this name in another."""
+    """``; did you mean ...``: a key of the same section, else one of this name in another.
+
+    An item of a list has no such relatives: a reward's `file` is not that of chosen experts.
+    """
     if (key := dotted(loc)) in OTHER_NAMES:
         return f"; did you mean '{OTHER_NAMES[key]}'?"
     section, name = model, str(loc[-1])
@@ -163,7 +166,8 @@ def _nearest(model: type[BaseModel], loc: tuple[str | int, ...]) -> str:
         field = section.model_fields.get(str(part))
         section = next(_sections(field.annotation), section) if field else section
     names = list(section.model_fields)
-    if not difflib.get_close_matches(name, names, n=1, cutoff=0.75):
+    of_item = any(isinstance(part, int) for part in loc)
+    if not of_item and not difflib.get_close_matches(name, names, n=1, cutoff=0.75):
         keys = {key for key in _keys(model) if key.rpartition(".")[2] == name}
         highest = [key for key in keys if key.count(".") == min(k.count(".") for k in keys)]
         highest = [key for key in highest if key.startswith("trainer.")] or highest

@@ -24,7 +24,7 @@ from moe_finetune.losses.objective import Objective
 from moe_finetune.models import opened_as
 from moe_finetune.models.class_structure import class_of
 from moe_finetune.moe.large.spread_experts import check_spread
-from moe_finetune.moe.layers import model_facts
+from moe_finetune.moe.layers import backbone_of, model_facts
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.training import ranks
@@ -40,7 +40,7 @@ from moe_finetune.training.memory.plan import (
     stored_bytes,
 )
 from moe_finetune.training.reached_weights import check_reach
-from moe_finetune.training.refuse_launch import check_launch, expert_ranks
+from moe_finetune.training.refuse_launch import check_arguments, check_launch, expert_ranks
 from moe_finetune.training.run.checkpoint_and_rows import Inputs, Start, announce, open_start
 from moe_finetune.training.run.train import continued
 from moe_finetune.training.run.trainer import training_arguments
@@ -74,6 +74,7 @@ def prepare(recipe: Recipe, ignore_memory: bool = False) -> Inputs:
         training_tokenizer(start.tokenizer, recipe)
         model = build_model(start)
         check_built_optimizer(recipe, model)
+        check_arguments(arguments, recipe.method, backbone_of(model).config)
         continued(start, model)
         check_ids(start, model, rows, arguments)
         check_reach(model, Objective(recipe.method.terms, model_facts(model)))

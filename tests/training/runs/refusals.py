@@ -21,6 +21,7 @@ import yaml
 
 from moe_finetune import cli
 from moe_finetune.recipe.yaml_tree import merge_mappings
+from moe_finetune.training.run import checkpoint_and_rows
 from tests.support import tiny
 from tests.support.goldens import lines_of
 from tests.upcycle.small import write_recipe
@@ -118,8 +119,8 @@ def answer(case: str) -> list[str]:
     out, err = StringIO(), StringIO()
     loaded = AssertionError("weights were loaded")
     with (
-        patch("moe_finetune.checkpoint.load.load_model", side_effect=loaded),
-        patch("moe_finetune.models.from_scratch.fresh_model", side_effect=loaded),
+        patch.object(checkpoint_and_rows, "load_model", side_effect=loaded),
+        patch.object(checkpoint_and_rows, "fresh_model", side_effect=loaded),
         patch.dict("os.environ", environment),
         redirect_stdout(out),
         redirect_stderr(err),
