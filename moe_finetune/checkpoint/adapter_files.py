@@ -5,14 +5,17 @@ zero. A training's checkpoints have ``experts`` in its place, and factors for th
 as PEFT packs a stack: ``lora_A`` (n·r, in) expert slowest, ``lora_B`` (out, r·n) expert fastest.
 """
 
+from __future__ import annotations
+
 import json
 import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -22,12 +25,17 @@ from moe_finetune.io.checkpoint_files import COPY_AGAIN, tensors_of
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.safetensors_header import FLOATS, INTEGERS, TensorInfo, read_header
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 METADATA = "moe_finetune.json"
 BIAS_FILE = "router_bias.safetensors"
 PREFIX = "base_model.model."
 _COPIES = (".modules_to_save.weight", ".original_module.weight")
+SHARED_OUTER = "shared_outer"
+"""Key of ``moe_finetune.json`` in training states: factors of all experts are stored once."""
 BASE_KEY = "base_sha256"
 """Key of ``moe_finetune.json``: the fingerprint of the base's tensors."""
 STORED_KEY = "stored_base_sha256"
@@ -116,7 +124,37 @@ def read_adapter(path: str | Path) -> Adapter:
                 tensors.pop(module + copy, None)
     if not tensors:
         raise AdapterError(f"{folder / WEIGHTS}: contains no tensors; copy the adapter again")
-    return Adapter(folder, config, tensors, read_metadata(folder), tables)
+    metadata = read_metadata(folder)
+    if metadata.extra.get(SHARED_OUTER):
+        tensors |= _repeated(tensors)
+    return Adapter(folder, config, tensors, metadata, tables)
+
+
+def _repeated(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """The shared factors of a training state of ``lora.shared_outer``, as PEFT packs them."""
+    from moe_finetune.checkpoint.weight_files import computed
+
+    repeated: dict[str, TensorInfo] = {}
+    for key, info in tensors.items():
+        stack, _, factor = key.partition(".experts.")
+        if factor == "base_layer.lora_A.weight":  # of gate and up, the inner wrapper's
+            ranks = tensors[f"{stack}.experts.base_layer.lora_B.weight"].shape[1]
+            shape, experts, axis = (ranks, info.shape[1]), ranks // info.shape[0], 0
+        elif factor == "lora_B.weight":
+            ranks = tensors[f"{stack}.experts.lora_A.weight"].shape[0]
+            shape, experts, axis = (info.shape[0], ranks), ranks // info.shape[1], 1
+        else:
+            continue
+        make = partial(_repeat, info, experts, axis)
+        repeated[key] = computed(key, info.dtype, shape, make)
+    return repeated
+
+
+def _repeat(info: TensorInfo, experts: int, axis: int) -> Tensor:
+    from moe_finetune.checkpoint.weight_files import read_tensor
+
+    value = read_tensor(info)
+    return value.repeat_interleave(experts, 1) if axis else value.repeat(experts, 1)
 
 
 def read_bias(folder: Path) -> dict[int, list[float]] | None:
@@ -231,12 +269,22 @@ def _experts(file: Path, value: Any) -> dict[int, tuple[int, ...]] | None:
 
 def check_belongs(adapter: Adapter, base: Checkpoint) -> None:
     """Check that ``adapter``, whose tensors fit ``base``, is finite and made for it."""
-    from moe_finetune.checkpoint.weight_files import check_values
+    from moe_finetune.checkpoint.weight_files import (
+        Computed,
+        check_values,
+        finite,
+        not_finite,
+        read_tensor,
+    )
 
     _check_tables(adapter, base)
     _check_base(adapter, base)
     remedy = "the training diverged; use an earlier checkpoint"
-    check_values(adapter.tensors.values(), AdapterError, remedy)
+    stored = [info for info in adapter.tensors.values() if not isinstance(info, Computed)]
+    check_values(stored, AdapterError, remedy)
+    for key, info in adapter.tensors.items():
+        if isinstance(info, Computed) and not finite(read_tensor(info)):
+            raise AdapterError(not_finite(adapter.folder / WEIGHTS, key, remedy))
 
 
 def _check_base(adapter: Adapter, base: Checkpoint) -> None:

@@ -24,6 +24,7 @@ from moe_finetune.errors import DataError, RecipeError
 from moe_finetune.lora.select import ExpertSelection, count_of
 from moe_finetune.moe.experts.lora_factors import parameter_wrappers, quiet_patterns
 from moe_finetune.moe.experts.lora_on_chosen import SelectedExpertsLora, materialize
+from moe_finetune.moe.experts.lora_shared import SharedOuterLora
 from moe_finetune.moe.layers import causal_lm, family_in, moe_layers, places_in
 from moe_finetune.quantization.weight import quantized
 
@@ -159,10 +160,13 @@ def add_lora(
         adapted = get_peft_model(
             model,  # type: ignore[arg-type]
             config,
-            low_cpu_mem_usage=chosen is not None,
+            low_cpu_mem_usage=chosen is not None or lora.shared_outer,
         )
     if chosen is not None:
         keep_chosen(adapted, config, chosen)
+    if lora.shared_outer:
+        share_outer(adapted, config)
+    if chosen is not None or lora.shared_outer:
         materialize(adapted, config.init_lora_weights)
     set_dropout(adapted, lora.dropout)
     widen_routers(adapted)
@@ -243,6 +247,28 @@ def keep_chosen(adapted: nn.Module, config: LoraConfig, chosen: dict[int, list[i
                 )
                 for factors in (experts.lora_A, experts.lora_B):
                     factors.to(wrapper.lora_A[adapter].weight.dtype)
+        setattr(layer.block, layer.places.experts_name, experts)
+
+
+def share_outer(adapted: nn.Module, config: LoraConfig) -> None:
+    """Replace PEFT's wrappers of expert stacks with ones whose outer factors are shared."""
+    for layer in moe_layers(adapted):
+        experts: Any
+        wrappers: dict[str, Any]
+        experts, wrappers = parameter_wrappers(layer.outer_experts)
+        for name, wrapper in reversed(wrappers.items()):  # inner first
+            adapter = wrapper.active_adapters[0]
+            experts = SharedOuterLora(
+                experts,
+                adapter,
+                name,
+                config,
+                "B" if name == layer.places.expert_parameters[1] else "A",
+                r=wrapper.r[adapter],
+                lora_alpha=wrapper.lora_alpha[adapter],
+            )
+            for factors in (experts.lora_A, experts.lora_B):
+                factors.to(wrapper.lora_A[adapter].weight.dtype)
         setattr(layer.block, layer.places.experts_name, experts)
 
 

@@ -172,6 +172,10 @@ class LoraSection(Section):
     init: Literal["kaiming", "gaussian"] = Field(
         default="kaiming", description="initialization of the LoRA matrix A"
     )
+    shared_outer: bool = Field(
+        default=False,
+        description="a layer's experts share A of gate and up, and B of down: 36 % of the factors",
+    )
     start: str | None = Field(default=None, description="adapter to continue from")
 
     @field_validator("experts")
@@ -179,6 +183,15 @@ class LoraSection(Section):
     def _file(cls, value: str | ChosenExperts) -> str | ChosenExperts:
         """A file's name stands for itself."""
         return value if isinstance(value, str) or value.file is None else value.file
+
+    @model_validator(mode="after")
+    def _shared(self) -> LoraSection:
+        if self.shared_outer and ("experts" not in self.targets or self.experts != "all"):
+            raise ValueError(
+                "shared_outer shares the factors of all experts: it needs 'experts' among targets, "
+                "and experts: all"
+            )
+        return self
 
     @model_validator(mode="after")
     def _alpha(self) -> LoraSection:

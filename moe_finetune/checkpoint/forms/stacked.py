@@ -187,7 +187,8 @@ def _check_shared(form: OpenAdapter, experts: ClassExperts, stacks: list[LowRank
         counts = ", ".join(f"{count} of {side}" for side, count in differing.items() if count)
         raise AdapterError(
             f"{form.folder}: of {factors} factors, {counts} differ from those of their layer's "
-            "first expert, and the shared-outer form has one for all; convert --to stacked"
+            "first expert, and the shared-outer form has one for all; convert --to stacked, or "
+            "train with lora.shared_outer"
         )
 
 

@@ -19,6 +19,7 @@ from torch.nn.functional import linear, pad
 from moe_finetune.errors import CaptureError
 from moe_finetune.moe.experts.forward import LoraFactors
 from moe_finetune.moe.experts.lora_on_chosen import SelectedExpertsLora
+from moe_finetune.moe.experts.lora_shared import SharedOuterLora
 
 RANK_MULTIPLE = 8
 
@@ -77,6 +78,9 @@ def expert_factors(
     name = active_adapter(wrapper) if wrapper is not None else None
     if wrapper is None or name is None:
         return None
+    if isinstance(wrapper, SharedOuterLora):
+        a_ErI, b_EOr = wrapper.of_experts(name)
+        return _prepared(a_ErI, b_EOr, wrapper, name, dtype, dropout, grouped)
     experts = wrapper.num_experts
     packed_a: Tensor = wrapper.lora_A[name].weight  # type: ignore[assignment]
     packed_b: Tensor = wrapper.lora_B[name].weight  # type: ignore[assignment]
@@ -88,6 +92,18 @@ def expert_factors(
         a_ErI, b_EOr = wrapper.spread(a_ErI), wrapper.spread(b_EOr)
     if _takes_rows_for_inputs(wrapper):
         a_ErI, b_EOr = b_EOr.transpose(1, 2), a_ErI.transpose(1, 2)
+    return _prepared(a_ErI, b_EOr, wrapper, name, dtype, dropout, grouped)
+
+
+def _prepared(
+    a_ErI: Tensor,
+    b_EOr: Tensor,
+    wrapper: ParamWrapper,
+    name: str,
+    dtype: torch.dtype,
+    dropout: float,
+    grouped: bool,
+) -> LoraFactors:
     missing = -a_ErI.shape[1] % RANK_MULTIPLE if grouped else 0
     if missing:
         a_ErI, b_EOr = pad(a_ErI, (0, 0, 0, missing)), pad(b_EOr, (0, missing))

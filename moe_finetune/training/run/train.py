@@ -17,6 +17,7 @@ from moe_finetune.errors import AdapterError, DiskSpaceError
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.lora.coverage import lora_coverage
 from moe_finetune.lora.targets import add_lora
+from moe_finetune.moe.experts.lora_shared import SharedOuterLora
 from moe_finetune.moe.large.offload import offload_experts
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training import ranks
@@ -157,6 +158,13 @@ def continued(start: Start, model: Any) -> None:
         continue_adapter(model, Path(lora.start), start.checkpoint)
 
 
+def _differs(path: Path, key: str, side: str) -> AdapterError:
+    return AdapterError(
+        f"{path}: '{key}.lora_{side}.weight' differs between experts, and lora.shared_outer has "
+        "one for all of them; leave the key out to train on from this adapter"
+    )
+
+
 def continue_adapter(model: Any, path: Path, checkpoint: Checkpoint) -> None:
     """Copy the weights of any program's adapter into the factors that ``add_lora`` gave.
 
@@ -187,11 +195,18 @@ def continue_adapter(model: Any, path: Path, checkpoint: Checkpoint) -> None:
             )
         scale = update.scale / module.scaling[model.active_adapter]
         # PEFT packs A as (experts x rank, inputs), and B as (outputs, rank x experts).
-        target: Tensor = live[f"{key}.lora_A.weight"].view(experts, target_rank, -1)
-        target[:, :rank] = a.view(experts, rank, -1).to(target)
+        a_ErI, b_OrE = a.view(experts, rank, -1), b.view(len(b), rank, experts)
+        if isinstance(module, SharedOuterLora):
+            if not (a_ErI == a_ErI[:1]).all() and module.shared == "A":
+                raise _differs(path, key, "A")
+            if not (b_OrE == b_OrE[..., :1]).all() and module.shared == "B":
+                raise _differs(path, key, "B")
+            a_ErI, b_OrE = (a_ErI[:1], b_OrE) if module.shared == "A" else (a_ErI, b_OrE[..., :1])
+        target: Tensor = live[f"{key}.lora_A.weight"].view(len(a_ErI), target_rank, -1)
+        target[:, :rank] = a_ErI.to(target)
         target = live[f"{key}.lora_B.weight"]
-        target = target.view(len(target), target_rank, experts)
-        target[:, :rank] = (b * scale).reshape(len(target), rank, experts).to(target)
+        target = target.view(len(target), target_rank, -1)
+        target[:, :rank] = (b_OrE * scale).to(target)
     targets = {name.replace(".base_layer.", "."): tensor for name, tensor in live.items()}
     for saved in adapter.replaced:
         value = read_tensor(adapter.tensors[saved.key]).float()

@@ -34,9 +34,9 @@ class Stop(TrainerCallback):
             raise RuntimeError("stopped here")
 
 
-def model(router="full", targets=("attention", "experts")):
+def model(router="full", targets=("attention", "experts"), **lora):
     torch.manual_seed(1)
-    lora = LoraSection(rank=4, alpha=12.0, dropout=0.1, targets=list(targets))
+    lora = LoraSection(rank=4, alpha=12.0, dropout=0.1, targets=list(targets), **lora)
     return add_lora(tiny.model("qwen3_moe", num_hidden_layers=2), lora, router)
 
 
@@ -75,6 +75,7 @@ def history(made):
 
 CASES = {
     "adapter": {},
+    "shared outer factors": {"built": lambda: model(shared_outer=True)},
     "routers alone, no adapter": {"built": lambda: model(targets=())},
     "evaluation and best metric": {
         "eval_strategy": "steps",
