@@ -76,8 +76,8 @@ def test_the_base_is_opened_once(tiny_checkpoint, tmp_path, monkeypatch):
     """
     from moe_finetune import models
     from moe_finetune.checkpoint import open as opened
+    from moe_finetune.data import tokenize
     from moe_finetune.models import loading
-    from moe_finetune.training.run import checkpoint_and_rows
 
     base, calls, asked = tiny_checkpoint("qwen3_moe"), [], []
     find_family = models.find_family
@@ -99,7 +99,7 @@ def test_the_base_is_opened_once(tiny_checkpoint, tmp_path, monkeypatch):
         *(
             (opened, "read_config"),
             (opened, "read_headers"),
-            (checkpoint_and_rows, "load_tokenizer"),
+            (tokenize, "load_tokenizer"),
         ),
         *((loading, "load_tokenizer"), (loading, "parse_config"), (loading, "read_config")),
     ):
@@ -147,8 +147,8 @@ def test_the_model_that_trained_is_freed_before_the_merge(tiny_checkpoint, tmp_p
     trained, alive = [], []
     build, merge_stage = train_module.trainable_model, run_module.merge
 
-    def built(start):
-        model = build(start)
+    def built(*args):
+        model = build(*args)
         trained.append(weakref.ref(model))
         return model
 
@@ -177,8 +177,8 @@ def test_the_trained_model_is_gone_when_the_merge_is_verified(
     recipe = recipe_of(tiny_checkpoint("qwen3_moe"), tmp_path / "rows.jsonl", method=method)
     trained, seen, make = [], [], train.trainable_model
 
-    def kept(start):
-        model = make(start)
+    def kept(*args):
+        model = make(*args)
         trained.append(weakref.ref(model.get_base_model()))
         return model
 
