@@ -246,7 +246,7 @@ def verify(recipe: Recipe, run: RunFolder, base: Path | Checkpoint | None = None
     base, bias = base or base_folder(recipe), exported_bias(recipe, run)
     parts = base, run.adapter, open_checkpoint(run.merged)
     result = verify_merge(*parts, bias=bias)
-    log.info("verified: %s", result.text())
+    log.log(logging.WARNING if result.note else logging.INFO, "verified: %s", result.text())
     run.note(verify=asdict(result))
 
 

@@ -54,6 +54,8 @@ class VerifyReport:
         tensors, elements: changed tensors, or matrices of stacks, and their elements.
         off_by_a_step: elements that are the other of the two nearest numbers of the dtype.
         layers: number of layers whose logits were compared; None if they could not be.
+        same: of ``tensors``, those that equal the base's: the adapter adds nothing that the dtype
+            holds.
         error: norm of the logits' difference over their norm; ``moved``: of base to base + adapter.
         note: why logits say less than usual.
     """
@@ -66,10 +68,13 @@ class VerifyReport:
     error: float = math.nan
     moved: float = math.nan
     note: str = ""
+    same: int = 0
 
     def text(self) -> str:
         """What was compared, in one line."""
         line = f"{self.tensors} changed tensors are base + adapter, rounded once"
+        if self.same:
+            line += f", {self.same} of them equal to the base's"
         if self.off_by_a_step:
             line += f" ({self.off_by_a_step} of {self.elements} elements off by one step)"
         if self.layers is not None:
@@ -99,29 +104,35 @@ def verify_merge(
     """
     opened, result = open_checkpoint(base, stored=True), open_checkpoint(merged)
     trained = open_adapter(adapter, opened, values=False)
-    changed, compared, elements, off = _check_bias(opened, result, bias), 0, 0, 0
+    changed, compared, elements, off, same = _check_bias(opened, result, bias), 0, 0, 0, 0
     for change in changes(read_adapter(adapter), trained):
-        size, off_here = _compare(opened, result, change)
+        size, off_here, equal = _compare(opened, result, change)
         changed.add(change.name)
         compared, elements, off = compared + 1, elements + size, off + off_here
+        same += equal
     _check_unchanged(opened, result, changed)
     total = opened.model_config.get_text_config().num_hidden_layers
     counts = compared, elements, off
     if result.config.get("topk_method") != opened.config.get("topk_method"):
-        return VerifyReport(*counts, None, total, note="transformers has no class for the bias")
+        return VerifyReport(
+            *counts, None, total, note="transformers has no class for the bias", same=same
+        )
     layers = _layers_to_run(opened)
     if layers is None:
-        return VerifyReport(*counts, None, total, note="too large to run even the first layers")
+        return VerifyReport(
+            *counts, None, total, note="too large to run even the first layers", same=same
+        )
     try:
         error, moved = compare_logits(trained, result, layers, bias)
     except AdapterError as problem:  # such as DoRA on single experts
-        return VerifyReport(*counts, None, total, note=f"no logits: {problem}")
+        return VerifyReport(*counts, None, total, note=f"no logits: {problem}", same=same)
     except Exception as problem:  # a class may raise anything for fewer layers than it expects
         if layers == total:
             raise
         note = f"no logits: the first {layers} layers alone do not run ({reason_of(problem):.200})"
-        return VerifyReport(*counts, None, total, note=note)
-    return VerifyReport(*counts, layers, total, error, moved, _judge(result, error, moved))
+        return VerifyReport(*counts, None, total, note=note, same=same)
+    note = _judge(result, error, moved)
+    return VerifyReport(*counts, layers, total, error, moved, note, same)
 
 
 @dataclass(frozen=True)
@@ -220,19 +231,20 @@ def _judge(merged: Checkpoint, error: float, moved: float) -> str:
             "base + adapter, so the class may use a matrix without PEFT's module of it, which then "
             "did not train (Jamba's dt_proj); otherwise report a bug"
         )
-    if nearer:
-        return ""
     if moved == 0:
         return "the adapter does not move the logits"
+    if nearer:
+        return ""
     return (
-        f"rounding to {coarsest} hides the adapter: it moves the logits 1/{moved / error:.1f} as "
-        "far as the adapter does; `merge --dtype float32` "
-        "writes the sums without this rounding"
+        f"rounding to {coarsest} hides the adapter: it moves the logits {error / moved:.1f} times "
+        "as far as the adapter does; `merge --dtype float32` writes the sums without this rounding"
     )
 
 
-def _compare(base: Checkpoint, merged: Checkpoint, change: Change) -> tuple[int, int]:
-    """Number of elements, and of those that are off by one step of a 16-bit dtype."""
+def _compare(base: Checkpoint, merged: Checkpoint, change: Change) -> tuple[int, int, bool]:
+    """Number of elements, of those that are off by one step of a 16-bit dtype, and whether the
+    change shows nowhere.
+    """
     before = _read(base, change) if change.saved is None else change.saved
     after = _read(merged, change)
     delta = change.of(before.float())
@@ -252,7 +264,7 @@ def _compare(base: Checkpoint, merged: Checkpoint, change: Change) -> tuple[int,
             f"{float((exact - before.float()).abs().max()):.1e}; merge again, and report a bug if "
             "it persists"
         )
-    return after.numel(), off
+    return after.numel(), off, torch.equal(after, before.to(after.dtype))
 
 
 def _read(checkpoint: Checkpoint, change: Change) -> Tensor:

@@ -262,6 +262,24 @@ def test_bias_and_half_precision(bases, adapters, tmp_path):
     assert 1e-5 < rounded.error < rounded.moved
 
 
+@pytest.mark.parametrize("moved", ["none", "a layer"])
+def test_an_adapter_that_adds_nothing_is_told(bases, adapters, tmp_path, moved):
+    base = bases("qwen3_moe")
+    adapter = shutil.copytree(adapters("qwen3_moe"), tmp_path / "adapter")
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    still = [n for n in tensors if ".lora_B" in n and (moved == "none" or ".layers.1." not in n)]
+    save_file(tensors | {n: torch.zeros_like(tensors[n]) for n in still}, file)
+    merged = merge_adapter(base, adapter, tmp_path / "m").output
+    report = verify_merge(base, adapter, merged)
+    assert f"{report.same} of them equal to the base's" in report.text()
+    if moved == "none":
+        assert report.same == report.tensors and report.moved == 0.0
+        assert "does not move the logits" in report.text()
+    else:
+        assert 0 < report.same < report.tensors and report.note == ""
+
+
 def test_a_model_whose_logits_are_all_zero(bases, adapters, tmp_path):
     """The relative error has nothing to refer to; equal is equal all the same."""
     base = shutil.copytree(bases("qwen3_moe"), tmp_path / "qwen3_moe")

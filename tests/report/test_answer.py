@@ -347,3 +347,15 @@ def test_every_preset_but_none_has_a_goal_that_is_measured():
         # Neither has a loss, so no metric that one should move.
         assert (preset.goal is None) == (preset.name in ("none", "densemixer"))
         assert preset.goal is None or preset.goal[0] in measured
+
+
+def test_a_merge_that_shows_nothing_is_told_where_it_ends(tmp_path):
+    run = run_of(tmp_path / "ours", 2)
+    verified = {"tensors": 208, "same": 0, "layers": 2, "error": 1e-6, "note": ""}
+    change(run / "summary.json", verify=verified)
+    assert "208 changed tensors are base + adapter, logits within 1.0e-06 (relative)<" in text(run)
+    note = "the adapter does not move the logits"
+    change(run / "summary.json", verify={**verified, "same": 208, "note": note})
+    assert "208 of them equal to the base's, logits within 1.0e-06 (relative); the adapter" in (
+        text(run)
+    )

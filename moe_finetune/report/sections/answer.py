@@ -111,9 +111,12 @@ def _merge(run: Run) -> str | None:
     if not isinstance(verified, dict) or not is_number(verified.get("tensors")):
         return None
     text = f"verified: {verified['tensors']} changed tensors are base + adapter"
+    if same := verified.get("same"):
+        text += f", {same} of them equal to the base's"
     error = verified.get("error")
     near = is_number(error) and math.isfinite(error) and verified.get("layers") is not None
-    return f"{text}, logits within {error:.1e} (relative)" if near else text
+    text = f"{text}, logits within {error:.1e} (relative)" if near else text
+    return f"{text}; {note}" if (note := verified.get("note")) else text
 
 
 def _cost(run: Run) -> str | None:
