@@ -79,7 +79,7 @@ def test_inspect_shows_it_and_analyze_has_nothing_to_trace(tmp_path, capsys):
     assert cli.main(["inspect", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["parameters"] == count
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
-    data = ["--data", f"x={tmp_path / 'rows.jsonl'}"]
+    data = ["--domain", f"x={tmp_path / 'rows.jsonl'}"]
     assert cli.main(["analyze", str(folder), *data, "--output", str(tmp_path / "out")]) == 2
     assert "no routing to trace" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
