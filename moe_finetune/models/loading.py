@@ -44,6 +44,9 @@ def existing_folder(path: str | Path, revision: str | None = None) -> Path | Non
             f"{path}: no such folder; give a checkpoint folder, or a hub id such as "
             "Qwen/Qwen3-30B-A3B"
         )
+    runs = sorted(run.parent.name for run in Path(parts[0]).glob("*/recipe.yaml"))
+    if runs:  # a folder of runs, and no organization of the hub
+        raise CheckpointError(f"{path}: no such run; {parts[0]} has {', '.join(runs)}")
     return None
 
 

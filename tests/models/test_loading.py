@@ -12,7 +12,7 @@ from moe_finetune.checkpoint.export import write_tokenizer
 from moe_finetune.checkpoint.load import load_model
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.models import deepseek_moe
-from moe_finetune.models.loading import load_config, load_tokenizer, local_folder
+from moe_finetune.models.loading import existing_folder, load_config, load_tokenizer, local_folder
 from tests.support import tiny
 
 
@@ -101,3 +101,16 @@ def test_a_revision_belongs_to_a_hub_id(tiny_checkpoint, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="me/moe at revision 'v1'"):
         local_folder("me/moe", revision="v1")
+
+
+def test_a_run_that_is_not_there_is_no_hub_id(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert existing_folder("runs/nope") is None, "an id of the hub, until there are runs"
+    for name in ("second", "first"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "recipe.yaml").write_text("")
+    with pytest.raises(CheckpointError, match="runs/nope: no such run; runs has first, second"):
+        existing_folder("runs/nope")
+    assert existing_folder("runs/first") is not None
+    (tmp_path / "Qwen").mkdir()
+    assert existing_folder("Qwen/Qwen3-30B-A3B") is None
