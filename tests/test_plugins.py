@@ -228,7 +228,7 @@ def test_a_module_beside_a_recipe_is_not_run_by_any_launcher(tmp_path, launcher)
     for name in ("sent_along", "yaml", "json", "typer", "torch", "transformers"):
         (tmp_path / f"{name}.py").write_text(leave_a_mark)
     (tmp_path / "recipe.yaml").write_text(
-        "plugins: [sent_along]\nmodel: {path: a/b}\ndata: {train: x.jsonl}\n"
+        "plugins: [sent_along]\nmodel: {path: a/b}\ndata: {train: c/d}\n"
     )
     command = [sys.executable, *(launcher or ["-m"]), "moe_finetune.cli", "train", "recipe.yaml"]
     root = str(Path(__file__).parents[1])

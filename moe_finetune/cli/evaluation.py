@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -114,7 +114,8 @@ def evaluate(
         chosen = select(chosen, only)
     run = RunFolder(checkpoint) if RunFolder(checkpoint).recipe.is_file() else None
     checkpoint = str(checkpoint_in(checkpoint))
-    existing_folder(checkpoint)
+    with nullcontext() if output is None else output_lock(output):
+        existing_folder(checkpoint)
     if check:
         from moe_finetune.evaluation.what_can_run import check_suite, render_checks
         from moe_finetune.models.loading import load_tokenizer

@@ -89,10 +89,11 @@ def analyze(
     from moe_finetune.models.loading import existing_folder
 
     domains = split_domains(data or [], domain or [])
-    if Path(source).suffix != ".npz":
-        existing_folder(source)
-    for file in itertools.chain(*domains.values()):
-        local_files(file, "train")
+    with output_lock(output):
+        if Path(source).suffix != ".npz":
+            existing_folder(source)
+        for file in itertools.chain(*domains.values()):
+            local_files(file, "train")
     from moe_finetune.report.analysis import analyze as run_analysis  # imports the libraries
 
     page = run_analysis(

@@ -11,6 +11,7 @@ import typer
 
 from moe_finetune.cli.app import Output, RecipeItems, app, split_items
 from moe_finetune.errors import is_machine_failure
+from moe_finetune.io.lock import output_lock
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.io.terminal import terminal
 
@@ -133,7 +134,10 @@ def _train(
     from moe_finetune.errors import DataError, RecipeError
     from moe_finetune.recipe.explain_errors import placed
 
-    refuse_missing(tree, RunFolder(output), resume)
+    with (
+        output_lock(output) if is_first_rank() else nullcontext()
+    ):  # another run's folder is said first
+        refuse_missing(tree, RunFolder(output), resume)
     # The headline has been said, so nothing else tells that the imports go on.
     with terminal().starting("train") if is_first_rank() else nullcontext():
         from moe_finetune.recipe.schema import recipe_from_tree

@@ -62,12 +62,24 @@ def test_training_settings_compose(training):
     assert rows == (of_a_device | {"p1_qwen3": 64 // 8, "pretrain": 64})[training.stem]
 
 
+TITLES = {
+    "P0": "Advancing Expert Specialization",
+    "P1": "Regularization Losses",
+    "P2": "Coupling Experts and Routers",
+    "P3": "Supervised Routing",
+    "P4": "Variational Inference",
+}
+"""The papers, as a page names them."""
+
+
 def test_there_is_a_file_and_a_described_row_for_every_preset():
     assert {path.stem for path in files("methods")} == set(PRESETS)
     readme = (RECIPES / "README.md").read_text()
     for preset in PRESETS.values():
         assert f"[`{preset.name}`](methods/{preset.name}.yaml)" in readme
-        assert f"| {preset.source} | {preset.shows} |" in readme
+        paper, _, place = preset.source.partition(" ")
+        source = f"*{TITLES[paper]}* {place}" if paper in TITLES else preset.source
+        assert f"| {source} | {preset.shows} |" in readme
 
 
 @pytest.mark.parametrize(

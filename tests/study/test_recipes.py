@@ -35,7 +35,9 @@ def runs_of(name):
 def test_studies_of_the_demos_checkpoint_expand_to_runs_that_all_differ(file):
     study, runs = load_study(file), runs_of(file.stem)
     assert len({run.recipe.hash for run in runs}) == len(runs)
-    assert study.title and study.launch.kind == "inline" and not runs[0].recipe.export.merge
+    assert study.title and study.launch.kind == "inline"
+    scored = runs[0].recipe.evaluation is not None
+    assert runs[0].recipe.export.merge == scored and scored == ("merged" in study.discard)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
