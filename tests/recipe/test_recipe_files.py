@@ -77,8 +77,8 @@ def test_there_is_a_file_and_a_described_row_for_every_preset():
     readme = (RECIPES / "README.md").read_text()
     for preset in PRESETS.values():
         assert f"[`{preset.name}`](methods/{preset.name}.yaml)" in readme
-        paper, _, place = preset.source.partition(" ")
-        source = f"*{TITLES[paper]}* {place}" if paper in TITLES else preset.source
+        paper, place = preset.source[:2], preset.source[2:]
+        source = f"*{TITLES[paper]}*{place}" if paper in TITLES else preset.source
         assert f"| {source} | {preset.shows} |" in readme
 
 
