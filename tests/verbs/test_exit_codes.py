@@ -50,7 +50,7 @@ def test_a_path_that_cannot_be_used_is_a_wrong_input(tmp_path, capsys):
     ("target", "command", "line"),
     [
         ("evaluation.engine.evaluate", "eval BASE -s demo -o OUT", "the same command continues"),
-        ("report.analysis.analyze", "analyze BASE -d x.jsonl -o OUT", "nothing was written"),
+        ("report.analysis.analyze", "analyze BASE -d ROWS -o OUT", "nothing was written"),
         ("checkpoint.convert.convert_checkpoint", "convert BASE -o OUT", "nothing was written"),
         ("demo.demo.run_demo", "demo --output OUT", "the same command continues"),
         ("study.commands.carry_out_study", "study paper4 -o OUT", "with --resume"),
@@ -61,9 +61,10 @@ def test_sigterm_ends_every_verb_as_ctrl_c_does(
     target, command, line, tmp_path, monkeypatch, capsys, tiny_checkpoint
 ):
     """Outside the steps of training, too: a scheduler tells preempted from failed by the code."""
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text("model: {path: m}\ndata: {train: d.jsonl}\n")
-    names = {"BASE": tiny_checkpoint("olmoe"), "OUT": tmp_path / "out", "RECIPE": recipe}
+    base, rows, recipe = tiny_checkpoint("olmoe"), tmp_path / "d.jsonl", tmp_path / "r.yaml"
+    rows.write_text('{"text": "a"}\n')
+    recipe.write_text(f"model: {{path: {base}}}\ndata: {{train: {rows}}}\n")
+    names = {"BASE": base, "ROWS": rows, "OUT": tmp_path / "out", "RECIPE": recipe}
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(
         f"moe_finetune.{target}", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)
