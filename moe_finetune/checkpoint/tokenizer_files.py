@@ -20,6 +20,7 @@ from moe_finetune.io.json_file import read_object
 from moe_finetune.models.chat_template import check_template
 from moe_finetune.models.loading import load_tokenizer
 from moe_finetune.models.tiktoken_tokenizer import RANKS_FILE
+from moe_finetune.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from moe_finetune.checkpoint.open import Checkpoint
@@ -66,7 +67,7 @@ def tokenizer_files(
     return files
 
 
-def saved_tokenizer(tokenizer: Any) -> dict[str, bytes]:
+def saved_tokenizer(tokenizer: Tokenizer) -> dict[str, bytes]:
     """Files that the tokenizer itself writes, under a class name that older versions know."""
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer.save_pretrained(scratch)
@@ -206,7 +207,9 @@ def _settings_for_merge(
     return files | end_tokens(base, ours), _note(differing, adapter)
 
 
-def _check_tokens(base: Checkpoint, adapter: Path, ours: Any, base_tokenizer: Any) -> None:
+def _check_tokens(
+    base: Checkpoint, adapter: Path, ours: Tokenizer, base_tokenizer: Tokenizer | None
+) -> None:
     vocabulary = ours.get_vocab()
     base_ids = {} if base_tokenizer is None else base_tokenizer.get_vocab()
     remedy = "choose with --tokenizer base or --tokenizer adapter"
@@ -245,7 +248,7 @@ def end_tokens(base: Checkpoint, ours: Any) -> dict[str, bytes]:
     return {GENERATION: json_text(settings).encode()}
 
 
-def reply_ends(tokenizer: Any, generation_ends: int | list[int] | None) -> list[int]:
+def reply_ends(tokenizer: Tokenizer, generation_ends: int | list[int] | None) -> list[int]:
     """Ids of every token that ends a reply, the tokenizer's first.
 
     They are the tokenizer's end of text, the token with which the chat template ends a turn, and
@@ -256,7 +259,7 @@ def reply_ends(tokenizer: Any, generation_ends: int | list[int] | None) -> list[
     return [token for token in dict.fromkeys(ends) if token is not None]
 
 
-def turn_end(tokenizer: Any) -> int | None:
+def turn_end(tokenizer: Tokenizer) -> int | None:
     """The special token with which the chat template ends an answer; None without one."""
     if not tokenizer.chat_template:
         return None

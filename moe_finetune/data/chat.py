@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -20,6 +20,7 @@ from moe_finetune.data.template_fields import compiled_template
 from moe_finetune.data.thought_tags import CLOSING, OPENING
 from moe_finetune.data.turns import REASONING
 from moe_finetune.errors import DataError
+from moe_finetune.models.tokenizer import Tokenizer
 
 Turn = dict[str, Any]
 Span = tuple[int, int]
@@ -75,7 +76,7 @@ def midnight() -> datetime.datetime:
 
 
 @functools.lru_cache(maxsize=8)
-def tagging_template(tokenizer: Any, template: str) -> str | None:
+def tagging_template(tokenizer: Tokenizer, template: str) -> str | None:
     """The template, or TRL's training variant of it, that marks the assistant's text.
 
     Not inside :func:`limited`: importing TRL takes seconds.
@@ -86,7 +87,7 @@ def tagging_template(tokenizer: Any, template: str) -> str | None:
         return template
     try:
         with limited():
-            return get_training_chat_template(tokenizer)
+            return get_training_chat_template(cast(Any, tokenizer))
     except TemplateLimitError:
         raise
     except Exception:  # it renders the template, which may raise anything
@@ -113,7 +114,7 @@ class Conversation:
         text: of all turns; with ``prompt`` it ends with the generation prompt.
     """
 
-    def __init__(self, row: Mapping[str, Any], tokenizer: Any, prompt: bool = False):
+    def __init__(self, row: Mapping[str, Any], tokenizer: Tokenizer, prompt: bool = False):
         if not tokenizer.chat_template:
             raise DataError(
                 "the data are chat messages, but the tokenizer has no chat template; choose one "

@@ -43,6 +43,7 @@ from moe_finetune.io import output_folder, output_lock, sync
 from moe_finetune.io.cache_folder import cache_folder
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.row_files import Row
+from moe_finetune.models.tokenizer import Tokenizer
 from moe_finetune.recipe.data import DataSection, DataSource, Paths
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def unread_lines(columns: Iterable[str]) -> list[str]:
     return [f"not used: {names}"] if names else []
 
 
-def load_examples(data: DataSection, tokenizer: Any, seed: int) -> Examples:
+def load_examples(data: DataSection, tokenizer: Tokenizer, seed: int) -> Examples:
     """Training and validation examples with ``input_ids`` and ``labels`` (-100: no loss).
 
     ``data.seed``, or ``seed``, shuffles the training rows and draws those of a ``limit``;
@@ -174,7 +175,7 @@ def load_examples(data: DataSection, tokenizer: Any, seed: int) -> Examples:
 
 
 def prepare(
-    sources: Paths, data: DataSection, tokenizer: Any, name: str, seed: int = 0
+    sources: Paths, data: DataSection, tokenizer: Tokenizer, name: str, seed: int = 0
 ) -> tuple[Dataset, Counts]:
     """The rows of ``sources`` in order, tokenized and truncated; their counts are logged.
 
@@ -229,7 +230,7 @@ def _identity(source: DataSource, data: DataSection) -> list[Any]:
 
 
 def _key(
-    chosen: list[DataSource], identities: list[Any], data: DataSection, tokenizer: Any,
+    chosen: list[DataSource], identities: list[Any], data: DataSection, tokenizer: Tokenizer,
     name: str, seed: int,
 ) -> str:  # fmt: skip
     """Hash of all that determines the prepared rows."""
@@ -252,7 +253,12 @@ def _key(
 
 
 def _write(
-    chosen: list[DataSource], data: DataSection, tokenizer: Any, name: str, seed: int, folder: Path
+    chosen: list[DataSource],
+    data: DataSection,
+    tokenizer: Tokenizer,
+    name: str,
+    seed: int,
+    folder: Path,
 ) -> Counts:
     """Read the sources, tokenize their rows into the dataset ``folder / "rows"``, count them."""
     from datasets import Dataset, Features, Value
@@ -361,7 +367,7 @@ def _json(location: str, row: Row) -> str:
         raise DataError(f"{location}: a value is neither text nor a number: {error}") from error
 
 
-def _tokenize(example: Row, index: int, tokenizer: Any, data: DataSection) -> Row:
+def _tokenize(example: Row, index: int, tokenizer: Tokenizer, data: DataSection) -> Row:
     """Ids and labels of a row within ``max_length``, and what happened to it."""
     location, row = example["place"], json.loads(example["row"])
     try:

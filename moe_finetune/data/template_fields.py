@@ -7,6 +7,8 @@ from typing import Any
 from jinja2 import nodes
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
+from moe_finetune.models.tokenizer import Tokenizer
+
 
 def compiled_template(template: str) -> Any:
     """The template as transformers compiles it, once: its environment and its globals."""
@@ -90,7 +92,7 @@ def _is_item(node: Any) -> bool:
     return isinstance(node, nodes.Getitem) and not isinstance(getattr(node.arg, "value", 0), str)
 
 
-def field_reader(tokenizer: Any) -> Callable[[str], bool | None]:
+def field_reader(tokenizer: Tokenizer) -> Callable[[str], bool | None]:
     """Function that tells whether the tokenizer's template reads a field of turns; None: perhaps.
 
     A template for rows with tools counts, too.

@@ -17,6 +17,7 @@ from moe_finetune.data.chat import Conversation, RenderingError, Span, tagging_t
 from moe_finetune.errors import DataError, did_you_mean
 from moe_finetune.io.row_files import Row
 from moe_finetune.models.loading import load_tokenizer
+from moe_finetune.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from moe_finetune.recipe.schema import Recipe
@@ -49,7 +50,7 @@ def run_tokenizer(recipe: "Recipe", folder: Path) -> Any:
     return tokenizer
 
 
-def set_chat_template(tokenizer: Any, name: str | None) -> None:
+def set_chat_template(tokenizer: Tokenizer, name: str | None) -> None:
     """Give ``tokenizer`` a template in place: chatml, plain, a Jinja file, or TRL's ``training``
     variant of its own.
     """
@@ -96,7 +97,7 @@ class Tokens:
     delimited: bool = False
 
 
-def tokenize_row(row: Mapping[str, Any], tokenizer: Any, completion_only: bool) -> Tokens:
+def tokenize_row(row: Mapping[str, Any], tokenizer: Tokenizer, completion_only: bool) -> Tokens:
     """Token ids and labels of a formed row (see :mod:`moe_finetune.data.row_forms`).
 
     In a chat every assistant turn is learned, with its calls and end-of-turn token; in a prompt and
@@ -110,7 +111,9 @@ def tokenize_row(row: Mapping[str, Any], tokenizer: Any, completion_only: bool) 
     return _plain(row["prompt"], row["completion"], tokenizer, completion_only)
 
 
-def rendered(row: Mapping[str, Any], tokenizer: Any, prompt: bool = False) -> tuple[str, list[Row]]:
+def rendered(
+    row: Mapping[str, Any], tokenizer: Tokenizer, prompt: bool = False
+) -> tuple[str, list[Row]]:
     """The text of ``messages``, and the turns in the form that the chat template accepts; with
     ``prompt`` it ends with the generation prompt.
     """
@@ -118,7 +121,7 @@ def rendered(row: Mapping[str, Any], tokenizer: Any, prompt: bool = False) -> tu
     return conversation.text, conversation.turns
 
 
-def _plain(prompt: str, completion: str, tokenizer: Any, completion_only: bool) -> Tokens:
+def _plain(prompt: str, completion: str, tokenizer: Tokenizer, completion_only: bool) -> Tokens:
     text = prompt + completion
     encoded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
     ids, offsets = list(encoded["input_ids"]), list(encoded["offset_mapping"])
@@ -141,7 +144,7 @@ def _plain(prompt: str, completion: str, tokenizer: Any, completion_only: bool) 
 
 
 @functools.lru_cache(maxsize=4)
-def beginning_of(tokenizer: Any) -> list[int]:
+def beginning_of(tokenizer: Tokenizer) -> list[int]:
     """The ids that the tokenizer puts before a text."""
     for text in ("a", "0", "."):  # one that the vocabulary has
         if plain := tokenizer(text, add_special_tokens=False)["input_ids"]:
@@ -150,7 +153,7 @@ def beginning_of(tokenizer: Any) -> list[int]:
     return []
 
 
-def _chat(conversation: Conversation, tokenizer: Any, completion_only: bool) -> Tokens:
+def _chat(conversation: Conversation, tokenizer: Tokenizer, completion_only: bool) -> Tokens:
     answers, train = answers_of(conversation), conversation.train
     learned = {i: answer for i, answer in answers.items() if train[i]}
     rewritten = [i for i, answer in learned.items() if answer.rewritten]
@@ -193,7 +196,7 @@ def _chat(conversation: Conversation, tokenizer: Any, completion_only: bool) -> 
 
 
 @functools.lru_cache(maxsize=4)
-def _added_tokens(tokenizer: Any) -> frozenset[int]:
+def _added_tokens(tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(tokenizer.added_tokens_decoder)  # which is made anew each time
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import TextStreamer
@@ -20,6 +20,7 @@ from moe_finetune.checkpoint.tokenizer_files import has_tokenizer, reply_ends
 from moe_finetune.errors import DataError
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.models.loading import load_tokenizer, local_folder
+from moe_finetune.models.tokenizer import Tokenizer
 from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.routing.tracing_checkpoint import stored_bias
 
@@ -55,15 +56,15 @@ def source_of(path: str, base_of: Callable[[Path], Path]) -> Source:
 class _Stream(TextStreamer):
     """Hands on text as soon as a word is whole."""
 
-    def __init__(self, tokenizer: Any, write: Callable[[str], None]):
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    def __init__(self, tokenizer: Tokenizer, write: Callable[[str], None]):
+        super().__init__(cast(Any, tokenizer), skip_prompt=True, skip_special_tokens=True)
         self._write = write
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self._write(text)
 
 
-def prompt_of(tokenizer: Any, question: str, system: str | None, raw: bool) -> list[int]:
+def prompt_of(tokenizer: Tokenizer, question: str, system: str | None, raw: bool) -> list[int]:
     """The token ids of a question: through the chat template, or with ``raw`` as it stands."""
     if not question.strip():
         raise DataError("the question is empty; give a text, such as 'What is a router?'")

@@ -31,6 +31,7 @@ from moe_finetune.evaluation.programs import failed, scored_by
 from moe_finetune.evaluation.suite_rows import load_rows
 from moe_finetune.evaluation.suites import Suite, SuiteTask, eval_root
 from moe_finetune.io.hashes import sha256_json
+from moe_finetune.models.tokenizer import Tokenizer
 
 _SPLIT_KEYS = ("test_split", "validation_split", "fewshot_split", "training_split")
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".csv")
@@ -216,8 +217,10 @@ class Line:
                         f"task '{leaf.name}'"
                     )
 
-    def check_tokenizer(self, tokenizer: Any) -> None:
+    def check_tokenizer(self, tokenizer: Tokenizer | None) -> None:
         """Refuse a chat that ``tokenizer`` cannot render, and answers longer than a reply."""
+        if tokenizer is None:
+            return
         if self.entry.chat and hasattr(tokenizer, "apply_chat_template"):
             turns = [{"role": "user", "content": "?"}]
             try:
@@ -232,7 +235,7 @@ class Line:
             for leaf in self.leaves:
                 self._check_lengths(leaf, tokenizer)
 
-    def _check_lengths(self, leaf: Leaf, tokenizer: Any) -> None:
+    def _check_lengths(self, leaf: Leaf, tokenizer: Tokenizer) -> None:
         limit = self.entry.max_tokens or leaf.config["generation_kwargs"]["max_gen_toks"]
         answers = [row["answer"].strip() for row in self.rows(leaf)[leaf.tested]]
         lengths = [len(ids) for ids in tokenizer(answers, add_special_tokens=False)["input_ids"]]

@@ -8,6 +8,7 @@ from moe_finetune.errors import EvaluationError, MoeFinetuneError
 from moe_finetune.evaluation.sandbox.install import no_sandbox
 from moe_finetune.evaluation.suite_lines import Line, data_folder
 from moe_finetune.evaluation.suites import Suite, load_suite
+from moe_finetune.models.tokenizer import Tokenizer
 
 _SAMPLED = 50
 
@@ -33,7 +34,7 @@ class TaskCheck:
 def check_suite(
     suite: str | Path | Suite,
     data_dir: str | Path | None = None,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | None = None,
     limit: int | None = None,
     allow_unsafe_local: bool = False,
 ) -> list[TaskCheck]:
@@ -68,7 +69,7 @@ def check_suite(
     return checks
 
 
-def _estimate(check: TaskCheck, task: Any, limit: int | None, tokenizer: Any) -> None:
+def _estimate(check: TaskCheck, task: Any, limit: int | None, tokenizer: Tokenizer | None) -> None:
     items = len(task.eval_docs)
     items = min(items, limit) if limit else items
     sampled = min(items, _SAMPLED)

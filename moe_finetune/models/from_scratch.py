@@ -12,6 +12,7 @@ from moe_finetune.io.config_file import check_config
 from moe_finetune.models import Family, check_supported
 from moe_finetune.models.class_structure import class_of
 from moe_finetune.models.loading import local_folder, open_config
+from moe_finetune.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -87,7 +88,7 @@ def fresh_model(
     return model
 
 
-def check_vocabulary(config: PreTrainedConfig, tokenizer: Any, path: str | Path) -> None:
+def check_vocabulary(config: PreTrainedConfig, tokenizer: Tokenizer, path: str | Path) -> None:
     """Raise if the tokenizer of ``path`` has ids that the model's embedding lacks."""
     tokens = len(tokenizer)
     size = config.get_text_config().vocab_size

@@ -20,6 +20,7 @@ from moe_finetune.io.run_folder import RunFolder, checkpoint_in
 from moe_finetune.io.text_tables import aligned
 from moe_finetune.metrics import top_choice
 from moe_finetune.metrics.arrays import mean_known
+from moe_finetune.models.tokenizer import Tokenizer
 from moe_finetune.routing.metrics_of_trace import summarize_trace
 from moe_finetune.routing.snapshot_file import PASSAGE, PASSAGES, passage, routing_path, snapshot
 
@@ -104,7 +105,7 @@ def analyze(
 
 
 def read_sequences(
-    files: Sequence[str], tokenizer: Any, limit: int | None, max_length: int
+    files: Sequence[str], tokenizer: Tokenizer, limit: int | None, max_length: int
 ) -> list[np.ndarray]:
     """Token ids of the first ``limit`` rows of ``files``, cut to ``max_length`` tokens."""
     from moe_finetune.data.row_forms import Former
@@ -134,7 +135,7 @@ def write_analysis(
     folder: Path,
     output: Path,
     measures: Measures | None = None,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | None = None,
 ) -> None:
     """Write summary, snapshot and page of a trace into ``folder``, which will be ``output``."""
     from moe_finetune.report.context import Report
@@ -166,7 +167,7 @@ def trace_snapshot(
     summary: dict[str, Any],
     arrays: dict[str, np.ndarray],
     coherence: Mapping[str, Any] | None = None,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | None = None,
 ) -> dict[str, Any]:
     """The trace as a routing snapshot for the report."""
     info, middle = trace.info, len(trace.info.layers) // 2
@@ -174,7 +175,7 @@ def trace_snapshot(
     matrix_EE = pairs_LEE[middle] if middle + 1 < len(info.layers) else None
     tokens = summary["trace"]["domains"]
     counts_GLE = arrays["domain_shares_GLE"] * info.top_k
-    text = tokenizer is not None and trace.has("token_ids") and trace.has("weights")
+    text = trace.has("token_ids") and trace.has("weights")
     return snapshot(
         routing_path(info.layers, arrays["load_LE"], info.tokens, info.top_k, matrix_EE),
         summary["per_layer"],
@@ -183,11 +184,11 @@ def trace_snapshot(
             name: np.rint(shares_LE * tokens[name]).astype(int)
             for name, shares_LE in zip(info.domains, counts_GLE, strict=True)
         },
-        passages(trace, tokenizer, middle) if text else None,
+        passages(trace, tokenizer, middle) if tokenizer is not None and text else None,
     )
 
 
-def passages(trace: RoutingTrace, tokenizer: Any, row: int) -> list[dict[str, Any]]:
+def passages(trace: RoutingTrace, tokenizer: Tokenizer, row: int) -> list[dict[str, Any]]:
     """The start of each domain's first sequence, with the top expert of the ``row``-th layer."""
     texts: list[dict[str, Any]] = []
     domains = range(min(PASSAGES, len(trace.info.domains)))

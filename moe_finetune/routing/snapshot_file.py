@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from moe_finetune.metrics.arrays import mean_known
+from moe_finetune.models.tokenizer import Tokenizer
 
 PASSAGE = 150
 PASSAGES = 4
@@ -62,7 +63,7 @@ def snapshot(
 
 
 def passage(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     layer: int,
     domain: str,
     ids_T: Iterable[int],

@@ -18,6 +18,7 @@ from moe_finetune.io.environment import package_versions
 from moe_finetune.io.hashes import sha256_json
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.io.terminal import terminal
+from moe_finetune.models.tokenizer import Tokenizer
 from moe_finetune.served import reference
 from moe_finetune.served.client import Answer, Served
 from moe_finetune.served.rendering import Rendering, compare_rendering
@@ -168,7 +169,7 @@ def check_served(
     served: Served,
     sources: Sources,
     prompts: Sequence[list[int]],
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     served_base: Served | None = None,
 ) -> ServedReport:
     """Compare a served model with what was trained.

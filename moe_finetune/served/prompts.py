@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moe_finetune.data.preference_and_prompt_rows import load_for_stage
 from moe_finetune.errors import DataError
 from moe_finetune.io.row_files import placed_rows
+from moe_finetune.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from moe_finetune.recipe.schema import Recipe
@@ -30,7 +31,7 @@ TEXTS = (
 """Texts for a checkpoint without a run; each is asked from several beginnings."""
 
 
-def run_prompts(recipe: Recipe, tokenizer: Any) -> list[list[int]]:
+def run_prompts(recipe: Recipe, tokenizer: Tokenizer) -> list[list[int]]:
     """Beginnings of a run's validation rows, then of its training rows, as its stage reads them."""
     try:
         examples = load_for_stage(recipe, tokenizer)
@@ -43,7 +44,7 @@ def run_prompts(recipe: Recipe, tokenizer: Any) -> list[list[int]]:
     return shortened(row["input_ids"] for part in parts for row in islice(part, 4 * COUNT))
 
 
-def file_prompts(file: Path, tokenizer: Any) -> list[list[int]]:
+def file_prompts(file: Path, tokenizer: Tokenizer) -> list[list[int]]:
     """Prompts of a file: lines of ``.txt``, else rows with ``input_ids`` or ``text``."""
     if file.suffix == ".txt":
         try:
@@ -66,7 +67,7 @@ def file_prompts(file: Path, tokenizer: Any) -> list[list[int]]:
     return shortened(prompts)
 
 
-def fixed_prompts(tokenizer: Any) -> list[list[int]]:
+def fixed_prompts(tokenizer: Tokenizer) -> list[list[int]]:
     """Prompts where there are neither a run's rows nor a file: the same for every checkpoint."""
     parts = COUNT // len(TEXTS)
     texts = [text[len(text) // (2 * parts) * part :] for text in TEXTS for part in range(parts)]

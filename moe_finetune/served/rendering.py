@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from moe_finetune.errors import EvaluationError
+from moe_finetune.models.tokenizer import Tokenizer
 from moe_finetune.served.client import Served
 from moe_finetune.vllm.openai_server import BadReply, ServerError, only_choice
 
@@ -19,7 +20,7 @@ _MISSING = (400, 404, 405, 422, 501)
 """No such address, or one that takes other fields than vLLM's (SGLang, TGI)."""
 
 
-def compare_rendering(served: Served, tokenizer: Any) -> tuple[Rendering, str]:
+def compare_rendering(served: Served, tokenizer: Tokenizer) -> tuple[Rendering, str]:
     """Compare one chat's tokens, and one text's, and say what was compared.
 
     vLLM and llama.cpp split texts at ``/tokenize``, and vLLM renders chats there; elsewhere the
@@ -53,7 +54,7 @@ def compare_rendering(served: Served, tokenizer: Any) -> tuple[Rendering, str]:
     return "same", f"{how} of a chat"
 
 
-def _rendered(tokenizer: Any) -> list[int] | None:
+def _rendered(tokenizer: Tokenizer) -> list[int] | None:
     """The folder's tokens of :data:`CHAT`; None without a template."""
     if not tokenizer.chat_template:
         return None

@@ -14,6 +14,7 @@ from moe_finetune.errors import UnsupportedModelError
 from moe_finetune.io.checkpoint_files import read_config
 from moe_finetune.models.family_lookup import MOE_OF
 from moe_finetune.models.loading import local_folder, parse_config
+from moe_finetune.models.tokenizer import Tokenizer
 
 _SHARED = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
@@ -106,7 +107,7 @@ def load_dense(path: str | Path, dtype: str = "auto") -> Any:
     return read_weights(folder, config, dtype=dtype)
 
 
-def new_llama(section: Any, tokenizer: Any, max_length: int) -> Any:
+def new_llama(section: Any, tokenizer: Tokenizer, max_length: int) -> Any:
     """A Llama with random weights, in the sizes of a recipe's ``dense.pretrain``."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -14,6 +14,7 @@ from moe_finetune.evaluation.engine import definitions, evaluate
 from moe_finetune.evaluation.results import load_samples
 from moe_finetune.evaluation.suite_lines import ready_lines
 from moe_finetune.evaluation.suites import load_suite
+from moe_finetune.models.tokenizer import Tokenizer
 
 JUDGEMENT = "local_judgement"
 """The template of such questions."""
@@ -24,7 +25,7 @@ def suite_key(suite: str) -> dict[str, Any]:
     return definitions(load_suite(suite), None, None)
 
 
-def check_answers(suite: str, tokenizer: Any) -> None:
+def check_answers(suite: str, tokenizer: Tokenizer) -> None:
     """Refuse questions of :data:`JUDGEMENT` whose answers differ in their number of tokens."""
     judged = [line for line in ready_lines(load_suite(suite)) if line.entry.template == JUDGEMENT]
     for line in judged:

@@ -13,11 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
 from moe_finetune.errors import CheckpointError, DataError
+from moe_finetune.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -50,7 +51,7 @@ def splits_of(count: int, seed: int) -> np.ndarray:
     return split_T
 
 
-def opening_ids(tokenizer: Any) -> list[int]:
+def opening_ids(tokenizer: Tokenizer) -> list[int]:
     """The ids that the tokenizer puts before a sequence: ``[bos]``, or none."""
     plain: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
     complete: list[int] = tokenizer("a")["input_ids"]
@@ -78,7 +79,7 @@ class Texts:
 
     @classmethod
     def tokenize(
-        cls, categories: Mapping[str, SizedTexts], tokenizer: Any, seed: int, folder: Path
+        cls, categories: Mapping[str, SizedTexts], tokenizer: Tokenizer, seed: int, folder: Path
     ) -> Texts:
         """Tokenize into ``folder``, in batches of texts, and open the result."""
         from datasets import ClassLabel, Features, List, Value
@@ -199,7 +200,7 @@ class Texts:
         return counts_CV
 
 
-def check_vocabulary(tokenizer: Any, vocabulary: int, folder: Path) -> None:
+def check_vocabulary(tokenizer: Tokenizer, vocabulary: int, folder: Path) -> None:
     """Refuse a tokenizer with ids beyond the model's embedding."""
     last = max(tokenizer.get_vocab().values())
     if last >= vocabulary:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_finetune.io import write_atomic
 from moe_finetune.io.run_folder import RunFolder
+from moe_finetune.models.tokenizer import Tokenizer
 from moe_finetune.recipe.data import DataSection
 from moe_finetune.recipe.method import Method
 from moe_finetune.recipe.schema import Recipe
@@ -108,7 +109,7 @@ def run_job(job: Job, work_folder: Path, output: Path, curve: Path | None = None
 
 
 def build(
-    job: Job, recipe: Recipe, model: nn.Module, tokenizer: Any, work_folder: Path
+    job: Job, recipe: Recipe, model: nn.Module, tokenizer: Tokenizer, work_folder: Path
 ) -> tuple[Any, Any]:
     """Return TRL's trainer for this job, and a function that removes the method from the model."""
     import torch

@@ -10,6 +10,7 @@ from moe_finetune.data.examples import load_examples
 from moe_finetune.data.preference_and_prompt_rows import ANSWERS, ids_of, load_for_stage
 from moe_finetune.data.tokenize import IGNORED, run_tokenizer
 from moe_finetune.models.loading import local_folder
+from moe_finetune.models.tokenizer import Tokenizer
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.training.run.step_count import describe_steps, step_arguments
@@ -48,7 +49,9 @@ def preview(recipe: Recipe, rows: int = 3, color: bool = False) -> str:
     )
 
 
-def preview_rows(recipe: Recipe, tokenizer: Any, rows: int, marks: tuple[str, str] = PLAIN) -> str:
+def preview_rows(
+    recipe: Recipe, tokenizer: Tokenizer, rows: int, marks: tuple[str, str] = PLAIN
+) -> str:
     """The first rows for a stage whose trainer tokenizes them."""
     examples = load_for_stage(recipe, tokenizer)
     train = examples.train
@@ -59,7 +62,7 @@ def preview_rows(recipe: Recipe, tokenizer: Any, rows: int, marks: tuple[str, st
     return "\n\n".join([f"stage {recipe.stage}: {len(train):,} rows", *example_rows])
 
 
-def _fields(row: dict[str, Any], tokenizer: Any, marks: tuple[str, str]) -> Iterator[str]:
+def _fields(row: dict[str, Any], tokenizer: Tokenizer, marks: tuple[str, str]) -> Iterator[str]:
     """A row's fields, with its texts as TRL's tokens have them: the prompt before each answer."""
     prompt, *answers = ids_of(row, tokenizer)
     for name, ids in zip(ANSWERS, answers, strict=False):
@@ -72,7 +75,7 @@ def _fields(row: dict[str, Any], tokenizer: Any, marks: tuple[str, str]) -> Iter
             yield f"  {name}: {value}"
 
 
-def marked(ids: list[int], labels: list[int], tokenizer: Any, marks: tuple[str, str]) -> str:
+def marked(ids: list[int], labels: list[int], tokenizer: Tokenizer, marks: tuple[str, str]) -> str:
     """The text of ``ids`` with each run of learned tokens between ``marks``."""
     text = ""
     pairs = zip(ids, labels, strict=True)

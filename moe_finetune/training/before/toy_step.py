@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_finetune.errors import RecipeError, did_you_mean
+from moe_finetune.models.tokenizer import Tokenizer
 from moe_finetune.recipe.schema import Recipe, recipe_from_tree
 from moe_finetune.recipe.stages import CHECKPOINTING, STAGES
 from moe_finetune.recipe.yaml_tree import Tree
@@ -163,7 +164,7 @@ class Rehearsal:
 # -- in the child ---------------------------------------------------------------------------------
 
 
-def rehearse(recipe: Recipe, tokenizer: Any) -> str | None:
+def rehearse(recipe: Recipe, tokenizer: Tokenizer) -> str | None:
     """Why the stage's trainer cannot run with a key of ``trainer:``; None if it can.
 
     A second toy, without the keys that need one, tells whether they are to blame at all; which of
@@ -202,7 +203,7 @@ def _names_a_key_of_the_toy(words: str) -> bool:
     return any(re.search(rf"\b{key}\b", words) for key in (*_OURS, *_SIZES))
 
 
-def toy_step(recipe: Recipe, tokenizer: Any) -> None:
+def toy_step(recipe: Recipe, tokenizer: Tokenizer) -> None:
     """Build the stage's trainer on a toy and take its steps; raise what it raises."""
     from datasets import Dataset
 
@@ -282,7 +283,7 @@ def _alternating(name: str) -> Any:
     return reward
 
 
-def _toy(recipe: Recipe, tokenizer: Any) -> Any:
+def _toy(recipe: Recipe, tokenizer: Tokenizer) -> Any:
     """A model of one small layer with the tokenizer's vocabulary, adapted if the run's is."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -25,6 +25,7 @@ from moe_finetune.metrics import conditional_activation
 from moe_finetune.metrics.arrays import mean_known
 from moe_finetune.metrics.experts import separation
 from moe_finetune.metrics.paths import top_choice
+from moe_finetune.models.tokenizer import Tokenizer
 from moe_finetune.moe.layers import model_facts
 from moe_finetune.moe.perturbation import Perturbation
 from moe_finetune.moe.recorder.hooks import Recorder
@@ -159,7 +160,7 @@ def take_snapshot(
     examples: Iterable[Example],
     path: Path,
     perturbation: Perturbation | None = None,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | None = None,
     data: Literal["validation", "train"] | None = None,
 ) -> dict[str, Any]:
     """Record the routing of ``examples`` (see :func:`sample_examples`) and write it to ``path``.
@@ -202,7 +203,7 @@ def _padded(rows: list[list[int]]) -> dict[str, Tensor]:
 
 
 def _picture(
-    sample: Sample, rows: list[Example], names: list[str], tokenizer: Any
+    sample: Sample, rows: list[Example], names: list[str], tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
     sums, metrics = sample.measures.sums, sample.metrics()
     load_GLE = sums.column(sums.array(), "load").astype(int)
@@ -216,7 +217,7 @@ def _picture(
 
 
 def _passages(
-    sample: Sample, rows: list[Example], tokenizer: Any, names: list[str]
+    sample: Sample, rows: list[Example], tokenizer: Tokenizer, names: list[str]
 ) -> list[dict[str, Any]]:
     """The start of each domain's first example, with its experts in the middle layer."""
     top_T, index_TK = (sample.rows(name, sample.middle) for name in ("top", "index"))

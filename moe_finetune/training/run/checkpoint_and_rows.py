@@ -18,6 +18,7 @@ from moe_finetune.lora.targets import adapts
 from moe_finetune.models import check_supported, opened_as
 from moe_finetune.models.from_scratch import check_vocabulary, fresh_config, fresh_model
 from moe_finetune.models.loading import local_folder
+from moe_finetune.models.tokenizer import Tokenizer
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training.memory.plan import GIB, MemoryPlan, machine_bytes, state_bytes
 from moe_finetune.training.refuse_launch import expert_ranks
@@ -57,7 +58,7 @@ class Start:
     folder: Path
     config: Any
     family: Family
-    tokenizer: Any
+    tokenizer: Tokenizer
     checkpoint: Checkpoint | None
 
     @property
@@ -107,7 +108,7 @@ def start_model(start: Start) -> Any:
     return model
 
 
-def keep_writable(model: Any, tokenizer: Any) -> None:
+def keep_writable(model: Any, tokenizer: Tokenizer) -> None:
     """Drop generation defaults that transformers reads but would refuse to save with the weights.
 
     Exports have the base's own file.

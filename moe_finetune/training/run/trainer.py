@@ -13,6 +13,7 @@ from transformers import PrinterCallback, ProgressCallback
 
 from moe_finetune.errors import RecipeError
 from moe_finetune.io.run_folder import RunFolder
+from moe_finetune.models.tokenizer import Tokenizer
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import CHECKPOINTING, STAGES, Stage
 from moe_finetune.training.callback.callback import SpecializationCallback, add_callbacks
@@ -138,7 +139,7 @@ def build_trainer(
     recipe: Recipe,
     output: Path,
     model: Any,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     train: Any,
     validation: Any,
     reference: Callable[[], Any] | None = None,
@@ -201,7 +202,7 @@ def _stage_arguments(
     recipe: Recipe,
     columns: list[str],
     reference: Callable[[], Any] | None,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     model: Any,
 ) -> dict[str, Any]:
     """A stage's trainer arguments in addition to model, arguments and data."""

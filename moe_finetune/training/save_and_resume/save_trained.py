@@ -29,6 +29,7 @@ from moe_finetune.io import output_folder, sync, write_small
 from moe_finetune.io.config_file import QUANTIZATION
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.models.loading import load_tokenizer, local_folder
+from moe_finetune.models.tokenizer import Tokenizer
 from moe_finetune.moe.choice.loss_free_bias import BiasBalancer
 from moe_finetune.moe.experts.lora_on_chosen import for_all_experts, selected_experts
 from moe_finetune.moe.experts.lora_shared import shares_outer, with_repeated
@@ -50,7 +51,7 @@ _ADAPTER = "A LoRA adapter for {}, trained with moe-finetune; PEFT loads it."
 
 def save_trained(
     model: Any,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     recipe: Recipe,
     output: Path,
     balancer: BiasBalancer | None = None,
@@ -96,7 +97,7 @@ def save_trained(
 
 def _write_model(
     model: Any,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     weights: dict[str, torch.Tensor],
     recipe: Recipe,
     folder: Path,
@@ -129,7 +130,7 @@ def _write_model(
     _card(recipe, folder, "trained")
 
 
-def training_tokenizer(tokenizer: Any, recipe: Recipe) -> dict[str, bytes]:
+def training_tokenizer(tokenizer: Tokenizer, recipe: Recipe) -> dict[str, bytes]:
     """The files of the tokenizer that training read, with its chat template and end token.
 
     A tokenizer that is not that of the files, as another trainer may have one, is saved again.

@@ -19,6 +19,7 @@ from moe_finetune.checkpoint.tokenizer_files import reply_ends
 from moe_finetune.data.preference_and_prompt_rows import READ_BY
 from moe_finetune.errors import DataError, DependencyError, RecipeError, did_you_mean
 from moe_finetune.io.row_files import short
+from moe_finetune.models.tokenizer import Tokenizer
 from moe_finetune.recipe.sections import RewardSection
 from moe_finetune.registry import Registry
 
@@ -100,7 +101,7 @@ REWARDS.register("code", code_tests)
 
 
 def _after_thoughts(
-    function: Reward, tokenizer: Any, variables: dict[str, Any], ends: Sequence[int]
+    function: Reward, tokenizer: Tokenizer, variables: dict[str, Any], ends: Sequence[int]
 ) -> Reward:
     """``function`` of the answers that follow the thoughts, read from prompts and tokens.
 
@@ -138,7 +139,7 @@ def _after_thoughts(
 def reward_functions(
     sections: Sequence[RewardSection],
     columns: Sequence[str],
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | None = None,
     variables: dict[str, Any] | None = None,
     generation_ends: int | list[int] | None = None,
 ) -> list[Reward]:
