@@ -136,7 +136,8 @@ def group_of(name: str, places: Places) -> str:
     if suffix.startswith(f"{places.router_path}."):
         return "router"
     shared = {f"{target.rpartition('.')[0]}." for target in places.shared}
-    return "shared experts" if suffix.startswith(tuple(shared)) else "other"
+    gates = {f"{target}." for target in places.shared_gates}
+    return "shared experts" if suffix.startswith((*shared, *gates)) else "other"
 
 
 def _adapted(model: nn.Module) -> Iterator[tuple[Any, float]]:

@@ -12,20 +12,22 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import torch
+from peft.tuners.lora.layer import ParamWrapper
 from peft.utils.other import ModulesToSaveWrapper
-from torch import nn
+from torch import Tensor, nn
 
 from moe_finetune.errors import DataError, RecipeError
 from moe_finetune.lora.select import ExpertSelection, count_of
 from moe_finetune.moe.experts.lora_factors import parameter_wrappers, quiet_patterns
 from moe_finetune.moe.experts.lora_on_chosen import SelectedExpertsLora, materialize
 from moe_finetune.moe.experts.lora_shared import SharedOuterLora
-from moe_finetune.moe.layers import causal_lm, family_in, moe_layers, places_in
+from moe_finetune.moe.layers import MoeLayer, causal_lm, family_in, moe_layers, places_in
 from moe_finetune.quantization.weight import quantized
 
 if TYPE_CHECKING:
@@ -73,6 +75,17 @@ def lora_config(
             )
     if router == "lora":
         parameters["router"] = of_routers(places.router_target)
+    # With the block's name: PEFT matches ends, and other modules are called *_gate too.
+    saved = of_routers(places.router_path) if router == "full" else []
+    gates = scoped(list(places.shared_gates))
+    if lora.shared_expert_gate == "lora":
+        modules["shared_expert_gate"] = gates
+    elif lora.shared_expert_gate == "full":
+        saved += gates
+    if lora.shared_expert_gate != "frozen" and not gates:
+        log.warning(
+            "lora.shared_expert_gate: %s has none, so that key trains nothing", family.title
+        )
     if not any([*modules.values(), *parameters.values()]):
         raise RecipeError(
             f"lora.targets: {lora.targets} matches nothing in {family.title}; "
@@ -95,8 +108,7 @@ def lora_config(
         init_lora_weights="gaussian" if lora.init == "gaussian" else True,
         target_modules=list(chain(*modules.values())),
         target_parameters=list(chain(*parameters.values())) or None,
-        # With the block's name: PEFT matches ends, and other modules are called *_gate too.
-        modules_to_save=of_routers(places.router_path) if router == "full" else None,
+        modules_to_save=saved or None,
         task_type="CAUSAL_LM",
     )
 
@@ -124,10 +136,11 @@ def add_lora(
     """Freeze the model and add the adapter.
 
     Without ``lora`` the whole model trains; with a full router and no targets, only the routers do.
-    Both work without an adapter, because PEFT has none that only saves modules. A router that
-    trains in full becomes float32, because updates at usual learning rates are below the resolution
-    of bfloat16. With a selection of experts, only those get factors; ``measured`` are those of a
-    ``lora.experts`` that is measured, in whose place a model without weights has as many others.
+    Both work without an adapter, because PEFT has none that only saves modules. A router or gate
+    that trains in full becomes float32, because updates at usual learning rates are below the
+    resolution of bfloat16. With a selection of experts, only those get factors; ``measured`` are
+    those of a ``lora.experts`` that is measured, in whose place a model without weights has as many
+    others.
     """
     from peft import get_peft_model
 
@@ -139,20 +152,16 @@ def add_lora(
         )
     without_gradient = _without_gradient(model)
     places, layers = places_in(model), routers_in(model, router_layers)
-    router_weight = f".{places.router_target}"
-    trained = {f"{places.backbone}.layers.{layer}{router_weight}" for layer in layers}
     if lora is None:
+        router_weight = f".{places.router_target}"
+        trained = {f"{places.backbone}.layers.{layer}{router_weight}" for layer in layers}
         for name, parameter in model.named_parameters():
             is_router = name.endswith(router_weight)
             frozen = is_router and (router == "frozen" or name not in trained)
             parameter.requires_grad_(not frozen and name not in without_gradient)
         return model
     if not adapts(lora, router):
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name in trained)
-        for layer in moe_layers(model):
-            if layer.index in layers:
-                widen(layer.router)
+        _train_routing_only(model, lora, router, layers)
         return model
     chosen = read_selection(model, lora, measured)
     config = lora_config(model, lora, router, router_layers)
@@ -169,7 +178,7 @@ def add_lora(
     if chosen is not None or lora.shared_outer:
         materialize(adapted, config.init_lora_weights)
     set_dropout(adapted, lora.dropout)
-    widen_routers(adapted)
+    widen_copies(adapted)
     for name, parameter in adapted.named_parameters():
         if _own_name(name) in without_gradient:
             parameter.requires_grad_(False)
@@ -180,6 +189,29 @@ def add_lora(
         if quantized(parameter) or hasattr(parameter, "device_mesh")
     ]
     return adapted
+
+
+def _train_routing_only(
+    model: nn.Module, lora: LoraSection, router: str, layers: list[int]
+) -> None:
+    """Train nothing but the routers of ``layers`` and the shared experts' gates, if in full."""
+    places = places_in(model)
+    chosen = layers if router == "full" else []
+    routers = [layer.router for layer in moe_layers(model) if layer.index in chosen]
+    gates = [gate for _, gate in gates_in(model) if lora.shared_expert_gate == "full"]
+    weights = [one.get_parameter(places.router_weight) for one in routers]
+    weights += [gate.get_parameter("weight") for gate in gates]
+    if not weights:
+        raise RecipeError(
+            f"lora.shared_expert_gate: {family_in(model).title} has none, so nothing trains; add "
+            "to lora.targets, or set router.train: full"
+        )
+    for parameter in model.parameters():
+        parameter.requires_grad_(any(parameter is weight for weight in weights))
+    for one in routers:
+        widen(one)
+    for gate in gates:
+        widen_gate(gate)
 
 
 def _without_gradient(model: nn.Module) -> set[str]:
@@ -195,7 +227,7 @@ def _own_name(name: str) -> str:
 
 def adapts(lora: LoraSection | None, router: str) -> bool:
     """Whether :func:`add_lora` makes an adapter; otherwise the model's own weights train."""
-    return lora is not None and bool(lora.targets or router != "full")
+    return lora is not None and lora.adapts(router)
 
 
 def read_selection(
@@ -229,44 +261,42 @@ def read_selection(
 
 def keep_chosen(adapted: nn.Module, config: LoraConfig, chosen: dict[int, list[int]]) -> None:
     """Replace PEFT's wrappers of whole expert stacks with ones for the chosen experts, or none."""
-    for layer in moe_layers(adapted):
-        experts: Any
-        wrappers: dict[str, Any]
-        experts, wrappers = parameter_wrappers(layer.outer_experts)
-        if layer.index in chosen:
-            for name, wrapper in reversed(wrappers.items()):  # inner first
-                adapter = wrapper.active_adapters[0]
-                experts = SelectedExpertsLora(
-                    experts,
-                    adapter,
-                    name,
-                    config,
-                    chosen[layer.index],
-                    r=wrapper.r[adapter],
-                    lora_alpha=wrapper.lora_alpha[adapter],
-                )
-                for factors in (experts.lora_A, experts.lora_B):
-                    factors.to(wrapper.lora_A[adapter].weight.dtype)
-        setattr(layer.block, layer.places.experts_name, experts)
+
+    def for_chosen(layer: MoeLayer, parameter: str) -> Callable[..., ParamWrapper] | None:
+        if layer.index not in chosen:
+            return None
+        return partial(SelectedExpertsLora, chosen=chosen[layer.index])
+
+    _replace_wrappers(adapted, config, for_chosen)
 
 
 def share_outer(adapted: nn.Module, config: LoraConfig) -> None:
     """Replace PEFT's wrappers of expert stacks with ones whose outer factors are shared."""
+
+    def sharing(layer: MoeLayer, parameter: str) -> Callable[..., ParamWrapper]:
+        is_down = parameter == layer.places.expert_parameters[1]
+        return partial(SharedOuterLora, shared="B" if is_down else "A")
+
+    _replace_wrappers(adapted, config, sharing)
+
+
+def _replace_wrappers(
+    adapted: nn.Module,
+    config: LoraConfig,
+    wrapper_of: Callable[[MoeLayer, str], Callable[..., ParamWrapper] | None],
+) -> None:
+    """Replace PEFT's wrappers of expert stacks with what ``wrapper_of`` gives for each parameter of
+    a layer's experts, or remove them."""
     for layer in moe_layers(adapted):
         experts: Any
         wrappers: dict[str, Any]
         experts, wrappers = parameter_wrappers(layer.outer_experts)
         for name, wrapper in reversed(wrappers.items()):  # inner first
-            adapter = wrapper.active_adapters[0]
-            experts = SharedOuterLora(
-                experts,
-                adapter,
-                name,
-                config,
-                "B" if name == layer.places.expert_parameters[1] else "A",
-                r=wrapper.r[adapter],
-                lora_alpha=wrapper.lora_alpha[adapter],
-            )
+            make, adapter = wrapper_of(layer, name), wrapper.active_adapters[0]
+            if make is None:
+                continue
+            ranks = {"r": wrapper.r[adapter], "lora_alpha": wrapper.lora_alpha[adapter]}
+            experts = make(experts, adapter, name, config, **ranks)
             for factors in (experts.lora_A, experts.lora_B):
                 factors.to(wrapper.lora_A[adapter].weight.dtype)
         setattr(layer.block, layer.places.experts_name, experts)
@@ -282,12 +312,27 @@ def set_dropout(model: nn.Module, dropout: float) -> None:
                 module.lora_dropout[name] = nn.Dropout(dropout) if dropout else nn.Identity()
 
 
-def widen_routers(model: nn.Module) -> None:
-    """Convert trainable copies of routers to float32."""
+def widen_copies(model: nn.Module) -> None:
+    """Convert trainable copies of routers and shared experts' gates to float32."""
+    gates = {id(gate) for _, gate in gates_in(model)}
     for module in model.modules():
         if isinstance(module, ModulesToSaveWrapper):
             for copy in module.modules_to_save.values():
-                widen(copy)
+                (widen_gate if id(module) in gates else widen)(copy)
+
+
+def gates_in(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The shared experts' gates of the MoE layers, under PEFT's wrappers, by name in ``model``."""
+    ends = tuple(f".{target}" for target in places_in(model).shared_gates)
+    return [(name, module) for name, module in model.named_modules() if name.endswith(ends)]
+
+
+def widen_gate(gate: nn.Module) -> None:
+    """Convert a shared expert's gate to float32; its result keeps the model's dtype, in which the
+    block adds the shared expert to the routed ones."""
+    dtype = next(gate.parameters()).dtype
+    widen(gate)
+    gate.register_forward_hook(partial(_narrowed, dtype))
 
 
 def widen(router: nn.Module) -> None:
@@ -298,6 +343,10 @@ def widen(router: nn.Module) -> None:
 
 def _widened(router: nn.Module, args: tuple) -> tuple:
     return (args[0].to(next(router.parameters()).dtype), *args[1:])
+
+
+def _narrowed(dtype: torch.dtype, gate: nn.Module, args: tuple, output: Tensor) -> Tensor:
+    return output.to(dtype)
 
 
 def _scoped(model: nn.Module, stack: str, targets: list[str]) -> list[str]:

@@ -31,6 +31,7 @@ class Places:
         gated: whether experts have a gate projection, ``gate_up_proj``, or only ``up_proj``.
         separate_spaces: whether router and experts read vectors from different spaces.
         attention, shared: the linear layers that LoRA adapts.
+        shared_gates: linear layers with one output, whose sigmoid weighs the shared expert.
     """
 
     backbone: str
@@ -45,6 +46,7 @@ class Places:
     separate_spaces: bool
     attention: tuple[str, ...]
     shared: tuple[str, ...]
+    shared_gates: tuple[str, ...]
 
     @property
     def experts_path(self) -> str:
@@ -100,6 +102,8 @@ def _places(model_type: str, text: str, declared: tuple[str, ...]) -> Places:
         candidates = " and ".join(".".join(router) for router in first.routers) or "none"
         _refuse(model, f"of its block's weights, {candidates} could be the router's")
     attention = _attention(model, all_sites, declared)
+    mixers = {*MIXERS, *(target.partition(".")[0] for target in attention)}
+    shared, shared_gates = _shared(model, all_sites, mixers)
     return Places(
         backbone=first.stack.rpartition(".")[0],
         moe_layers=tuple(site.index for site in all_sites),
@@ -112,7 +116,8 @@ def _places(model_type: str, text: str, declared: tuple[str, ...]) -> Places:
         expert_width=first.width,
         separate_spaces=first.inner != first.hidden,
         attention=attention,
-        shared=_shared(model, all_sites, {*MIXERS, *(t.partition(".")[0] for t in attention)}),
+        shared=shared,
+        shared_gates=shared_gates,
     )
 
 
@@ -143,10 +148,13 @@ def _attention(model: Any, all_sites: Sequence[Site], declared: Sequence[str]) -
     return tuple(dict.fromkeys(targets))
 
 
-def _shared(model: Any, all_sites: Sequence[Site], mixers: set[str]) -> tuple[str, ...]:
-    """Linear layers of shared experts, wider than one: in the block, outside of router and experts,
-    or next to it in a module known by name."""
+def _shared(
+    model: Any, all_sites: Sequence[Site], mixers: set[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Linear layers of shared experts, and their gates with one output: in the block, outside of
+    router and experts, or next to it in a module known by name."""
     targets: dict[str, None] = {}
+    gates: dict[str, None] = {}
     for site in all_sites:
         skipped = {site.experts_name, *(name for name, _ in site.routers)}
         for name, weight in linears(site.layer):
@@ -155,12 +163,12 @@ def _shared(model: Any, all_sites: Sequence[Site], mixers: set[str]) -> tuple[st
             module = part.partition(".")[0]
             projects = site.inner != site.hidden and site.inner in weight.shape
             if in_block or module in SHARED:
-                if module not in skipped and 1 not in weight.shape and not projects:
-                    targets[name] = None
+                if module not in skipped and not projects:
+                    (gates if 1 in weight.shape else targets)[name] = None
             elif not (module in mixers | skipped or module.endswith(NEITHER)):
                 _refuse(
                     model,
                     f"'{module}' of its layers is neither known as attention "
                     f"({', '.join(MIXERS)}; else Family.attention_targets) nor as shared experts",
                 )
-    return tuple(targets)
+    return tuple(targets), tuple(gates)

@@ -62,7 +62,7 @@ def _of_weights(recipe: Any) -> Iterator[str]:
         yield f"router.train: lora needs an adapter; {ADAPTER}"
     if recipe.parallel.experts != 1:
         spread = f"parallel.experts: {recipe.parallel.experts}"
-        if lora is None or not (lora.targets or router != "full"):
+        if lora is None or not lora.adapts(router):
             yield f"{spread} keeps experts frozen; {ADAPTER} and targets, or use FSDP2 instead"
         if model.offload != "none":
             yield f"{spread} already leaves each GPU a part of the experts; set model.offload: none"
@@ -77,10 +77,11 @@ def _of_lora(recipe: Any) -> Iterator[str]:
         yield "router.layers: no router trains; set router.train: full or lora, or leave it out"
     if lora is None:
         return
-    adapted = {*lora.targets, "router"} if router == "lora" else {*lora.targets}
+    others = {"router": router, "shared_expert_gate": lora.shared_expert_gate}
+    adapted = {*lora.targets, *(part for part, how in others.items() if how == "lora")}
     if lora.rank is None:
         yield "lora.rank: required, but missing; set a whole number such as 32"
-    if not lora.targets and router == "frozen":
+    if not lora.targets and set(others.values()) == {"frozen"}:
         yield "lora.targets: nothing trains; add a target, or set router.train: full"
     if lora.experts != "all" and "experts" not in lora.targets:
         yield "lora.experts: needs 'experts' in lora.targets; add it, or leave lora.experts out"
@@ -93,14 +94,15 @@ def _of_lora(recipe: Any) -> Iterator[str]:
         if options.rank == "auto" and part != "experts":
             yield f"lora.parts.{part}.rank: 'auto' is for experts; set a whole number such as 8"
         if part not in adapted:
-            remedy = "set router.train: lora" if part == "router" else "add it to lora.targets"
+            keys = {"router": "router.train", "shared_expert_gate": "lora.shared_expert_gate"}
+            remedy = f"set {keys[part]}: lora" if part in keys else "add it to lora.targets"
             yield f"lora.parts.{part}: this part has no adapter; {remedy}, or leave it out"
-    others = {
+    without_start = {
         "lora.experts": lora.experts != "all",
         "model.offload": recipe.model.offload != "none",
         "parallel.experts": recipe.parallel.experts != 1,
     }
-    for key in (key for key, is_set in others.items() if is_set and lora.start is not None):
+    for key in (key for key, is_set in without_start.items() if is_set and lora.start is not None):
         yield f"lora.start: cannot be combined with {key}; leave one out, or start from a merge"
 
 

@@ -19,7 +19,7 @@ Attention = Literal[
     "flex_attention",
 ]
 Target = Literal["attention", "shared_experts", "experts"]
-Part = Literal["attention", "shared_experts", "experts", "router"]
+Part = Literal["attention", "shared_experts", "experts", "router", "shared_expert_gate"]
 Replay = Literal["off", "old_policy", "rollout"]
 Positive = Annotated[int, Field(ge=1)]
 LEAST_AUTO_RANK = 4
@@ -161,12 +161,19 @@ class LoraSection(Section):
         default=["attention", "shared_experts", "experts"],
         description="modules that get LoRA; routers: `router.train`",
     )
+    shared_expert_gate: Literal["frozen", "lora", "full"] = Field(
+        default="frozen",
+        description="the one row by which Qwen's models weigh their shared expert: `full` trains "
+        "it, `lora` gives it LoRA",
+    )
     experts: str | ChosenExperts = Field(
         default="all",
         description="`all`, a file that `select` wrote, or the most used ones, measured by the run",
     )
     parts: dict[Part, LoraPart] = Field(
-        default={}, description="rank and alpha of attention, shared_experts, experts or router"
+        default={},
+        description="rank and alpha of attention, shared_experts, experts, router or "
+        "shared_expert_gate",
     )
     use_rslora: bool = Field(default=False, description="scale by alpha / sqrt(rank)")
     init: Literal["kaiming", "gaussian"] = Field(
@@ -177,6 +184,11 @@ class LoraSection(Section):
         description="a layer's experts share A of gate and up, and B of down: 36 % of the factors",
     )
     start: str | None = Field(default=None, description="adapter to continue from")
+
+    def adapts(self, router: str) -> bool:
+        """Whether an adapter is made; otherwise some of the model's own weights train."""
+        trained = {router, self.shared_expert_gate}
+        return bool(self.targets) or "lora" in trained or "full" not in trained
 
     @field_validator("experts")
     @classmethod

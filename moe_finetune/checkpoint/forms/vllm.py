@@ -49,6 +49,6 @@ def _unmerged(adapter: Path, reason: str) -> AdapterError:
 
 FORM = Form(
     programs="vLLM, with --enable-mixed-moe-lora-format",
-    loses="nothing; a router that trained in full is refused",
+    loses="nothing; a router or gate that trained in full is refused",
     write=write,
 )

@@ -216,6 +216,6 @@ def continue_adapter(model: Any, path: Path, checkpoint: Checkpoint) -> None:
     if unread:
         raise AdapterError(
             f"{path}: has '{min(unread)}' ({len(unread)} such tensors), which the recipe "
-            "does not train; add its part to lora.targets or set router.train, or merge the "
-            "adapter and train from the merged checkpoint"
+            "does not train; add its part to lora.targets, set router.train or "
+            "lora.shared_expert_gate, or merge the adapter and train from the merged checkpoint"
         )

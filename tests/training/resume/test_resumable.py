@@ -15,7 +15,7 @@ from moe_finetune.training.save_and_resume import resumable_trainer
 from moe_finetune.training.save_and_resume.gathered_weights import live_weights
 from moe_finetune.training.save_and_resume.resumable_trainer import ResumableTrainer
 from moe_finetune.training.save_and_resume.training_state import checkpoints
-from tests.support import tiny
+from tests.support import tiny, tiny_families
 from tests.training.cases import Guarded, collate, guarded, rows
 
 
@@ -34,10 +34,15 @@ class Stop(TrainerCallback):
             raise RuntimeError("stopped here")
 
 
-def model(router="full", targets=("attention", "experts"), **lora):
+def model(router="full", targets=("attention", "experts"), of=None, **lora):
     torch.manual_seed(1)
+    of = tiny.model("qwen3_moe", num_hidden_layers=2) if of is None else of
     lora = LoraSection(rank=4, alpha=12.0, dropout=0.1, targets=list(targets), **lora)
-    return add_lora(tiny.model("qwen3_moe", num_hidden_layers=2), lora, router)
+    return add_lora(of, lora, router)
+
+
+def gated(train):
+    return model(of=tiny_families.model("qwen2_moe"), shared_expert_gate=train)
 
 
 def trainer(folder, stop=None, built=None, method="none", **changes):
@@ -76,6 +81,8 @@ def history(made):
 CASES = {
     "adapter": {},
     "shared outer factors": {"built": lambda: model(shared_outer=True)},
+    "a shared expert's gate, in full": {"built": lambda: gated("full")},
+    "a shared expert's gate, by LoRA": {"built": lambda: gated("lora")},
     "routers alone, no adapter": {"built": lambda: model(targets=())},
     "evaluation and best metric": {
         "eval_strategy": "steps",
