@@ -20,8 +20,12 @@ def _options(number: int, count: int) -> tuple[list[str], int]:
     return [f"{'rightly' if i == right else 'wrongly'} {number}{i}" for i in range(count)], right
 
 
+def _value(number: int) -> str:
+    return MATH[number % len(MATH)]
+
+
 def _solution(number: int) -> str:
-    return f"We get $x = 1$, then $y$.\nSo it is $\\boxed{{{MATH[number]}}}$. Check: $1 = 1$."
+    return f"We get $x = 1$, then $y$.\nSo it is $\\boxed{{{_value(number)}}}$. Check: $1 = 1$."
 
 
 def _glue(name: str, n: int) -> dict[str, Any]:
@@ -44,7 +48,7 @@ def _glue(name: str, n: int) -> dict[str, Any]:
 
 def _agieval(path: str, n: int) -> dict[str, Any]:
     if path.endswith(("agieval-math", "mathcloze")):
-        return {"query": f"Q: problem {n}\nA: The answer is", "answer": MATH[n]}
+        return {"query": f"Q: problem {n}\nA: The answer is", "answer": _value(n)}
     options, right = _options(n, 4)
     choices = [f"({letter}){text}" for letter, text in zip("ABCD", options, strict=True)]
     return {"query": f"Q: question {n}", "choices": choices, "gold": [right]}
@@ -125,7 +129,7 @@ def made_row(path: str, name: str | None, n: int) -> dict[str, Any]:
             "test_setup_code": "", "challenge_test_list": [],
         },
         "HuggingFaceH4/MATH-500": {
-            "problem": f"p{n}", "solution": _solution(n), "answer": MATH[n], "subject": "Algebra",
+            "problem": f"p{n}", "solution": _solution(n), "answer": _value(n), "subject": "Algebra",
             "level": 2, "unique_id": f"test/{n}",
         },
         "EleutherAI/hendrycks_math": {
