@@ -1,10 +1,10 @@
 """Pruning copies stored bytes, whatever the layout, and refuses what no model of the class has."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +21,8 @@ from moe_finetune.lora.select import ExpertSelection
 from tests.quantization.formats import as_fp8, as_int4, as_mxfp4, rewrite
 from tests.quantization.models import save
 from tests.support import tiny_families, tiny_heads
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def kept_by_layer(folder, dropped=4):
@@ -193,21 +195,13 @@ def test_the_verb_keeps_the_experts_that_select_chose(bases, tmp_path, capsys, m
 
 @pytest.mark.slow
 @pytest.mark.faults
-def test_a_pruning_that_is_killed_leaves_nothing(bases, tmp_path):
+def test_a_pruning_that_is_killed_leaves_nothing(bases, tmp_path, warm):
     base, kept = bases("qwen3_moe"), kept_by_layer(bases("qwen3_moe"))
-    code = (
-        "import sys, time, json\n"
-        "from moe_finetune.checkpoint.prune import prune_experts\n"
-        "def slow(done, total):\n"
-        "    print(done, flush=True)\n"
-        "    time.sleep(0.05)\n"
-        "kept = {int(k): v for k, v in json.loads(sys.argv[3]).items()}\n"
-        "prune_experts(sys.argv[1], kept, sys.argv[2], progress=slow)\n"
-    )
     for lines in (1, 20):
         output = tmp_path / f"pruned-{lines}"
-        command = [sys.executable, "-c", code, str(base), str(output), json.dumps(kept)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, env=dict(os.environ)) as process:
+        command = [sys.executable, "-m", "tests.checkpoint.pruning", str(base), str(output)]
+        command.append(json.dumps(kept))
+        with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as process:
             for _ in range(lines):
                 process.stdout.readline()
             process.send_signal(signal.SIGKILL)

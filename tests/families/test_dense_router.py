@@ -144,7 +144,7 @@ def test_weights_that_are_no_scores_are_refused(name):
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_the_mean_over_draws_is_the_full_gradient(name):
-    """4,000 draws of one layer's scalars; each is within its standard error."""
+    """4,000 draws of one layer's scalars, 500 at a time; each is within its standard error."""
     torch.manual_seed(2)
     layer = moe_layers(made(name))[-1]
     experts, hidden = layer.places.num_experts, stacks(layer.experts)[1].shape[1]
@@ -152,22 +152,26 @@ def test_the_mean_over_draws_is_the_full_gradient(name):
     index_TK = torch.rand(7, experts).argsort(1)[:, :3]
     pull_TH = torch.randn(7, hidden, dtype=torch.float64)
 
-    def gradient(sample, key=()):
-        weights_TE = torch.rand(7, experts, dtype=torch.float64, requires_grad=True)
+    def gradients(copies, sample, key=()):
+        """Gradients of the scores (copies, T, E), each copy of the tokens with its own draws."""
+        tokens = 7 * copies
+        weights_TE = torch.rand(tokens, experts, dtype=torch.float64, requires_grad=True)
         stacks = LayerVisits(layer, [layer])._stacks(layer.experts)
-        scores = DenseScores(weights_TE, Draws(sample, key))
-        out = run_experts(x_TH, index_TK, torch.rand(7, 3).double(), stacks, dense=scores).out_TH
-        (out * pull_TH).sum().backward()
-        return weights_TE.grad
+        dense = DenseScores(weights_TE, Draws(sample, key))
+        weights_TK = torch.rand(tokens, 3).double()
+        x, index = x_TH.repeat(copies, 1), index_TK.repeat(copies, 1)
+        out = run_experts(x, index, weights_TK, stacks, dense=dense).out_TH
+        (out * pull_TH.repeat(copies, 1)).sum().backward()
+        return weights_TE.grad.unflatten(0, (copies, 7))
 
-    full_TE, sample = gradient(None), 2
+    (full_TE,), sample = gradients(1, None), 2
     assert not full_TE.gather(1, index_TK).any() and (full_TE != 0).sum() == 7 * (experts - 3)
-    draws = torch.stack([gradient(sample, (n,)) for n in range(4000)])
+    draws = torch.cat([gradients(500, sample, (n,)) for n in range(8)])
     assert ((draws != 0).sum(-1) == sample).all()
     error_TE = draws.std(0) / len(draws) ** 0.5
     assert ((draws.mean(0) - full_TE).abs() <= 4.5 * error_TE + 1e-12).all()
-    assert torch.equal(gradient(sample, (5,)), draws[5]), "a key repeats its draw"
-    assert not torch.equal(draws[5], draws[6])
+    assert torch.equal(gradients(500, sample, (5,)), draws[2500:3000]), "a key repeats its draws"
+    assert not torch.equal(draws[2500:3000], draws[3000:3500])
 
 
 def test_all_experts_drawn_is_the_full_form():
