@@ -100,7 +100,15 @@ def open_backend(
         except ModuleNotFoundError as error:
             raise DependencyError(f"backend 'server' needs lm-eval[api]: {error}") from None
         lm, settings, identity = open_server(checkpoint, base_url, model, seed)
-        return Backend("server", lm, identity, str(checkpoint), settings, 64, notes)
+        return Backend(
+            kind="server",
+            lm=lm,
+            identity=identity,
+            checkpoint=str(checkpoint),
+            settings=settings,
+            chunk=64,
+            notes=notes,
+        )
     from moe_finetune.checkpoint.dense_checkpoint import is_dense, open_dense, refuse_adapter
     from moe_finetune.checkpoint.open import open_checkpoint
     from moe_finetune.checkpoint.open_adapter import check_adapter
@@ -130,7 +138,16 @@ def open_backend(
         lm, settings, routing = open_transformers(base, opened, batch_size, dtype, seed)
         size = settings["batch_size"]
         chunk = 64 if isinstance(size, str) else max(size, 64 // size * size)
-    return Backend(backend, lm, identity, str(folder), settings, chunk, notes, routing)
+    return Backend(
+        kind=backend,
+        lm=lm,
+        identity=identity,
+        checkpoint=str(folder),
+        settings=settings,
+        chunk=chunk,
+        notes=notes,
+        routing=routing,
+    )
 
 
 def _refuse_contradictions(

@@ -83,7 +83,16 @@ def evaluate(
     try:
         for line in lines:
             line.check_tokenizer(getattr(active.lm, "tokenizer", None))
-        run = _Run(loaded, active, settings, output, limit, progress, sandbox, trouble)
+        run = _Run(
+            suite=loaded,
+            backend=active,
+            settings=settings,
+            output=output,
+            limit=limit,
+            progress=progress,
+            sandbox=sandbox,
+            trouble=trouble,
+        )
         return run.go(lines)
     finally:
         if opened is None:

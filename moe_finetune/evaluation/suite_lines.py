@@ -136,7 +136,14 @@ class Line:
             )
         files = {split: path for split, path in local.items() if path.is_file()}
         missing = tuple(path for split, path in local.items() if split not in files)
-        return Leaf(config["task"], config, files, missing, tested, examples)
+        return Leaf(
+            name=config["task"],
+            config=config,
+            files=files,
+            missing=missing,
+            tested=tested,
+            examples=examples,
+        )
 
     def _splits(self, config: dict[str, Any]) -> tuple[str | None, str | None]:
         """The tested split of a task, and the one that its examples are drawn from."""

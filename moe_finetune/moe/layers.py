@@ -99,7 +99,17 @@ def moe_layers(model: nn.Module) -> list[MoeLayer]:
         copies = variants(inner)
         inner = copies[0]
         layers.append(
-            MoeLayer(index, decoder_layer, block, router, inner, copies, outer, family, places)
+            MoeLayer(
+                index=index,
+                decoder_layer=decoder_layer,
+                block=block,
+                router=router,
+                experts=inner,
+                every_experts=copies,
+                outer_experts=outer,
+                family=family,
+                places=places,
+            )
         )
     return layers
 

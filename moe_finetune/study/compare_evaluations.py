@@ -48,7 +48,15 @@ def compare(
         raise EvaluationError("compare needs at least two results; the first is the baseline")
     labels = list(names) if names else result_names(results)
     runs = [
-        Evaluated(label, 0, {"results": label}, Path(path), "finished", "", "")
+        Evaluated(
+            arm=label,
+            seed=0,
+            values={"results": label},
+            folder=Path(path),
+            state="finished",
+            reason="",
+            recipe_sha256="",
+        )
         for label, path in zip(labels, results, strict=True)
     ]
     for label, run in zip(labels[1:], runs[1:], strict=True):

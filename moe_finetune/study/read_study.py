@@ -210,5 +210,11 @@ def _run(output: Path, row: dict[str, Any]) -> RunResult:
     if state == "failed":
         reason = disk.failed_file(output, name).read_text(encoding="utf-8")
     return RunResult(
-        row["arm"], row["seed"], row["values"], run.path, state, reason, row["recipe_sha256"]
+        arm=row["arm"],
+        seed=row["seed"],
+        values=row["values"],
+        folder=run.path,
+        state=state,
+        reason=reason,
+        recipe_sha256=row["recipe_sha256"],
     )

@@ -113,9 +113,14 @@ def make_table(results: StudyResults) -> Table:
         cells = {c.name: cell for c in columns if (cell := _cell(c, runs, labels)) is not None}
         groups[name].rows.append(Row(within, cells, baseline=within == label))
     table = Table(
-        results.name, results.title, results.source, results.seeds, columns, list(groups.values()),
-        label,
-    )  # fmt: skip
+        name=results.name,
+        title=results.title,
+        source=results.source,
+        seeds=results.seeds,
+        columns=columns,
+        groups=list(groups.values()),
+        baseline=label,
+    )
     _rank(table)
     if label is not None:
         _compare(table, runs_of)

@@ -153,7 +153,12 @@ def merge_experts(
     averaged = sum(isinstance(content, Average) for content in contents.values())
     seconds = time.perf_counter() - started
     return UpcycleReport(
-        output, opened[0].facts.target, len(opened), averaged, size, round(seconds, 3)
+        output=output,
+        model_type=opened[0].facts.target,
+        experts=len(opened),
+        averaged=averaged,
+        bytes_written=size,
+        seconds=round(seconds, 3),
     )
 
 

@@ -101,14 +101,20 @@ def _results(
     labels = list(measured)
     runs = [
         MeasuredRun(
-            f"{name}: {label}", seed, {"texts": name, "arm": label}, output, "finished", "", "",
+            arm=f"{name}: {label}",
+            seed=seed,
+            values={"texts": name, "arm": label},
+            folder=output,
+            state="finished",
+            reason="",
+            recipe_sha256="",
             measured=values,
         )
         for name, values_of in texts.items()
         for label in labels
         for seed, one in zip(seeds, measured[label], strict=True)
         if (values := values_of(one))
-    ]  # fmt: skip
+    ]
     present = dict.fromkeys(metric for run in runs for metric in run.measured)
     # A score of the suite is better where it is higher.
     metrics = {metric: METRICS.get(metric, "higher") for metric in [*METRICS, *present]

@@ -66,12 +66,12 @@ def inspect_adapter(folder: Path, base: Path) -> AdapterInspection:
     forms = {name: (programs, lost) for name, programs, lost in losses_by_form(adapter)}
     parts = [_part(adapter, part) for part in GROUPS]
     return AdapterInspection(
-        str(folder),
-        str(base),
-        maker_of(stored),
-        form_of(stored),
-        [part for part in parts if part.adapted or part.in_full],
-        forms,
+        path=str(folder),
+        base=str(base),
+        maker=maker_of(stored),
+        form=form_of(stored),
+        parts=[part for part in parts if part.adapted or part.in_full],
+        forms=forms,
     )
 
 
@@ -90,10 +90,10 @@ def _part(adapter: OpenAdapter, part: str) -> PartFacts:
         else:
             keys.append(update.key)
     return PartFacts(
-        part,
-        len(updates),
-        sorted({update.rank for update in updates}),
-        sorted({round(update.scale, 6) for update in updates}),
-        len(keys) - 2 * len(updates),
-        sum(math.prod(adapter.tensors[key].shape) for key in keys),
+        part=part,
+        adapted=len(updates),
+        ranks=sorted({update.rank for update in updates}),
+        scales=sorted({round(update.scale, 6) for update in updates}),
+        in_full=len(keys) - 2 * len(updates),
+        parameters=sum(math.prod(adapter.tensors[key].shape) for key in keys),
     )

@@ -79,12 +79,26 @@ def open_start(recipe: Recipe) -> Start:
         config, family = fresh_config(folder, recipe.model.config)
         tokenizer = run_tokenizer(recipe, folder)
         check_vocabulary(config, tokenizer, recipe.model.tokenizer or folder)
-        return Start(recipe, folder, config, family, tokenizer, None)
+        return Start(
+            recipe=recipe,
+            folder=folder,
+            config=config,
+            family=family,
+            tokenizer=tokenizer,
+            checkpoint=None,
+        )
     checkpoint = open_checkpoint(folder, values=True, stored=True)
     config = checkpoint.model_config
     check_supported(config, checkpoint.family)
     tokenizer = run_tokenizer(recipe, folder)
-    return Start(recipe, folder, config, checkpoint.family, tokenizer, checkpoint)
+    return Start(
+        recipe=recipe,
+        folder=folder,
+        config=config,
+        family=checkpoint.family,
+        tokenizer=tokenizer,
+        checkpoint=checkpoint,
+    )
 
 
 def start_model(start: Start) -> Any:
