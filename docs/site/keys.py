@@ -22,6 +22,7 @@ from pydantic_core import PydanticUndefined
 
 from moe_finetune.losses import TERMS
 from moe_finetune.losses.base import TermOptions
+from moe_finetune.losses.presets import PAPERS
 from moe_finetune.metrics.words import WORDS
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import LIMITS, OWNED, STAGES
@@ -127,6 +128,13 @@ def recipe_tables() -> str:
     return "\n".join([HEAD, extends, *rows(Recipe)])
 
 
+def cited(text: str) -> str:
+    """``text`` with the papers' numbers (P0 to P4) replaced by their titles."""
+    for number, paper in PAPERS.items():
+        text = text.replace(f"{number} ", f"*{paper.short}* ")
+    return text
+
+
 def loss_tables() -> str:
     """Options of every loss."""
     parts = ["## Options of every loss", HEAD, *rows(TermOptions)]
@@ -134,7 +142,7 @@ def loss_tables() -> str:
         own = [row for row in rows(term.Options) if row not in set(rows(TermOptions))]
         parts += ["", f"## `{name}`", f"{term.source}. Reads {term.reads}.", ""]
         parts += [HEAD, *own] if own else ["No further options."]
-    return "\n".join(parts)
+    return cited("\n".join(parts))
 
 
 def hint(annotation: Any) -> str:

@@ -11,23 +11,32 @@ from moe_finetune.registry import Registry
 
 @dataclass(frozen=True)
 class Paper:
-    """A method's paper; ``arxiv`` is its number there, or None."""
+    """A method's paper: as pages cite it, in full, and its number on arXiv, or None."""
 
+    short: str
     title: str
     arxiv: str | None
 
 
 PAPERS = {
-    "P0": Paper("Advancing Expert Specialization for Better MoE", "2505.22323"),
+    "P0": Paper(
+        "Advancing Expert Specialization",
+        "Advancing Expert Specialization for Better MoE",
+        "2505.22323",
+    ),
     "P1": Paper(
+        "Regularization Losses",
         "Synergistic Intra- and Cross-Layer Regularization Losses for MoE Expert Specialization",
         "2602.14159",
     ),
     "P2": Paper(
-        "Coupling Experts and Routers in Mixture-of-Experts via an Auxiliary Loss", "2512.23447"
+        "Coupling Experts and Routers",
+        "Coupling Experts and Routers in Mixture-of-Experts via an Auxiliary Loss",
+        "2512.23447",
     ),
-    "P3": Paper("Supervised Routing for MoE", None),
+    "P3": Paper("Supervised Routing", "Supervised Routing for MoE", None),
     "P4": Paper(
+        "Variational Inference",
         "Variational Inference, Entropy, and Orthogonality: A Unified Theory of Mixture-of-Experts",
         "2601.03577",
     ),

@@ -146,7 +146,8 @@ class EvaluationSection(Section):
     )
     tokens_per_batch: int = Field(default=4096, ge=1, description="tokens in one forward pass")
     suite: str | None = Field(
-        default=None, description="suite that asks every arm, as P3's Table 2: its name or file"
+        default=None,
+        description="suite that asks every arm, such as the paper's Table 2: its name or file",
     )
 
 

@@ -1,5 +1,6 @@
 """Every recipe that lies in recipes/ is valid, alone or composed, and described."""
 
+import re
 from pathlib import Path
 
 import jinja2
@@ -7,7 +8,7 @@ import pytest
 import yaml
 
 from moe_finetune.data.row_forms import Former
-from moe_finetune.losses.presets import PRESETS
+from moe_finetune.losses.presets import PAPERS, PRESETS
 from moe_finetune.recipe.schema import load_recipe
 
 pytestmark = pytest.mark.usefixtures("p0_released")
@@ -62,24 +63,29 @@ def test_training_settings_compose(training):
     assert rows == (of_a_device | {"p1_qwen3": 64 // 8, "pretrain": 64})[training.stem]
 
 
-TITLES = {
-    "P0": "Advancing Expert Specialization",
-    "P1": "Regularization Losses",
-    "P2": "Coupling Experts and Routers",
-    "P3": "Supervised Routing",
-    "P4": "Variational Inference",
-}
-"""The papers, as a page names them."""
-
-
 def test_there_is_a_file_and_a_described_row_for_every_preset():
     assert {path.stem for path in files("methods")} == set(PRESETS)
     readme = (RECIPES / "README.md").read_text()
     for preset in PRESETS.values():
         assert f"[`{preset.name}`](methods/{preset.name}.yaml)" in readme
-        paper, place = preset.source[:2], preset.source[2:]
-        source = f"*{TITLES[paper]}*{place}" if paper in TITLES else preset.source
+        number, place = preset.source[:2], preset.source[2:]
+        source = f"*{PAPERS[number].short}*{place}" if number in PAPERS else preset.source
         assert f"| {source} | {preset.shows} |" in readme
+
+
+def test_recipes_and_pages_name_papers_by_their_titles():
+    """P0 to P4 are this package's own numbers, which a reader cannot look up."""
+    top = RECIPES.parent
+    files = [*RECIPES.rglob("*.yaml"), *(top / "eval").rglob("*.yaml")]
+    files += [*RECIPES.rglob("*.md"), *(top / "docs").rglob("*.md"), top / "eval" / "README.md"]
+    assert len(files) > 100
+    found = [
+        f"{file.relative_to(top)}: {line}"
+        for file in files
+        for line in file.read_text().splitlines()
+        if re.search(r"\bP[0-4]\b", line)
+    ]
+    assert found == []
 
 
 @pytest.mark.parametrize(
