@@ -126,6 +126,8 @@ def stages(recipe: Recipe, run: RunFolder, inputs: Inputs | None, resume: bool) 
         run.note(finished=False)
     if inputs is not None:
         libraries = most_memory()
+        if inputs.validation is not None and ranks.rank() == 0:
+            run.note(validation_rows=len(inputs.validation))
         with phase("train"):
             train(recipe, run, inputs, resume)
         inputs = None

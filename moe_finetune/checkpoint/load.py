@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +20,7 @@ from moe_finetune.errors import (
     UnsupportedModelError,
 )
 from moe_finetune.io.config_file import check_kernel
+from moe_finetune.io.terminal import terminal
 from moe_finetune.models import opened_as
 from moe_finetune.models.class_structure import class_of, meta_model
 from moe_finetune.models.loading import local_folder
@@ -140,7 +143,7 @@ def read_weights(
 
         read = partial(load_spread, type(meta_model(config)), expert_ranks)
     try:
-        with only_weights(folder) as weights:
+        with _without_bar(), only_weights(folder) as weights:
             loaded: Any = read(
                 None if source is None else weights,
                 config=config,
@@ -162,6 +165,21 @@ def read_weights(
     if source is None and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
+
+
+@contextmanager
+def _without_bar() -> Iterator[None]:
+    """Hide transformers' bar in a command line, which has its own progress."""
+    from transformers.utils import logging as bars
+
+    shown = terminal().capture and bars.is_progress_bar_enabled()
+    if shown:
+        bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            bars.enable_progress_bar()
 
 
 def check_attention(name: str | None) -> None:

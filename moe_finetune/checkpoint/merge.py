@@ -35,6 +35,7 @@ from moe_finetune.errors import CheckpointError
 from moe_finetune.io import check_output, one_writer
 from moe_finetune.io.checkpoint_files import COPY_AGAIN, INDEX, SINGLE, index_text
 from moe_finetune.io.config_file import QUANTIZATION
+from moe_finetune.io.counted import counted
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.safetensors_header import FLOATS, Header, TensorInfo, build_header
 from moe_finetune.models.family import CORRECTION_BIASES
@@ -80,12 +81,13 @@ class Merge:
 
     def text(self) -> str:
         """What ``--dry-run`` prints: kinds of changes, counts and notes."""
-        files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
+        files = counted(len(self.files), "file")
         return "\n".join(
             [
                 *self.kinds(),
-                f"{len(self.changed)} tensors changed, {len(self.copied)} copied byte for byte, "
-                f"{len(self.contents)} tensors in {files}, {self.size / 1e9:.3f} GB",
+                f"{counted(len(self.changed), 'tensor')} changed, "
+                f"{len(self.copied)} copied byte for byte, "
+                f"{counted(len(self.contents), 'tensor')} in {files}, {self.size / 1e9:.3f} GB",
                 *self.notes,
             ]
         )

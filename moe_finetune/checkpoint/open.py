@@ -28,6 +28,7 @@ from moe_finetune.io.checkpoint_files import (
     tensors_of,
 )
 from moe_finetune.io.config_file import QUANTIZATION
+from moe_finetune.io.counted import counted
 from moe_finetune.io.safetensors_header import FLOATS, INTEGERS, Header, TensorInfo, read_header
 from moe_finetune.models import Family, check_supported, family_of, find_family
 from moe_finetune.models.class_structure import ignored_names, part_of
@@ -389,14 +390,15 @@ def stale_head(checkpoint: Checkpoint, carried: bool = True) -> list[str]:
     if not carried:
         without = "a model that trains without an adapter is saved without"
         head_note = (
-            f"{MTP} ({heads} tensors) is not in merged/: {without} it, so speculative decoding "
-            "with it is not possible"
+            f"{MTP} ({counted(heads, 'tensor')}) is not in merged/: {without} it, so speculative "
+            "decoding with it is not possible"
         )
         other_note = f"{others} tensors of {OTHER} are not in merged/: {without} them"
         return [*([head_note] if heads else []), *([other_note] if others else [])]
     if not heads:
         return []
     return [
-        f"{MTP} ({heads} tensors) is copied unchanged: it does not train with the layers that it "
-        "reads, so speculative decoding may accept fewer tokens; the output stays the same"
+        f"{MTP} ({counted(heads, 'tensor')}) is copied unchanged: it does not train with the "
+        "layers that it reads, so speculative decoding may accept fewer tokens; the output stays "
+        "the same"
     ]

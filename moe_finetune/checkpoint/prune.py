@@ -27,6 +27,7 @@ from moe_finetune.errors import CheckpointError, DataError
 from moe_finetune.io import check_output, one_writer
 from moe_finetune.io.checkpoint_files import INDEX, PRUNED, SINGLE
 from moe_finetune.io.config_file import QUANTIZATION
+from moe_finetune.io.counted import counted
 from moe_finetune.io.safetensors_header import Header, TensorInfo, build_header
 from moe_finetune.models.class_structure import without_weights
 from moe_finetune.models.expert_groups import ExpertGroups
@@ -66,7 +67,8 @@ class Pruning:
 def remaining_text(base: Checkpoint, remaining: Mapping[int, Sequence[int]]) -> str:
     """How many experts stay, in words."""
     count = len(next(iter(remaining.values())))
-    return f"{count} of {base.places.num_experts} experts in each of {len(remaining)} layers"
+    layers = counted(len(remaining), "layer")
+    return f"{count} of {base.places.num_experts} experts in each of {layers}"
 
 
 @one_writer

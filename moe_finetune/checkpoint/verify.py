@@ -30,6 +30,7 @@ from moe_finetune.checkpoint.updates import OpenAdapter
 from moe_finetune.checkpoint.weight_files import DTYPES, digest, read_tensor
 from moe_finetune.errors import AdapterError, VerificationError, is_machine_failure, reason_of
 from moe_finetune.io.checkpoint_files import tensors_of
+from moe_finetune.io.counted import counted, in_number
 from moe_finetune.models.class_structure import class_of, meta_model
 from moe_finetune.models.family import CORRECTION_BIASES
 from moe_finetune.models.small_configs import first_layers, of_first_layers
@@ -72,7 +73,8 @@ class VerifyReport:
 
     def text(self) -> str:
         """What was compared, in one line."""
-        line = f"{self.tensors} changed tensors are base + adapter, rounded once"
+        are = in_number("{are} base + adapter, rounded once", self.tensors)
+        line = f"{counted(self.tensors, 'changed tensor')} {are}"
         if self.same:
             line += f", {self.same} of them equal to the base's"
         if self.off_by_a_step:

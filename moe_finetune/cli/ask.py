@@ -7,13 +7,18 @@ from typing import Annotated
 import typer
 
 from moe_finetune.cli.app import app
+from moe_finetune.io.counted import counted
+from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.io.terminal import terminal
 
 
 @app.command()
 def ask(
     source: Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT|ADAPTER", help="What answers.")],
-    question: Annotated[str, typer.Argument(help="Your question, in quotes.")],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="QUESTION", help="Your question.", show_default=False),
+    ] = None,
     system: Annotated[
         str | None, typer.Option("--system", help="A system turn before the question.")
     ] = None,
@@ -34,15 +39,25 @@ def ask(
 
     Example: moe-finetune ask runs/first "What does a router do?"
     """
+    if not words:
+        example = f'moe-finetune ask {source} "What does a router do?"'
+        raise typer.BadParameter(f"QUESTION is missing: add it in quotes, as in {example}")
     from moe_finetune.models.family_lookup import warn_of_plugins
     from moe_finetune.models.loading import existing_folder, local_folder
 
     existing_folder(source)  # before the libraries are imported
     from moe_finetune.cli.checkpoints import base_of
+    from moe_finetune.data.row_forms import FIELDS
+    from moe_finetune.data.trained_form import CHAT, trained_form
     from moe_finetune.evaluation.ask import ask as answer
     from moe_finetune.evaluation.ask import source_of
 
     warn_of_plugins(Path(source))
+    if not raw and (form := trained_form(RunFolder(source))) not in (None, CHAT):
+        terminal().say(
+            f"{source} was trained on rows of {' and '.join(FIELDS[form])}, not on chats; --raw "
+            "asks without the chat template"
+        )
     chosen = source_of(source, lambda adapter: local_folder(base) if base else base_of(adapter))
 
     def write(text: str) -> None:
@@ -52,7 +67,7 @@ def ask(
     with terminal().announced("ask"):
         ended = answer(
             chosen,
-            question,
+            " ".join(words),
             write,
             system=system,
             raw=raw,
@@ -61,4 +76,4 @@ def ask(
         )
     write("\n")
     if not ended:
-        terminal().say(f"cut after {max_tokens} tokens; --max-tokens N allows more")
+        terminal().say(f"cut after {counted(max_tokens, 'token')}; --max-tokens N allows more")

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moe_finetune.cli.app import Output, app
+from moe_finetune.cli.app import Output, app, split_items
+from moe_finetune.io.counted import counted
 from moe_finetune.io.run_folder import RunFolder, checkpoint_in, checkpoint_name
 from moe_finetune.io.terminal import terminal
 from moe_finetune.io.versions import untested
@@ -47,6 +48,14 @@ def inspect(
         str,
         typer.Argument(metavar="CHECKPOINT|ADAPTER", help="Checkpoint folder or hub id; adapter."),
     ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[key.path=value ...]",
+            help="Values that override the recipe's.",
+            show_default=False,
+        ),
+    ] = None,
     recipe: Annotated[
         list[str] | None, typer.Option("--recipe", "-r", help="Recipe file; may be repeated.")
     ] = None,
@@ -80,11 +89,17 @@ def inspect(
 ) -> None:
     """Show a checkpoint's family, sizes, routing; what a recipe or an adapter trains.
 
-    Example: moe-finetune inspect ./Qwen3-30B-A3B --recipe my.yaml --gpu 24
+    Example: moe-finetune inspect ./Qwen3-30B-A3B lora.rank=8 --recipe my.yaml --gpu 24
     """
     from json import dumps
 
     from moe_finetune.errors import RecipeError
+
+    files, changes = split_items(overrides or [])
+    if files:
+        raise RecipeError(f"{files[0]}: expected key.path=value; a recipe follows --recipe")
+    if changes and not recipe:
+        raise RecipeError(f"{changes[0]}: changes a recipe's value; give the recipe with --recipe")
     from moe_finetune.recipe.schema import load_recipe
     from moe_finetune.training.before.inspect_checkpoint import inspect_checkpoint, inspect_dense
 
@@ -94,7 +109,7 @@ def inspect(
         return
     checkpoint = str(checkpoint_in(checkpoint))
     if prove:
-        read = load_recipe(recipe) if recipe else None  # may declare the family
+        read = load_recipe(recipe, changes) if recipe else None  # may declare the family
         proof = _prove(checkpoint, read)
         print(dumps(proof.to_mapping(), indent=2) if json else proof.text())
         if not proof.ok:
@@ -107,7 +122,7 @@ def inspect(
     if gpu is not None and not 0 < gpu < 1e6:
         raise RecipeError(f"--gpu: must be the GiB of one GPU, such as 24, not {gpu:g}")
     with terminal().announced("inspect"):
-        read = load_recipe(recipe) if recipe else None
+        read = load_recipe(recipe, changes) if recipe else None
         dense = inspect_dense(checkpoint) if read is None else None
         inspection = dense or inspect_checkpoint(checkpoint, read, gpu, gpus)
     print(dumps(inspection.to_mapping(), indent=2) if json else inspection.text())
@@ -170,6 +185,13 @@ def convert(
 
     Example: moe-finetune convert moonshotai/Moonlight-16B-A3B --output ./moonlight
     """
+    if to is not None:
+        from moe_finetune.cli.missing import refuse_no_path
+        from moe_finetune.errors import AdapterError as NoAdapter
+
+        refuse_no_path(
+            Path(checkpoint), NoAdapter, "no such folder; give that of a run or an adapter"
+        )
     if to == "list":
         _print_forms(Path(checkpoint), base)
         return
@@ -226,7 +248,8 @@ def _print_forms(source: Path, base: str | None) -> None:
     warn_of_plugins(source)
     adapter, folder = adapter_and_base(source, base)
     opened = check_adapter(adapter, open_checkpoint(folder, stored=True))
-    print(aligned([["form", "read by", "lost"], *map(list, losses_by_form(opened))]))
+    rows = [["form", "read by", "lost"], *map(list, losses_by_form(opened))]
+    print(aligned(rows, "left"))
 
 
 def _convert_adapter(source: Path, to: str, base: str | None, output: Path) -> Path:
@@ -276,6 +299,10 @@ def merge(
 
     Example: moe-finetune merge runs/erc --verify --output merged/erc
     """
+    from moe_finetune.cli.missing import refuse_no_path
+    from moe_finetune.errors import AdapterError
+
+    refuse_no_path(source, AdapterError, "no such folder; give that of a run or an adapter")
     from moe_finetune.checkpoint.adapter_files import read_bias
     from moe_finetune.checkpoint.merge import merge_adapter
     from moe_finetune.checkpoint.open import open_checkpoint
@@ -305,7 +332,8 @@ def merge(
             print(report.text())
             return
         print(
-            f"merged: {output} ({len(report.changed)} tensors changed, {len(report.copied)} copied)"
+            f"merged: {output} ({counted(len(report.changed), 'tensor')} changed, "
+            f"{len(report.copied)} copied)"
         )
         print("\n".join([*report.kinds(), *report.notes]))
     if verify:

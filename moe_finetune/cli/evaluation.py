@@ -1,6 +1,7 @@
 """Verbs that score checkpoints and compare scores."""
 
 import enum
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -15,6 +16,10 @@ from moe_finetune.io.terminal import terminal
 
 if TYPE_CHECKING:
     from moe_finetune.evaluation.results import Results
+
+
+_UNUSABLE = re.compile(r"^\s*$|<\|?\w+\|?>")
+"""A reply without text, or with a special token of a chat."""
 
 
 class Backend(enum.StrEnum):
@@ -158,7 +163,9 @@ def evaluate(
                 dtype=dtype,
             )
         print(results_text(results))
-        for line in never_right(output, results):
+        from moe_finetune.data.trained_form import CHAT, trained_form
+
+        for line in malformed(output, results, run is not None and trained_form(run) == CHAT):
             print(line)
         print(f"results: {output / RESULTS_FILE}")
     if run is None:
@@ -174,22 +181,42 @@ def evaluate(
         )
 
 
-def never_right(output: Path, results: "Results") -> Iterator[str]:
-    """Of each task without a right reply, the beginning of the first reply, and what to check."""
+def malformed(output: Path, results: "Results", trained_on_chats: bool) -> Iterator[str]:
+    """Of each task whose replies have the wrong form, the first wrong one, and what to check.
+
+    So has a task without a right reply, one that was asked without ``chat`` of a run that was
+    trained on chats, and one where most replies are empty, have special tokens or no answer.
+    """
+    for label, task in results["tasks"].items():
+        replies = list(_wrong_replies(output / str(task.get("samples")), str(task.get("metric"))))
+        value, asked_bare = task.get("value"), not task.get("chat")
+        if value is None or not replies:
+            continue
+        unusable = sum(_UNUSABLE.search(reply) is not None for reply in replies)
+        if value == 0:
+            problem = "no reply was right"
+        elif asked_bare and trained_on_chats:
+            problem = "the run was trained on chats, and this task asks without one"
+        elif asked_bare and 2 * unusable > task.get("n", 0):
+            problem = f"{unusable} of {task['n']} replies are empty or have no answer"
+        else:
+            continue
+        yield (
+            f"{label}: {problem}; the first wrong reply is {replies[0][:80]!r}. A model that was "
+            "trained on chats needs chat: true in the suite"
+        )
+
+
+def _wrong_replies(samples: Path, metric: str) -> Iterator[str]:
+    """The texts that were not right; none of tasks that compare log-probabilities."""
     from moe_finetune.io.row_files import placed_rows
 
-    for label, task in results["tasks"].items():
-        samples = output / str(task.get("samples"))
-        if task.get("value") != 0 or not samples.is_file():
-            continue
-        replies = next((row for _, row in placed_rows(samples, finite=False)), {}).get("replies")
+    for _, row in placed_rows(samples, finite=False) if samples.is_file() else ():
+        replies = row.get("replies")
         while isinstance(replies, list) and replies:
             replies = replies[0]
-        if isinstance(replies, str):
-            yield (
-                f"{label}: no reply was right; the first is {replies[:80]!r}. A model that was "
-                "trained on chats needs chat: true in the suite"
-            )
+        if isinstance(replies, str) and not (row.get("metrics") or {}).get(metric):
+            yield replies
 
 
 @contextmanager
@@ -241,9 +268,17 @@ def compare(
 
     Example: moe-finetune compare runs/aux_loss/eval runs/erc/eval --output compare.html
     """
-    from moe_finetune.errors import DataError
+    from moe_finetune.cli.missing import refuse_no_path
+    from moe_finetune.errors import DataError, EvaluationError
     from moe_finetune.io.atomic import refuse_existing
     from moe_finetune.io.hashes import to_json
+
+    if output is not None and output.suffix not in (".html", ".json"):
+        raise typer.BadParameter(f"{output}: expected a name that ends in .html or .json")
+    if output is not None:
+        refuse_existing(output)
+    for path in results:
+        refuse_no_path(path, EvaluationError, "no such folder; give a run, results or a trace")
     from moe_finetune.report.analysis import comparison_text, find_trace
     from moe_finetune.routing.comparison import compare_traces
     from moe_finetune.routing.trace import RoutingTrace
@@ -251,10 +286,6 @@ def compare(
     from moe_finetune.study.page import comparison_page
     from moe_finetune.study.render import comparison_text as tests_text
 
-    if output is not None and output.suffix not in (".html", ".json"):
-        raise typer.BadParameter(f"{output}: expected a name that ends in .html or .json")
-    if output is not None:
-        refuse_existing(output)
     traces = [trace for trace in map(find_trace, results) if trace is not None]
     if not traces:
         study, table = compare_results([results_in(path) for path in results])

@@ -13,6 +13,7 @@ import typer
 from moe_finetune.cli.app import Output, app
 from moe_finetune.io import output_lock
 from moe_finetune.io.atomic import refuse_existing
+from moe_finetune.io.counted import counted
 from moe_finetune.io.run_folder import RunFolder, checkpoint_in
 
 if TYPE_CHECKING:
@@ -155,6 +156,20 @@ def select(
 
     Example: moe-finetune select traces/law --top-p 0.2 --output law.json
     """
+    if sum(option is not None for option in (top, top_p, keep)) > 1:
+        raise typer.BadParameter("--top, --top-p and --keep: choose one of them")
+    share = None if top is None else _share("--top", top)
+    kept_share = None if keep is None else _share("--keep", keep)
+    top_p = 0.2 if top_p is None and share is kept_share is None else top_p
+    if top_p is not None and not 0 < top_p <= 1:
+        raise typer.BadParameter(f"--top-p {top_p:g}: must be above 0 and at most 1")
+    if (after is not None) != (score is Score.gained):
+        raise typer.BadParameter("--score gained needs two traces, BEFORE and AFTER; others one")
+    from moe_finetune.cli.missing import refuse_no_path
+    from moe_finetune.errors import DataError
+
+    for path in (trace, *([after] if after is not None else [])):
+        refuse_no_path(path, DataError, "no trace found; give a trace folder or an .npz file")
     from moe_finetune.lora.select import (
         ExpertSelection,
         expert_relevance,
@@ -167,15 +182,6 @@ def select(
     from moe_finetune.report.analysis import open_trace
     from moe_finetune.routing.comparison import check_same_rows
 
-    if sum(option is not None for option in (top, top_p, keep)) > 1:
-        raise typer.BadParameter("--top, --top-p and --keep: choose one of them")
-    share = None if top is None else _share("--top", top)
-    kept_share = None if keep is None else _share("--keep", keep)
-    top_p = 0.2 if top_p is None and share is kept_share is None else top_p
-    if top_p is not None and not 0 < top_p <= 1:
-        raise typer.BadParameter(f"--top-p {top_p:g}: must be above 0 and at most 1")
-    if (after is not None) != (score is Score.gained):
-        raise typer.BadParameter("--score gained needs two traces, BEFORE and AFTER; others one")
     with output_lock(output):
         refuse_existing(output)
         opened = open_trace(trace)
@@ -218,7 +224,8 @@ def select(
     domains = [domain] if domain else list(info.domains)
     mixed = " (mixed; --domain NAME selects for one)" if len(domains) > 1 else ""
     print(f"domains: {', '.join(domains)}{mixed}")
-    print(f"{sum(map(len, chosen))} experts in {len(chosen)} layers: {output}")
+    experts = counted(sum(map(len, chosen)), "expert")
+    print(f"{experts} in {counted(len(chosen), 'layer')}: {output}")
     carried = sum(row[ids].sum() for row, ids in zip(relevance, chosen, strict=True))
     print(f"they have {carried / len(chosen):.0%} of the {score.value} score")
 

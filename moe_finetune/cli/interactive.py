@@ -130,11 +130,9 @@ def _share(text: str) -> float | None:
 
 def _following(answers: "Answers", recipe: Path, gpu: float | None) -> str:
     """The next commands: look, train, and the run to compare with."""
-    from moe_finetune.io.next_commands import listed, program
-    from moe_finetune.training.before.starter_recipe import LOSSES
+    from moe_finetune.io.next_commands import Line, listed, new_run, other_method, program
 
-    names = (name for name in ("first", "second", "third") if not Path("runs", name).exists())
-    first, second = (f"runs/{next(names, f'{recipe.stem}{n}')}" for n in ("", "-2"))
+    first = new_run(Path("runs"))
     train = [program(), "train", str(recipe)]
     fits = [*train, "--output", first, "--dry-run"]
     if gpu is not None:
@@ -147,19 +145,14 @@ def _following(answers: "Answers", recipe: Path, gpu: float | None) -> str:
             "--gpu",
             f"{gpu:g}",
         ]
-    lines = [
+    lines: list[Line] = [
         ("see the tokenized rows", [program(), "preview", str(recipe)]),
         ("see whether it fits", fits),
         ("train", [*train, "--output", first]),
     ]
-    if answers.has_second_run:
-        plain = answers.preset == "none"
-        other = LOSSES if plain else ["method=none"]
-        runs = [first, second] if plain else [second, first]
-        lines += [
-            ("with the other method", [*train, *other, "--output", second]),
-            ("compare both", [program(), "report", *runs, "--output", "runs/both"]),
-        ]
+    if answers.stage == "sft":  # for which shares are measured
+        second = new_run(Path("runs"), first)
+        lines += other_method([str(recipe)], answers.preset == "none", first, second)
     return listed(lines)
 
 

@@ -1,13 +1,31 @@
 """What a command names and is not there, refused before the libraries are imported."""
 
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe_finetune.data.row_forms import renamed
+from moe_finetune.errors import DataError, MoeFinetuneError, did_you_mean
 from moe_finetune.evaluation.suites import load_suite
+from moe_finetune.io.row_files import placed_rows
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.io.split_files import local_files
 from moe_finetune.models.loading import existing_folder
-from moe_finetune.recipe.data import DataSource
+from moe_finetune.recipe.data import DataSection, DataSource
 from moe_finetune.recipe.early_check import early_sections
+from moe_finetune.recipe.explain_errors import placed
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.yaml_tree import Tree
+
+
+def refuse_no_path(path: Path, kind: type[MoeFinetuneError], problem: str) -> None:
+    """Refuse a path that does not exist with an error of ``kind``, and name a folder like it."""
+    if path.exists():
+        return
+    parent = path.parent
+    siblings = sorted(p.name for p in parent.iterdir() if p.is_dir()) if parent.is_dir() else []
+    near = did_you_mean(path.name, siblings)
+    raise kind(f"{path}: {problem}{near}")
 
 
 def refuse_missing(tree: Tree, run: RunFolder | None = None, resume: bool = False) -> None:
@@ -24,6 +42,22 @@ def refuse_missing(tree: Tree, run: RunFolder | None = None, resume: bool = Fals
     for paths in (data.train, data.validation_sources):
         for source in paths if isinstance(paths, list) else [paths] if paths else ():
             rows = DataSource(path=source) if isinstance(source, str) else source
-            local_files(rows.path, rows.split or data.split)
+            files = local_files(rows.path, rows.split or data.split)
+            try:
+                _check_first_row(files or [], rows, data)
+            except DataError as error:
+                raise DataError(placed(tree, str(error))) from error
     if sections.evaluation is not None:
         load_suite(sections.evaluation.suite)
+
+
+def _check_first_row(files: Sequence[Path], source: DataSource, data: DataSection) -> None:
+    """Refuse names in ``data.columns`` that the first row does not have, unless it may be left out.
+
+    The rules of a template are checked where rows are formed.
+    """
+    settings = source if source.columns or source.template else data
+    if source.where or data.malformed == "drop" or settings.template or not settings.columns:
+        return
+    for location, row in itertools.islice(placed_rows(files[0], finite=False), 1) if files else ():
+        renamed(location, row, settings.columns)

@@ -114,12 +114,13 @@ def train(
         raise
     if run is None:
         return
-    from moe_finetune.report.end_of_run import end_run, next_commands
+    from moe_finetune.report.end_of_run import end_run, next_commands, second_run
 
     if is_first_rank():
         print(f"run: {run}")
-        page = RunFolder(run).page
-        end_run({"after": run}, None, next_commands(page, run))
+        # A resumed run may be started from its own recipe, whose values are all written out.
+        more = [] if resume else second_run(run, items)
+        end_run({"after": run}, None, next_commands(RunFolder(run).page, run, more=more))
 
 
 def is_first_rank() -> bool:
@@ -196,6 +197,11 @@ def report(
 
     Example: moe-finetune report runs/aux_loss runs/erc --labels aux,ERC --output report
     """
+    from moe_finetune.cli.missing import refuse_no_path
+    from moe_finetune.errors import DataError
+
+    for run in runs:
+        refuse_no_path(run, DataError, "no such folder; give the --output folder of a run")
     from moe_finetune.report import write_report
 
     names = [name.strip() for name in labels.split(",")] if labels is not None else None

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moe_finetune.data.chat import RenderingError
-from moe_finetune.data.held_out import held_out_of
+from moe_finetune.data.held_out import held_out_of, warn_of_few
 from moe_finetune.data.sources import (
     DROP_REMEDY,
     SourceReader,
@@ -41,6 +41,7 @@ from moe_finetune.data.turns import TurnCounts, each_answer, until_last_answer
 from moe_finetune.errors import DataError, DiskSpaceError, OutputError
 from moe_finetune.io import output_folder, output_lock, sync
 from moe_finetune.io.cache_folder import cache_folder
+from moe_finetune.io.counted import counted, in_number
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.row_files import Row
 from moe_finetune.models.tokenizer import Tokenizer
@@ -55,26 +56,26 @@ FORMAT = 13
 COLUMNS = ("input_ids", "labels")
 _COUNTS = "counts.json"
 _SAID = {
-    "truncated": "{n} rows are longer than data.max_length {max_length} and were truncated by "
+    "truncated": "{rows} {are} longer than data.max_length {max_length} and {were} truncated by "
     "{cut} tokens in total",
-    "dropped": "{n} rows are longer than data.max_length {max_length} and were dropped "
+    "dropped": "{rows} {are} longer than data.max_length {max_length} and {were} dropped "
     "(data.overlong is 'drop', or no learned token would remain)",
-    "unlearned": "{n} rows have no answer to learn and were dropped",
-    "malformed": "{n} rows are malformed and were dropped; the first: {first}",
-    "unanswered": "{n} rows end with turns that no answer follows; those turns were dropped",
-    "rewritten": "{n} rows: the chat template renders earlier answers differently once the "
+    "unlearned": "{rows} {have} no answer to learn and {were} dropped",
+    "malformed": "{rows} {are} malformed and {were} dropped; the first: {first}",
+    "unanswered": "{rows} {end} with turns that no answer follows; those turns were dropped",
+    "rewritten": "{rows}: the chat template renders earlier answers differently once the "
     "conversation goes on; those answers are not learned (data.turns: each makes an example of "
     "every answer)",
-    "endless": "{n} rows: the chat template ends an answer without a special token, so the model "
+    "endless": "{rows}: the chat template ends an answer without a special token, so the model "
     "does not learn where to stop; data.chat_template: training adds the token where TRL has a "
     "version of the template, as for GLM-4.5; otherwise give a Jinja file",
-    "unlocated": "{n} rows: the chat template refuses the turns before an answer, as of one that "
+    "unlocated": "{rows}: the chat template refuses the turns before an answer, as of one that "
     "opens the conversation; that answer is not learned",
-    "thoughtless": "{n} rows: an answer has no thoughts where the chat template's prompt opens a "
+    "thoughtless": "{rows}: an answer has no thoughts where the chat template's prompt opens a "
     "think block, so the model learns to end its thoughts at once",
-    "delimited": "{n} rows already have the special token that begins or ends a text; no second "
+    "delimited": "{rows} already {have} the special token that begins or ends a text; no second "
     "one is added",
-    "straddled": "{n} rows: prompt and completion meet inside one token, which is learned; end "
+    "straddled": "{rows}: prompt and completion meet inside one token, which is learned; end "
     "the prompt without a space to avoid it",
 }
 """What can happen to a row, and what the log says about it."""
@@ -133,17 +134,17 @@ class Counts:
         """Sentences for the log: the first always, the others if something happened."""
         values = {"max_length": max_length, "cut": self.cut, "first": self.first_malformed}
         return [
-            f"{self.rows} rows, {self.tokens} tokens, {self.learned} of them learned",
-            *(sentence.format(n=self.notes[name], **values)
-              for name, sentence in _SAID.items() if self.notes[name]),
+            f"{counted(self.rows, 'row')}, {counted(self.tokens, 'token')}, "
+            f"{self.learned:,} of them learned",
+            *(said(name, self.notes[name], **values) for name in _SAID if self.notes[name]),
             *self.turns,
             *unread_lines(self.unread),
         ]  # fmt: skip
 
 
-def said(what: str, **values: Any) -> str:
-    """The log's sentence about what happened to ``n`` rows."""
-    return _SAID[what].format(**values)
+def said(what: str, count: int, **values: Any) -> str:
+    """The log's sentence about what happened to ``count`` rows."""
+    return in_number(_SAID[what], count).format(rows=counted(count, "row"), **values)
 
 
 def unread_lines(columns: Iterable[str]) -> list[str]:
@@ -167,6 +168,7 @@ def load_examples(data: DataSection, tokenizer: Tokenizer, seed: int) -> Example
         drawn = order if isinstance(data.validation, float) else 0
         rows, counts = prepare(data.validation_sources, data, tokenizer, "validation", drawn)
         validation, measured = rows, data.validation_sources
+        warn_of_few(data, len(train), len(validation))
     ends = list(itertools.accumulate(counts.sources))
     parts = [rows.select(range(end - n, end)) for n, end in zip(counts.sources, ends, strict=True)]
     paths = [source.path for source in listed(measured, "train")]
@@ -309,16 +311,18 @@ def _write(
     first = next(filter(None, problems), "")
     usable_rows = columns["tokens"] > 0
     if not usable:
-        raise DataError(f"data.{name}: all {len(problems)} rows are malformed; the first: {first}")
+        raise DataError(
+            f"data.{name}: every row is malformed ({len(problems):,}); the first: {first}"
+        )
     if notes["unlearned"] == usable:
         raise DataError(
-            f"data.{name}: none of the {usable} rows has an answer to learn; check the turns' "
-            "roles and their train fields"
+            f"data.{name}: of {counted(usable, 'row')}, none has an answer to learn; check the "
+            "turns' roles and their train fields"
         )
     if not usable_rows.any():
         raise DataError(
-            f"data.{name}: none of the {usable} rows has a learned token within data.max_length "
-            f"{data.max_length}; raise it"
+            f"data.{name}: of {counted(usable, 'row')}, none has a learned token within "
+            f"data.max_length {data.max_length}; raise it"
         )
     notes["unanswered"] = unanswered
     notes["malformed"] += sum(reader.malformed for reader in readers)

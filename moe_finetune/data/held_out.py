@@ -6,13 +6,18 @@ its side when others are added, and no list of rows is stored.
 
 import hashlib
 import json
+import logging
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from moe_finetune.errors import DataError
+from moe_finetune.io.counted import counted
 from moe_finetune.io.row_files import Row
 
+log = logging.getLogger(__name__)
+FEW = 20
+"""Rows held out below which a warning says how rough their figures are."""
 _NUMBERS = 1 << 64
 
 
@@ -58,3 +63,15 @@ class HeldOut:
 def held_out_of(data: Any, seed: int, fields: Collection[str] | None = None) -> HeldOut | None:
     """The split of a recipe's ``data`` section; None where files are validation data."""
     return HeldOut(data.validation, seed, fields) if isinstance(data.validation, float) else None
+
+
+def warn_of_few(data: Any, trained: int, held: int) -> None:
+    """Warn if a share holds out so few rows that figures measured on them are rough."""
+    if isinstance(data.validation, float) and held < FEW:
+        log.warning(
+            "data.validation: %g holds out only %s of %s, so figures measured on them are rough; "
+            "give more rows, a larger share, or files of validation data",
+            data.validation,
+            f"{held:,}",
+            counted(held + trained, "row"),
+        )

@@ -20,12 +20,14 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from moe_finetune.data.examples import Examples, load_examples, said, unread_lines
+from moe_finetune.data.held_out import warn_of_few
 from moe_finetune.data.row_forms import columns_of, renamed, with_values
 from moe_finetune.data.sources import SourceReader, files_line, listed, rows_of
 from moe_finetune.data.template_fields import field_reader
 from moe_finetune.data.tokenize import IGNORED, beginning_of, rendered, set_chat_template
 from moe_finetune.data.turns import COLUMNS, TurnCounts, conversation
 from moe_finetune.errors import DataError, did_you_mean
+from moe_finetune.io.counted import counted, in_number
 from moe_finetune.io.row_files import Row, short
 from moe_finetune.recipe.data import DataSection, Paths
 from moe_finetune.recipe.schema import Recipe
@@ -269,6 +271,7 @@ def load_stage_rows(
         drawn = order if isinstance(data.validation, float) else 0
         validation, measured, largest = read(data.validation_sources, "validation", drawn)
         largest_id = max(largest_id, largest)
+        warn_of_few(data, len(train), len(validation))
     return Examples(train.shuffle(order), validation, measured, largest_id)
 
 
@@ -325,20 +328,20 @@ def _read(
     reads, length = field_reader(tokenizer), data.max_length
     lines = [line for reader in readers for line in reader.former.turns.lines(reads)]
     if counts["begun"]:
-        lines.append(
-            f"{counts['begun']} texts begin with the special token that TRL adds, so they have it "
-            "twice; remove it from the texts"
-        )
+        about = "{begin} with the special token that TRL adds, so {they} {have} it twice; remove it"
+        begun = counts["begun"]
+        lines.append(f"{counted(begun, 'text')} {in_number(about, begun)} from the texts")
     lines += unread_lines(set[str]().union(*(reader.unread for reader in readers)))
     malformed = [reader for reader in readers if reader.malformed]
     if malformed:
         count = sum(reader.malformed for reader in malformed)
-        lines.append(said("malformed", n=count, first=malformed[0].first_malformed))
+        lines.append(said("malformed", count, first=malformed[0].first_malformed))
     if counts["truncated"]:
         cut = counts["cut"]
-        lines.append(said("truncated", n=counts["truncated"], max_length=length, cut=cut))
+        lines.append(said("truncated", counts["truncated"], max_length=length, cut=cut))
     if count := counts["dropped"]:
-        lines.append(f"{count} rows are longer than data.max_length {length} and were dropped")
+        about = in_number("{are} longer than data.max_length %d and {were} dropped", count)
+        lines.append(f"{counted(count, 'row')} {about % length}")
     for line in lines:
         log.warning("%s data: %s", name, line)
     measured: list[list[Row]] = [[] for _ in readers]

@@ -14,6 +14,7 @@ from moe_finetune.data.chat import TemplateLimitError
 from moe_finetune.data.held_out import held_out_of
 from moe_finetune.data.row_forms import Former
 from moe_finetune.errors import DataError, did_you_mean, reason_of
+from moe_finetune.io.counted import counted, in_number
 from moe_finetune.io.hashes import sha256_file, sha256_json
 from moe_finetune.io.hub import check_hub, commit_of, opened_commit
 from moe_finetune.io.json_file import read_object
@@ -163,7 +164,7 @@ class SourceReader:
             yield location, usable
         if not formed and self.malformed:
             raise DataError(
-                f"{source.path}: all {self.malformed} rows are malformed; the first: "
+                f"{source.path}: every row is malformed ({self.malformed:,}); the first: "
                 f"{self.first_malformed}"
             )
         if not formed:
@@ -234,7 +235,8 @@ def draw(rows: Iterator[T], limit: int, seed: int, requested_by: str) -> Iterato
         elif (slot := int(generator.integers(seen))) < limit:
             reservoir[slot] = (seen, row)
     if seen < limit:
-        raise DataError(f"{requested_by}: is {limit}, but there are only {seen} rows; lower it")
+        only = f"{in_number('there {are} only', seen)} {counted(seen, 'row')}"
+        raise DataError(f"{requested_by}: is {limit}, but {only}; lower it")
     for _, row in sorted(reservoir, key=lambda item: item[0]):
         yield row
 

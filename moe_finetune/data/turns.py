@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moe_finetune.errors import DataError, did_you_mean
+from moe_finetune.io.counted import counted, in_number
 from moe_finetune.io.json_file import JsonError, parse_json
 from moe_finetune.io.row_files import Row, short
 
@@ -184,17 +185,21 @@ class TurnCounts:
         Args:
             reads: whether the chat template reads a field of turns; None if it may.
         """
+        unlearned = "{are} not learned, because of {their} field"
         lines = [
-            f"{count} answers are not learned, because of their field '{name}'"
+            f"{counted(count, 'answer')} {in_number(unlearned, count)} '{name}'"
             for name, count in sorted(self.hidden.items())
         ]
         for answer, text in ((False, "not used"), (None, "perhaps used (the template reads turns "
                                                          "whole)")):  # fmt: skip
             names = [name for name in sorted(self.fields) if reads(name) is answer]
-            counted = ", ".join(f"{name} (in {self.fields[name]} turns)" for name in names)
-            lines += [f"fields of turns {text}: {counted}"] if names else []
+            places = ", ".join(
+                f"{name} (in {counted(self.fields[name], 'turn')})" for name in names
+            )
+            lines += [f"fields of turns {text}: {places}"] if names else []
         if self.undefined:
-            lines.append(f"{self.undefined} rows call tools that no 'tools' define")
+            calls = in_number("{call} tools that no 'tools' define", self.undefined)
+            lines.append(f"{counted(self.undefined, 'row')} {calls}")
         return lines
 
 

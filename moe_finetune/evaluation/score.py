@@ -219,9 +219,21 @@ def check_joined(name: str, scores: Sequence[Score]) -> None:
         differing = sum(first[key][0] != other[key][0] for key in first)
         if differing:
             raise EvaluationError(
-                f"task {name}: {differing} of {len(first)} prompts differ; results are comparable "
-                "only with the same shots, template and seed"
+                f"task {name}: {differing} of {len(first)} prompts differ"
+                f"{_asked_otherwise(scores[0].task, score.task)}; results are comparable only with "
+                "the same shots, chat, template and seed"
             )
+
+
+def _asked_otherwise(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """The options of a suite's line in which two results differ, with both values."""
+    keys = [key for key in ("shots", "chat", "enable_thinking") if one.get(key) != other.get(key)]
+    values = (f"{key} is {_yaml(one.get(key))} and {_yaml(other.get(key))}" for key in keys)
+    return f" ({', '.join(values)})" if keys else ""
+
+
+def _yaml(value: Any) -> str:
+    return {None: "not set", True: "true", False: "false"}.get(value, str(value))
 
 
 def _directed(score: Score) -> str:

@@ -8,6 +8,7 @@ from moe_finetune.errors import EvaluationError, MoeFinetuneError
 from moe_finetune.evaluation.sandbox.install import no_sandbox
 from moe_finetune.evaluation.suite_lines import Line, data_folder
 from moe_finetune.evaluation.suites import Suite, load_suite
+from moe_finetune.io.counted import counted
 from moe_finetune.models.tokenizer import Tokenizer
 
 _SAMPLED = 50
@@ -101,8 +102,9 @@ def render_checks(checks: list[TaskCheck]) -> str:
         size = ""
         if check.items is not None:
             size = (
-                f"{check.items:,} items, {check.requests:,} requests, about "
-                f"{check.prompt_tokens:,} prompt tokens, at most {check.reply_tokens:,} replied"
+                f"{counted(check.items, 'item')}, {counted(check.requests or 0, 'request')}, about "
+                f"{counted(check.prompt_tokens or 0, 'prompt token')}, "
+                f"at most {check.reply_tokens:,} replied"
             )
         elif check.runnable:
             size = "from the hub"

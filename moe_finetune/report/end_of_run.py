@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from moe_finetune.evaluation.score import Score
-from moe_finetune.io.next_commands import listed, program
-from moe_finetune.io.run_folder import RESULTS_FILE
+from moe_finetune.io.next_commands import Line, listed, new_run, other_method, program
+from moe_finetune.io.run_folder import RECIPE_FILE, RESULTS_FILE
 from moe_finetune.io.terminal import terminal
 from moe_finetune.io.text_tables import aligned
 from moe_finetune.report.context import Report
 from moe_finetune.report.markup import DASH
-from moe_finetune.report.read_runs import read_results, read_runs
+from moe_finetune.report.read_runs import read_results, read_run, read_runs
 from moe_finetune.report.sections.answer import answer_text
 
 WIDTH = 100
@@ -64,13 +64,15 @@ def end_run(runs: Mapping[str, Path], base: Path | None, following: str) -> None
         print(f"\n{following}")
 
 
-def next_commands(page: Path | None, run: Path, start: Sequence[str] = ()) -> str:
+def next_commands(
+    page: Path | None, run: Path, start: Sequence[str] = (), more: Sequence[Line] = ()
+) -> str:
     """Commands that a user may want next; ``start`` is a command for the user's own data."""
     has_screen = os.environ.keys() & {"DISPLAY", "WAYLAND_DISPLAY"}  # a server has none
     opener = "xdg-open" if has_screen and shutil.which("xdg-open") else None
     if sys.platform == "darwin":
         opener = "open"
-    lines = []
+    lines: list[Line] = []
     if (run / "merged").is_dir() or (run / "adapter").is_dir():
         lines.append(("ask it", [program(), "ask", str(run), "your question"]))
     if page is not None and page.is_file():
@@ -85,4 +87,25 @@ def next_commands(page: Path | None, run: Path, start: Sequence[str] = ()) -> st
         lines.append(("check what is served", asked))
     if start:
         lines.append(("train on your own data", [program(), *start]))
+    lines += more
     return listed(lines)
+
+
+def second_run(run: Path, recipe: Sequence[str]) -> list[Line]:
+    """The run to compare ``run`` with, and the report of both; only the report if it is there.
+
+    Nothing but for stage sft, for which the losses' strength is measured.
+
+    Args:
+        recipe: files and overrides that ``run`` was started with.
+    """
+    this = read_run(run, "")
+    if this.stage != "sft":
+        return []
+    plain = this.method in (None, "none")
+    for file in sorted(run.parent.glob(f"*/{RECIPE_FILE}")):
+        other = read_run(file.parent, "")
+        same = all(this.recipe.get(key) == other.recipe.get(key) for key in ("model", "data"))
+        if same and (other.method in (None, "none")) is not plain:
+            return other_method(recipe, plain, str(run), str(file.parent))[1:]
+    return other_method(recipe, plain, str(run), new_run(run.parent, str(run)))

@@ -9,6 +9,7 @@ from typing import Any
 from moe_finetune.errors import DataError
 from moe_finetune.evaluation.results import load_results, step_results
 from moe_finetune.evaluation.score import Score
+from moe_finetune.io.counted import counted
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.run_folder import RunFolder, read_log
 from moe_finetune.io.yaml_file import read_yaml
@@ -122,7 +123,8 @@ def read_runs(paths: Iterable[Path | str], labels: Sequence[str] | None = None) 
     """Read run folders, each with a unique label (by default the folder's name)."""
     folders = find_runs(paths)
     if labels is not None and len(labels) != len(folders):
-        raise DataError(f"{len(labels)} labels for {len(folders)} runs; give one for each run")
+        counts = f"{counted(len(labels), 'label')} for {counted(len(folders), 'run')}"
+        raise DataError(f"{counts}; give one for each run")
     names = list(labels) if labels is not None else _labels(folders)
     return [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
 

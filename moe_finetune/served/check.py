@@ -14,6 +14,7 @@ import torch
 
 from moe_finetune.errors import EvaluationError
 from moe_finetune.io import write_atomic
+from moe_finetune.io.counted import counted
 from moe_finetune.io.environment import package_versions
 from moe_finetune.io.hashes import sha256_json
 from moe_finetune.io.run_folder import RunFolder
@@ -93,8 +94,8 @@ class ServedReport:
             headline += ": training moves these tokens by no more than two programs differ"
         lines = [
             headline,
-            f"  {self.tokens} tokens of {self.prompts} prompts; differences of log-probabilities "
-            "in nats, 95 % intervals over prompts",
+            f"  {counted(self.tokens, 'token')} of {counted(self.prompts, 'prompt')}; "
+            "differences of log-probabilities in nats, 95 % intervals over prompts",
             f"  served - trained   {self.tuned.text()}",
         ]
         if self.base is not None and self.moved is not None:

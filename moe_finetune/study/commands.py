@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_finetune.errors import StudyError
+from moe_finetune.io.counted import counted
 
 
 def carry_out_study(
@@ -19,7 +20,7 @@ def carry_out_study(
     table = output / "tables" / "study.txt"
     if results.finished:
         print(table.read_text(encoding="utf-8"))
-    print(f"{len(results.finished)} of {len(results.runs)} runs finished")
+    print(f"{len(results.finished)} of {counted(len(results.runs), 'run')} finished")
     failed = [run for run in results.runs if run.state == "failed"]
     for run in failed:
         print(f"failed: {run.arm} seed {run.seed}: {run.reason}")
@@ -44,7 +45,7 @@ def show_plan(recipe: str, overrides: Sequence[str], output: Path | None) -> Non
         names = [run.name for run in runs if run.arm == arm]
         done = [sum(state_of(output, name) == "finished" for name in names)] if output else []
         lines.append([arm, *map(str, (len(names), *done))])
-    print(f"{study.title or study.name}: {len(runs)} runs\n{aligned(lines, 'left')}")
+    print(f"{study.title or study.name}: {counted(len(runs), 'run')}\n{aligned(lines, 'left')}")
     if difference := different_routers(runs):
         print(difference)
 

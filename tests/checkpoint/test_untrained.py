@@ -102,5 +102,5 @@ def test_a_whole_model_names_what_it_is_saved_without(tmp_path):
     vision = [f"model.visual.blocks.{n}.norm.weight" for n in range(3)]
     with_head("qwen3_5_moe_text", tmp_path, [*vision, "mtp.fc.weight"])
     head, others = stale_head(open_checkpoint(tmp_path), carried=False)
-    assert head.startswith("the MTP head (1 tensors) is not in merged/")
+    assert head.startswith("the MTP head (1 tensor) is not in merged/")
     assert others.startswith(f"3 tensors of {OTHER} are not in merged/")

@@ -221,7 +221,7 @@ def test_tools_of_a_turn_are_those_of_the_row_and_calls_without_any_are_counted(
     assert learned(inside, tokenizer) == learned(beside, tokenizer)
     rows = [inside, beside, {"messages": beside["messages"]}]
     load_dataset_for(DataSection(train=write(tmp_path, *rows)), tokenizer, 0)
-    assert "train data: 1 rows call tools that no 'tools' define" in caplog.messages
+    assert "train data: 1 row calls tools that no 'tools' define" in caplog.messages
     assert "fields of turns" not in caplog.text
 
 

@@ -104,7 +104,7 @@ def test_a_conversation_that_the_assistant_opens(name, text, tmp_path, caplog):
     tokenizer, row = tokenizer_of(name), {"messages": [GREETING, ASK, YES]}
     assert learned(row, tokenizer).endswith(text)
     load_dataset_for(DataSection(train=write(tmp_path, row)), tokenizer, 0)
-    assert ("1 rows: the chat template refuses the turns before" in caplog.text) == (
+    assert ("1 row: the chat template refuses the turns before" in caplog.text) == (
         name != "qwen2_5"
     )
     caplog.clear()
@@ -139,7 +139,7 @@ def test_no_empty_think_block_is_learned_before_thoughts():
 
 def test_answers_without_thoughts_where_the_prompt_opens_them_are_counted(tmp_path, caplog):
     file = write(tmp_path, {"messages": [ASK, YES]}, {"messages": [ASK, THOUGHT]})
-    said = "1 rows: an answer has no thoughts where the chat template's prompt opens a think block"
+    said = "1 row: an answer has no thoughts where the chat template's prompt opens a think block"
     for name, counted in (("qwen3_5_think", True), ("nemotron_3_nano", True), ("qwen3", False)):
         caplog.clear()
         load_dataset_for(DataSection(train=file), tokenizer_of(name), 0)
@@ -252,7 +252,7 @@ def test_answers_without_an_end_of_turn_token_are_reported(tmp_path, caplog):
         section = DataSection(train=file, chat_template=template)
         rows, _ = load_dataset_for(section, tokenizer, 0)
         text = marked(rows[0]["input_ids"], rows[0]["labels"], tokenizer, ("⟦", "⟧"))
-        warned = "1 rows: the chat template ends an answer without a special token" in caplog.text
+        warned = "1 row: the chat template ends an answer without a special token" in caplog.text
         ends[name, template] = (text.strip().removesuffix("⟧")[-5:], warned)
     assert ends == {
         ("glm4moe", None): ("\nYes.", True),

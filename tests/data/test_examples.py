@@ -159,10 +159,8 @@ def test_cut_and_left_out_rows_are_counted_and_said(write, tokenizer, caplog):
     assert [len(ids) for ids in kept["input_ids"]] == [8, 8]
     said = caplog.text
     assert "3 rows, 16 tokens, 8 of them learned" in said
-    assert (
-        "1 rows are longer than data.max_length 8 and were truncated by 6 tokens in total" in said
-    )
-    assert "1 rows are longer than data.max_length 8 and were dropped" in said
+    assert "1 row is longer than data.max_length 8 and was truncated by 6 tokens in total" in said
+    assert "1 row is longer than data.max_length 8 and was dropped" in said
     section = DataSection(train=source, max_length=8, overlong="drop")
     assert len(prepare(source, section, tokenizer, "train")) == 1
     section = DataSection(train=source, max_length=8, overlong="error")
@@ -171,7 +169,7 @@ def test_cut_and_left_out_rows_are_counted_and_said(write, tokenizer, caplog):
     ):
         prepare(source, section, tokenizer, "train")
     only_long = write("only.jsonl", rows[2:])
-    with pytest.raises(DataError, match="none of the 1 rows has a learned token"):
+    with pytest.raises(DataError, match="of 1 row, none has a learned token"):
         load_dataset_for(DataSection(train=only_long, max_length=8), tokenizer, 0)
 
 
@@ -186,8 +184,8 @@ def test_turns_that_no_answer_follows_are_dropped_and_reported(write, tokenizer,
             section = DataSection(train=source, turns=turns)
             kept = prepare(source, section, tokenizer, "train").to_list()
         assert len(kept) == 2 * copies and kept[:copies] == kept[copies:]
-        assert "1 rows end with turns that no answer follows; those turns were" in caplog.text
-        assert "1 rows have no answer to learn and were dropped" in caplog.text
+        assert "1 row ends with turns that no answer follows; those turns were" in caplog.text
+        assert "1 row has no answer to learn and was dropped" in caplog.text
     everything = DataSection(train=source, completion_only_loss=False)
     texts = [
         tokenizer.decode(ids)
@@ -225,7 +223,7 @@ def test_malformed_rows_are_dropped_where_the_recipe_says_so(
     first = r"train data: 2 rows are malformed and were dropped; the first: \S*c\.jsonl:2: "
     assert re.search(first, caplog.text)
     only = DataSection(train=write("b.jsonl", [bad, bad]), malformed="drop", **options)
-    with pytest.raises(DataError, match=r"all 2 rows are malformed; the first: .*b\.jsonl:1: "):
+    with pytest.raises(DataError, match=r"every row is malformed \(2\); the first: .*b\.jsonl:1: "):
         load_dataset_for(only, tokenizer, 0)
 
 
@@ -330,5 +328,5 @@ def test_a_text_has_one_beginning_and_one_end(row, text, tmp_path, caplog):
         caplog.clear()
         load_dataset_for(DataSection(train=str(file)), tokenizer, 0)
         written = str(row)
-        noted = "1 rows already have the special token that begins or ends a text" in caplog.text
+        noted = "1 row already has the special token that begins or ends a text" in caplog.text
         assert noted is ("'<s>" in written or "</s>'" in written or "</s>\\n'" in written)

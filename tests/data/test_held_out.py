@@ -94,3 +94,14 @@ def test_validation_files_of_a_folder_lose_to_the_key(tmp_path):
 def test_a_share_is_between_nothing_and_all(share):
     with pytest.raises(ValidationError, match=r"validation\n.*between 0 and 1, such as 0\.1"):
         DataSection(train="rows.jsonl", validation=share)
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+def test_few_rows_held_out_are_counted_in_a_warning(tmp_path, caplog, stage):
+    """A tenth of 60 rows was 1 to 9 of them, by the seed, and nothing said so."""
+    rows = [pair(n) if stage == "dpo" else {"text": f"row {n} of the file"} for n in range(60)]
+    path = write(tmp_path / "rows.jsonl", rows)
+    few = len(sides(path, stage)[1])
+    assert f"data.validation: 0.1 holds out only {few} of 60 rows, so figures" in caplog.text
+    caplog.clear()
+    assert len(sides(path, stage, share=0.6)[1]) >= 20 and "holds out" not in caplog.text

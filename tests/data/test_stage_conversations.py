@@ -135,7 +135,7 @@ def test_batches_are_those_of_a_stock_trainer(name, tokenizer, tmp_path, caplog)
         assert one.keys() == other.keys()
         assert all(torch.equal(one[key], other[key]) for key in one)
     assert ("truncated by" in said) is (name in ("texts", "tools", "long"))
-    assert ("and were dropped" in said) is (name == "long")
+    assert ("and was dropped" in said) is (name == "long")
 
 
 @pytest.mark.parametrize("prompt", ["Wet? ", [ASK], [*CALLED, YES, ASK]])

@@ -91,14 +91,14 @@ def test_fields_of_turns_that_nothing_reads_are_counted(tmp_path, caplog):
     rows = [{"messages": [{**ASK, "name": "Ada"}, thought, ASK, {**YES, "note": 4}]}]
     file, tokenizer = write(tmp_path, *rows), tiny.tokenizer()
     load_dataset_for(DataSection(train=file), tokenizer, 0)
-    unread = "name (in 1 turns), note (in 2 turns), reasoning_details (in 1 turns)"
+    unread = "name (in 1 turn), note (in 2 turns), reasoning_details (in 1 turn)"
     assert f"train data: fields of turns not used: {unread}" in caplog.messages
     caplog.clear()
     own = tokenizer.chat_template.replace("{{ m['content'] }}", "{{ m['content'] }}{{ m.note }}")
     assert own != tokenizer.chat_template
     tokenizer.chat_template = own
     load_dataset_for(DataSection(train=file), tokenizer, 0)
-    assert "note" not in caplog.text and "reasoning_details (in 1 turns)" in caplog.text
+    assert "note" not in caplog.text and "reasoning_details (in 1 turn)" in caplog.text
     caplog.clear()
     tokenizer.chat_template = (
         own + "{% for m in messages %}{% if m | tojson %}{% endif %}{% endfor %}"

@@ -72,8 +72,32 @@ def test_raw_text_and_what_is_refused(folder, capsys, tmp_path):
     assert capsys.readouterr().out.strip("\n") == wanted.strip("\n")
     for arguments, words in (
         ([str(base), "  "], "the question is empty"),
+        ([str(base)], f'add it in quotes, as in moe-finetune ask {base} "What'),
         ([str(base), QUESTION, "--raw", "--system", "x"], "leave --raw out"),
         ([str(tmp_path / "nowhere"), QUESTION], "no such folder"),
     ):
         assert cli.main(["ask", *arguments]) == 2
         assert words in capsys.readouterr().err
+
+
+def test_a_run_on_texts_names_raw_and_words_need_no_quotes(folder, capsys, tmp_path):
+    """A run on prompts and completions was asked through a chat template that it never saw."""
+    run, rows = folder / "run", tmp_path / "rows.jsonl"
+    columns = "{prompt: ask, completion: say}"
+    recipe = f"model: {{path: m}}\ndata: {{train: {rows}, columns: {columns}}}\n"
+    (run / "recipe.yaml").write_text(recipe)
+    rows.write_text('{"ask": "Which of", "say": " 12?"}\n')
+    options = ["--max-tokens", "5", "--base", str(folder / "base")]
+    said = "was trained on rows of prompt and completion, not on chats; --raw"
+    answers = []
+    for words, more in (([QUESTION], []), (QUESTION.split(), []), ([QUESTION], ["--raw"])):
+        assert cli.main(["ask", str(run), *words, *options, *more]) == 0
+        output = capsys.readouterr()
+        assert (said in output.err) == (not more) and "Loading weights" not in output.err
+        answers.append(output.out)
+    assert answers[0] == answers[1]
+    rows.write_text('{"ask": [{"role": "user", "content": "Why?"}], "say": "x"}\n')
+    (run / "recipe.yaml").write_text(recipe.replace(columns, "{messages: ask}"))
+    assert cli.main(["ask", str(run), QUESTION, *options]) == 0
+    assert "not on chats" not in capsys.readouterr().err
+    (run / "recipe.yaml").unlink()

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from moe_finetune import cli
-from moe_finetune.cli.evaluation import never_right
+from moe_finetune.cli.evaluation import malformed
 from moe_finetune.errors import EvaluationError
 from moe_finetune.evaluation.results import load_results
 from moe_finetune.evaluation.suites import load_suite
@@ -164,9 +164,30 @@ def test_the_first_wrong_reply_is_shown_where_none_was_right(tmp_path):
     for label, (replies, value) in rows.items():
         (tmp_path / f"{label}.jsonl").write_text(json.dumps({"replies": replies}) + "\n")
         tasks[label] = {"samples": f"{label}.jsonl", "value": value}
-    lines = list(never_right(tmp_path, {"tasks": tasks}))
-    assert len(lines) == 1 and lines[0].startswith("sums: no reply was right; the first is 'Hello'")
-    assert "chat: true" in lines[0]
+    (line,) = malformed(tmp_path, {"tasks": tasks}, trained_on_chats=False)
+    assert line.startswith("sums: no reply was right; the first wrong reply is 'Hello'")
+    assert "chat: true" in line
+
+
+@pytest.mark.parametrize(
+    ("replies", "chats", "chat", "problem"),
+    [
+        (["4", "", " \n", "<|im_start|>user"], False, False, "3 of 4 replies are empty or have no"),
+        (["4", "5", "6", ""], False, False, None),
+        (["4", "5", "6", "7"], True, False, "the run was trained on chats"),
+        (["4", "", "", ""], True, True, None),
+    ],
+)
+def test_replies_of_the_wrong_form_are_said_where_some_are_right(
+    tmp_path, replies, chats, chat, problem
+):
+    """A run of chats that was asked bare questions got 1 of 4, without a word."""
+    rows = [{"replies": [[text]], "metrics": {"em": float(text == "4")}} for text in replies]
+    (tmp_path / "s.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {"samples": "s.jsonl", "value": 0.25, "n": 4, "metric": "em", "chat": chat}
+    lines = list(malformed(tmp_path, {"tasks": {"sums": task}}, chats))
+    assert [line.startswith(f"sums: {problem}") for line in lines] == [True] * (problem is not None)
+    assert all(f"the first wrong reply is {replies[1]!r}" in line for line in lines)
 
 
 def test_a_suite_file_given_by_its_name_is_named(tmp_path, monkeypatch):

@@ -59,6 +59,31 @@ MISSING = [
     (["ask", "./gone", "Why?"], "./gone: no such folder"),
     (["analyze", "./gone", "--domain", "a=t.jsonl", "-o", "new"], "./gone: no such folder"),
     (["analyze", "m", "--domain", "a=gone.jsonl", "-o", "new"], "gone.jsonl"),
+    (
+        ["report", "done", "dome"],
+        "dome: no such folder; give the --output folder of a run; did you",
+    ),
+    (["merge", "dnoe", "-o", "new"], "dnoe: no such folder"),
+    (["convert", "dnoe", "--to", "peft", "-o", "new"], "dnoe: no such folder"),
+    (["compare", "done", "gone/eval"], "gone/eval: no such folder"),
+    (["select", "gone", "-o", "new.json"], "gone: no trace found"),
+    (["inspect", "m", "lora.rank=8"], "lora.rank=8: changes a recipe's value"),
+    (["inspect", "m", "s.yaml", "--recipe", "r.yaml"], "a recipe follows --recipe"),
+    (
+        ["train", "r.yaml", "data.columns={prompt: text, completion: txet}", "-o", "new"],
+        "t.jsonl:1: no field 'txet' (data.columns.completion); did you mean 'text'?",
+    ),
+    (
+        ["preview", "r.yaml", "data.columns={text: title}"],
+        "t.jsonl:1: no field 'title' (data.columns.text)",
+    ),
+    (
+        [
+            *("init", "m", "--data", "t.jsonl", "--stage", "dpo", "-o", "new.yaml"),
+            "data.columns={prompt: ask}",
+        ],
+        "t.jsonl:1: no field 'ask' (data.columns.prompt)",
+    ),
 ]
 """Commands that name what is not there, or write where something is."""
 CASES = [

@@ -359,3 +359,38 @@ def test_a_merge_that_shows_nothing_is_told_where_it_ends(tmp_path):
     assert "208 of them equal to the base's, logits within 1.0e-06 (relative); the adapter" in (
         text(run)
     )
+
+
+def test_every_red_figure_is_named(tmp_path):
+    """The table colors metrics that the summary's short list of changes leaves out."""
+    run = run_of(tmp_path / "ours", 2, METRICS)
+    before = {name: {"mean": value} for name, value in METRICS.items()}
+    change(run / "routing" / "before.json", metrics=before | {"silhouette": {"mean": 0.2}})
+    after = before | {"silhouette": {"mean": 0.1}}
+    change(run / "routing" / "after.json", metrics=after)
+    shown = text(run)
+    assert 'verdict worse">−50' in shown
+    assert "<dt>Red figures</dt><dd>silhouette moved away" in shown
+
+
+def test_all_keys_in_which_runs_differ_are_named(tmp_path):
+    """It named one of several, so a reader took the others to be equal."""
+    one, two = run_of(tmp_path / "a", 1), run_of(tmp_path / "b", 1)
+    recipe = yaml.safe_load((two / "recipe.yaml").read_text())
+    recipe["lora"] = {**(recipe.get("lora") or {}), "rank": 3}
+    recipe["trainer"] = {**(recipe.get("trainer") or {}), "learning_rate": 0.7, "seed": 11}
+    recipe["method"] = "erc"
+    (two / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    shown = text(one, two)
+    assert "these runs differ in lora.rank, trainer.learning_rate and trainer.seed:" in shown
+    recipe["trainer"] |= {"warmup_steps": 5, "max_steps": 9}
+    (two / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert "and 1 more; Settings has all: their numbers" in text(one, two)
+
+
+def test_figures_of_validation_rows_say_how_many(tmp_path):
+    one, two = run_of(tmp_path / "a", 1), run_of(tmp_path / "b", 2)
+    change(one / "summary.json", validation_rows=1)
+    assert re.search(r"<dt>Validation loss</dt><dd>[^<]* → [^<]* on 1 row<", text(one))
+    change(two / "summary.json", validation_rows=1207)
+    assert re.search(r"<dt>Validation loss</dt><dd>[^<]* on 1,207 rows<", text(one, two))

@@ -1,10 +1,11 @@
 """The end of a run on the terminal."""
 
 import json
+import shlex
 
 from moe_finetune.io.next_commands import listed, program
 from moe_finetune.io.terminal import Terminal, use_terminal
-from moe_finetune.report.end_of_run import end_run, next_commands
+from moe_finetune.report.end_of_run import end_run, next_commands, second_run
 
 
 def _run(folder, score, overlap, losses):
@@ -76,3 +77,32 @@ def test_commands_to_paste_name_the_program_as_the_shell_finds_it(monkeypatch, t
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr("sys.argv", ["/usr/bin/pytest"])  # in Python, not by the program
     assert program() == "moe-finetune"
+
+
+def recipe_in(folder, method, rank=3):
+    folder.mkdir(parents=True)
+    lora = f"lora: {{rank: {rank}}}"
+    text = f"model: {{path: m}}\nmethod: {{preset: {method}}}\ndata: {{train: d.jsonl}}\n{lora}\n"
+    (folder / "recipe.yaml").write_text(text)
+    return folder
+
+
+def test_a_run_ends_with_the_run_to_compare_it_with(tmp_path):
+    """Only `init` named one, without the values that `train` was given."""
+    first, items = recipe_in(tmp_path / "first", "none"), ["my.yaml", "trainer.max_steps=20"]
+    train, report = ([*words[1:]] for _, words in second_run(first, items))
+    second = str(tmp_path / "second")
+    losses = ["method=orthogonal_variance", "method.share=recommended"]
+    assert train == ["train", *items, *losses, "--output", second]
+    assert report == ["report", str(first), second, "--output", str(tmp_path / "both")]
+    # Once it is there, only the report of both is left, the plain run first.
+    other = recipe_in(tmp_path / "second", "orthogonal_variance")
+    for run in (first, other):
+        (only,) = second_run(run, items)
+        assert [*only[1]][1:4] == ["report", str(first), second]
+    lonely = recipe_in(tmp_path / "alone" / "a b", "erc")
+    train, report = (shlex.join(words) for _, words in second_run(lonely, ["my.yaml"]))
+    assert "train my.yaml method=none --output" in train
+    assert report.index("alone/first") < report.index("a b'")
+    (lonely / "recipe.yaml").write_text("stage: dpo\nmethod: {preset: none}\n")
+    assert second_run(lonely, ["my.yaml"]) == []

@@ -132,5 +132,5 @@ def test_labels(tmp_path: Path):
     assert [r.label for r in read_runs([x, y])] == ["x/run", "y/run"]
     assert [r.label for r in read_runs([x, x])] == ["1: x/run", "2: x/run"]
     assert [r.label for r in read_runs([x, y], ["aux", "ours"])] == ["aux", "ours"]
-    with pytest.raises(DataError, match="1 labels for 2 runs"):
+    with pytest.raises(DataError, match="1 label for 2 runs"):
         read_runs([x, y], ["aux"])

@@ -96,6 +96,13 @@ def test_other_prompts_or_items_are_refused(tmp_path):
     a = write(tmp_path / "a", {"t": [0, 1, 1]})
     with pytest.raises(EvaluationError, match="3 of 3 prompts differ"):
         compare([a, write(tmp_path / "b", {"t": [0, 1, 1]}, prompts="other")])
+    # The remedy named shots, template and seed, but not what init's chats need.
+    chat, plain = (
+        write(tmp_path / name, {"t": [0, 1, 1]}, prompts=name, chat=name == "chat", shots=5)
+        for name in ("chat", "plain")
+    )
+    with pytest.raises(EvaluationError, match=r"3 prompts differ \(chat is true and false\); "):
+        compare([chat, plain])
     with pytest.raises(EvaluationError, match=r"other items \(3 and 4, 3 in common\)"):
         compare([a, write(tmp_path / "c", {"t": [0, 1, 1, 0]})])
     with pytest.raises(EvaluationError, match="no task in common"):

@@ -348,7 +348,7 @@ def test_report_draws_runs_under_labels(capsys, tmp_path):
 
     runs = [write_run(tmp_path / name, seed=seed) for seed, name in enumerate(("a", "b"))]
     code, _, err = run(capsys, "report", *runs, "--labels", "one", "-o", tmp_path / "page")
-    assert code == 2 and "1 labels for 2 runs" in err
+    assert code == 2 and "1 label for 2 runs" in err
     code, _, _ = run(capsys, "report", *runs, "--labels", "x,y", "-o", tmp_path / "page.html")
     assert code == 0 and "y against x" in (tmp_path / "page.html").read_text()
 

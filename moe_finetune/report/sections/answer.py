@@ -1,20 +1,29 @@
 """The summary: what was learned, scores, what changed in the experts, load and cost."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from moe_finetune.evaluation.score import Score
+from moe_finetune.io.counted import counted
 from moe_finetune.io.terminal import duration
 from moe_finetune.metrics.words import Word, word
 from moe_finetune.report.context import Report, Section, differ, folded, group
 from moe_finetune.report.markup import DASH, Markup, breakable, is_number, join, number, tag
 from moe_finetune.report.read_runs import Run, ends, losses_compare
 from moe_finetune.report.score_differences import Difference, score_text
-from moe_finetune.report.sections.experts import Change, expert_changes, experts_table
+from moe_finetune.report.sections.experts import (
+    Change,
+    expert_changes,
+    experts_table,
+    metric_names,
+)
 from moe_finetune.report.sections.goal import goal_text, goal_word
 from moe_finetune.report.sections.scores import baseline_label, score_table
+from moe_finetune.report.sections.settings import different_keys
 
+SOME = 4
+"""Names in a list before the number of the others."""
 # The logged objective of each stage: a reward, the margin of preferences, or the loss.
 OBJECTIVES = (("reward",), ("rewards/accuracies", "rewards/margins"), ("loss",))
 
@@ -57,7 +66,7 @@ def _answer(report: Report, run: Run) -> Answer:
              ("Scores", _scores(report, run, scores)),
              ("Experts", _experts([c for c in changes if c not in load and c.word != goal])),
              ("Method", method), ("Load", load[0].describe() if load else None),
-             ("Red figures", _red_figures(report, run, changes)),
+             ("Red figures", _red_figures(report, run)),
              ("Trained", _trained(run)), ("Merge", _merge(run)), ("Cost", _cost(run))]  # fmt: skip
     findings = [(label, text) for label, text in parts if text]
     if {label for label, _ in findings} <= {"Trained", "Merge", "Cost"}:
@@ -83,13 +92,13 @@ def _trained(run: Run) -> str | None:
     return None
 
 
-def _red_figures(report: Report, run: Run, changes: list[Change]) -> str | None:
+def _red_figures(report: Report, run: Run) -> str | None:
     """What a change for the worse means, and what to do about it."""
+    changes = expert_changes(report, run, metric_names(report))
     worse = [change for change in changes if change.verdict == "worse"]
     if not worse:
         return None
-    names = " and ".join(c.word.name if c.word.name == "MaxVio" else c.word.name.lower()
-                         for c in worse)  # fmt: skip
+    names = _some([c.word.name if c.word.name == "MaxVio" else c.word.name.lower() for c in worse])
     text = f"{names} moved away from even load and experts that differ"
     if report.baseline is not None:
         return f"{text}, against {report.baseline.label}"
@@ -103,6 +112,13 @@ def _red_figures(report: Report, run: Run, changes: list[Change]) -> str | None:
         f"{text}, which fine-tuning may do without any loss; a run with method=none and 'report' "
         "of both show the losses' part"
     )
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
+    others = len(names) - SOME
+    entries = [*names[:SOME], f"{others} more"] if others > 0 else names
+    return " and ".join([", ".join(entries[:-1]), entries[-1]] if len(entries) > 1 else entries)
 
 
 def _merge(run: Run) -> str | None:
@@ -125,8 +141,8 @@ def _cost(run: Run) -> str | None:
     if of_gpu := run.curves.get("peak_memory_gib"):
         memory = max(of_gpu.values) * 2**30
     count = _tokens(run)
-    steps = f"{run.last_step:,.0f} steps" if run.last_step is not None else None
-    parts = [steps, f"{count:,.0f} tokens" if math.isfinite(count) else None]
+    steps = counted(int(run.last_step), "step") if run.last_step is not None else None
+    parts = [steps, counted(int(count), "token") if math.isfinite(count) else None]
     parts += [f"{duration(trained.values[-1])} of training" if trained else None]
     of_run = run.summary.get("run_memory")  # without the libraries, as the plan predicts
     if is_number(of_run) and not of_gpu and is_number(memory):
@@ -204,20 +220,22 @@ def _ended(report: Report, run: Run, name: str) -> tuple[str, str] | None:
         return None
     base = report.baseline
     start, end = ends(run.curves[name])
+    rows = run.summary.get("validation_rows") if name.startswith("eval_") else None
+    measured = f" on {counted(rows, 'row')}" if isinstance(rows, int) else ""
     if base is None and name.endswith("rewards/accuracies"):
         # Before training the policy is the reference: every pair is a tie, which is no start.
         # In training it is of a few rows that are trained on, which says little about others.
         trained = "" if name.startswith("eval_") else "; set data.validation for held-out pairs"
-        return word(name).name, f"{number(end)} (chance is 0.5){trained}"
+        return word(name).name, f"{number(end)}{measured} (chance is 0.5){trained}"
     if base is None:
-        return word(name).name, f"{number(start)} → {number(end)}"
+        return word(name).name, f"{number(start)} → {number(end)}{measured}"
     if name not in base.curves or not losses_compare(base, run):
         return None
     other = ends(base.curves[name])[1]
     if number(other) == number(end):
-        return word(name).name, f"{number(end)} in both"
+        return word(name).name, f"{number(end)} in both{measured}"
     percent = Change(Word(""), other, end).percent
-    return word(name).name, f"{number(end)} against {number(other)} ({percent})"
+    return word(name).name, f"{number(end)} against {number(other)} ({percent}){measured}"
 
 
 def _render(report: Report) -> Markup | None:
@@ -257,6 +275,12 @@ def _different_data(report: Report) -> Iterator[str]:
         if differ(runs, value):
             named = ", ".join(dict.fromkeys(str(value(run)) for run in runs))
             yield f"These runs have different {what} ({named}): their losses do not compare."
+    if keys := [key for key in different_keys(run.recipe for run in runs) if not _named(key)]:
+        has_all = "; Settings has all" if len(keys) > SOME else ""
+        yield (
+            f"Apart from the method, these runs differ in {_some(keys)}{has_all}: their numbers "
+            "may differ for that reason as well."
+        )
     if differ(runs, lambda r: (r.recipe.get("router") or {}).get("train")):
         yield "The routers of these runs train differently (router.train): so may their routing."
     if differ(runs, lambda r: str((r.recipe.get("data") or {}).get("validation") or "") or None):
@@ -272,6 +296,13 @@ def _different_data(report: Report) -> Iterator[str]:
             f"These runs did not answer the same prompts{tasks}: their scores are compared as "
             "independent samples."
         )
+
+
+def _named(key: str) -> bool:
+    """Whether a key is the method's, whose effect a report shows, or has its own sentence."""
+    sentences = ("stage", "model.path", "data.validation", "router.train", "plugins")
+    section = key.partition(".")[0]
+    return section == "method" or key in sentences or key.startswith("data.validation.")
 
 
 def _run_card(report: Report, run: Run) -> Markup:

@@ -1,6 +1,7 @@
 """The experts in numbers: routing metrics before and after, and what each run changed."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_finetune.metrics.words import Word, word
@@ -80,10 +81,10 @@ def before_and_after(run: Run, name: str) -> tuple[float, float]:
     return start, curve.values[-1] if curve and math.isnan(end) else end
 
 
-def expert_changes(report: Report, run: Run) -> list[Change]:
-    """The leading metrics against the baseline run, or before training; largest change first."""
+def expert_changes(report: Report, run: Run, names: Sequence[str] = LEADING) -> list[Change]:
+    """Metrics against the baseline run, or before training; largest change first."""
     changes = []
-    for name in LEADING:
+    for name in names:
         start, value = before_and_after(run, name)
         reference = before_and_after(report.baseline, name)[1] if report.baseline else start
         if math.isfinite(value):
@@ -91,7 +92,8 @@ def expert_changes(report: Report, run: Run) -> list[Change]:
     return sorted(changes, key=lambda change: -abs(change.share) if change.moved else 0.0)
 
 
-def _metric_names(report: Report) -> list[str]:
+def metric_names(report: Report) -> list[str]:
+    """Every metric that the table of experts has, the leading ones first."""
     names = dict.fromkeys(LEADING)
     for run in report.runs:
         for routing in (run.routing_before, run.routing_after):
@@ -104,7 +106,7 @@ def _metric_names(report: Report) -> list[str]:
 def experts_table(report: Report) -> Markup | None:
     """The leading metrics that any run changed; below, folded, the other and unchanged ones."""
     measures = {
-        name: [before_and_after(run, name) for run in report.runs] for name in _metric_names(report)
+        name: [before_and_after(run, name) for run in report.runs] for name in metric_names(report)
     }
     has_before = any(math.isfinite(b) for pairs in measures.values() for b, _ in pairs)
     base = report.baseline

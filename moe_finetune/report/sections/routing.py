@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 
+from moe_finetune.io.counted import counted
 from moe_finetune.metrics.words import word
 from moe_finetune.report.charts.heatmap import heat_map, legend, shared_limits
 from moe_finetune.report.charts.lines import line_chart
@@ -52,7 +53,7 @@ def _render(report: Report) -> Markup | None:
 def _measured(report: Report, shots: list[Snapshot]) -> Markup:
     """The tokens on which the pictures were measured."""
     routing = shots[-1].routing
-    facts = [f"{number(len(routing.layers))} MoE layers", f"{number(routing.num_experts)} experts"]
+    facts = [counted(len(routing.layers), "MoE layer"), counted(routing.num_experts, "expert")]
     if routing.top_k:
         facts.append(f"{number(routing.top_k)} selected per token")
     tokens = dict.fromkeys(number(shot.routing.data.get("tokens")) for shot in shots)

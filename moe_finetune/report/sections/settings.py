@@ -1,6 +1,7 @@
 """Recipes side by side, differences first; then versions, hardware and evaluations likewise."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from moe_finetune.recipe.section_base import SECRET
@@ -47,6 +48,13 @@ def value_text(value: Any) -> str:
     if isinstance(value, (list, dict)):
         return ", ".join(map(value_text, value)) if value else DASH
     return str(value)
+
+
+def different_keys(recipes: Iterable[dict[str, Any]]) -> list[str]:
+    """The dotted keys in which recipes differ, in their order."""
+    flats = [flatten(recipe) for recipe in recipes if recipe]
+    keys = dict.fromkeys(key for flat in flats for key in flat)
+    return [k for k in keys if len({value_text(flat.get(k)) for flat in flats}) > 1]
 
 
 def side_by_side(report: Report, caption: str, sources: list[dict[str, Any]]) -> Markup:

@@ -56,7 +56,9 @@ class AdapterInspection:
             rows.append([part.part, *counts])
         forms = [["--to", "read by", "lost"], *([name, *row] for name, row in self.forms.items())]
         lines = (f"adapter  {self.path}", f"base     {self.base}", f"made by  {self.maker}")
-        return "\n".join([*lines, f"form     {self.form}", "", aligned(rows), "", aligned(forms)])
+        return "\n".join(
+            [*lines, f"form     {self.form}", "", aligned(rows), "", aligned(forms, "left")]
+        )
 
 
 def inspect_adapter(folder: Path, base: Path) -> AdapterInspection:

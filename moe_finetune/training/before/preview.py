@@ -9,6 +9,7 @@ import numpy as np
 from moe_finetune.data.examples import load_examples
 from moe_finetune.data.preference_and_prompt_rows import ANSWERS, ids_of, load_for_stage
 from moe_finetune.data.tokenize import IGNORED, run_tokenizer
+from moe_finetune.io.counted import counted
 from moe_finetune.models.loading import local_folder
 from moe_finetune.models.tokenizer import Tokenizer
 from moe_finetune.recipe.schema import Recipe
@@ -32,7 +33,7 @@ def preview(recipe: Recipe, rows: int = 3, color: bool = False) -> str:
     train = load_examples(recipe.data, tokenizer, recipe.seed).train
     lengths_N = np.array([len(ids) for ids in train["input_ids"]])
     examples = [
-        f"row {index}: {len(row['input_ids'])} tokens, "
+        f"row {index}: {counted(len(row['input_ids']), 'token')}, "
         f"{sum(label != IGNORED for label in row['labels'])} learned\n"
         + marked(row["input_ids"], row["labels"], tokenizer, COLORED if color else PLAIN)
         for index, row in enumerate(train.select(range(min(rows, len(train)))), 1)
@@ -59,7 +60,7 @@ def preview_rows(
         f"row {index}\n" + "\n".join(_fields(row, tokenizer, marks))
         for index, row in enumerate(train.select(range(min(rows, len(train)))), 1)
     ]
-    return "\n\n".join([f"stage {recipe.stage}: {len(train):,} rows", *example_rows])
+    return "\n\n".join([f"stage {recipe.stage}: {counted(len(train), 'row')}", *example_rows])
 
 
 def _fields(row: dict[str, Any], tokenizer: Tokenizer, marks: tuple[str, str]) -> Iterator[str]:

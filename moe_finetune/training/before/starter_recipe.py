@@ -3,7 +3,7 @@
 import itertools
 import math
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,11 +12,14 @@ from typing import Any
 import torch
 import yaml
 
+from moe_finetune.data.held_out import FEW
 from moe_finetune.data.preference_and_prompt_rows import FIELDS, READ_BY, StageFormer
 from moe_finetune.data.sources import SourceReader, listed
 from moe_finetune.errors import RecipeError, did_you_mean
 from moe_finetune.evaluation.suites import load_suite
 from moe_finetune.io.atomic import refuse_existing, write_new
+from moe_finetune.io.counted import counted, in_number
+from moe_finetune.io.next_commands import LOSSES
 from moe_finetune.io.row_files import Row
 from moe_finetune.io.split_files import has_validation
 from moe_finetune.io.terminal import terminal
@@ -41,8 +44,6 @@ READ = 32 * FEW_STEPS
 """Rows that a starter is made from: enough to count the steps if they are few."""
 HELD_OUT = 0.1
 """Share of the rows that a starter holds out for validation."""
-LOSSES = ("method=orthogonal_variance", "method.share=recommended")
-"""Overrides of the run that a starter without added losses is compared with."""
 SHORT_COMPLETION, LONG_COMPLETION = 64, 512
 """Tokens of a completion: at least, and where the model may reason before it answers."""
 
@@ -74,11 +75,6 @@ class Answers:
     def preset(self) -> str:
         """The method's preset, also of an override."""
         return str((self.overridden.values.get("method") or {}).get("preset", self.method))
-
-    @property
-    def has_second_run(self) -> bool:
-        """Whether a run with another method is advised: shares are measured for sft."""
-        return self.stage == "sft"
 
     def tree(self, values: dict[str, Any]) -> Tree:
         """The values of a recipe with the overrides."""
@@ -140,6 +136,13 @@ class Answers:
             return None
         return self.validation
 
+    @property
+    def share_held_out(self) -> float:
+        """The share of the rows that the recipe holds out, also by an override; 0 for files."""
+        data = self.overridden.values.get("data") or {}
+        validation = data.get("validation", self.held_out)
+        return validation if isinstance(validation, float) else 0.0
+
 
 def describe(checkpoint: str) -> tuple[str, Any, Any]:
     """Return a sentence that describes the checkpoint, its family and its config."""
@@ -177,9 +180,7 @@ def starter(answers: Answers, changes: Sequence[Line] = ()) -> str:
         ("data.train", answers.data, answers.layout),
     ]
     if answers.held_out is not None:
-        share = "this share of the rows, " if isinstance(answers.held_out, float) else ""
-        why = f"{share}measured before, during and after"
-        lines.append(("data.validation", answers.held_out, why))
+        lines.append(("data.validation", answers.held_out, _measured(answers)))
     lines.append(("data.max_length", 2048, "tokens; 'moe-finetune preview' shows what rows become"))
     if answers.stage == "grpo":
         lines.append(("rewards", [_reward(answers.rows[0])], "1 for a right completion, else 0"))
@@ -193,6 +194,18 @@ def starter(answers: Answers, changes: Sequence[Line] = ()) -> str:
     for key, value in _leaves(answers.overridden.values):
         lines = replaced(lines, (key, value, "as given to init"))
     return _written(lines)
+
+
+def _measured(answers: Answers) -> str:
+    """When validation data are measured, and how many rows a share holds out if they are few."""
+    when = "measured before, during and after"
+    if not isinstance(answers.held_out, float):
+        return when
+    rows = len(answers.rows)
+    few = max(1, round(answers.held_out * rows))
+    if rows == READ or few >= FEW:
+        return f"this share of the rows, {when}"
+    return f"this share of the rows, {when}; about {few} of {rows}, so figures on them are rough"
 
 
 def _method_lines(answers: Answers) -> Iterator[Line]:
@@ -224,8 +237,11 @@ def _alpha(answers: Answers) -> int:
 def _trainer_lines(answers: Answers) -> Iterator[Line]:
     # Of preferences, both answers are in a batch; of prompts, a group of completions.
     rows = {"dpo": 2, "grpo": GROUP}.get(answers.stage, 4)
-    step = 8 * GROUP if answers.stage == "grpo" else 32
-    yield "trainer.num_train_epochs", 1, _steps(answers, step)
+    usual = (8 * GROUP if answers.stage == "grpo" else 32) // rows
+    trainer = answers.overridden.values.get("trainer") or {}
+    device_rows = trainer.get("per_device_train_batch_size", rows)
+    step = device_rows * trainer.get("gradient_accumulation_steps", usual)
+    yield "trainer.num_train_epochs", 1, _steps(answers, trainer, step)
     if answers.stage == "grpo":
         why = "completions of a prompt, compared with each other"
         yield "trainer.num_generations", GROUP, why
@@ -239,24 +255,31 @@ def _trainer_lines(answers: Answers) -> Iterator[Line]:
     if answers.stage == "dpo":
         yield "trainer.beta", 0.1, "how much the model may leave its reference; smaller: more"
     yield "trainer.per_device_train_batch_size", rows, "more if the memory has room"
-    why = f"{step} rows a step on one device"
-    yield "trainer.gradient_accumulation_steps", step // rows, why
+    why = f"{counted(step, 'row')} a step on one device"
+    yield "trainer.gradient_accumulation_steps", usual, why
     yield "trainer.seed", 42, "of the adapter, the order of rows and dropout"
     if answers.held_out is not None:
         yield EVALUATED, rows, "of data.validation at once; left out: 8"
 
 
-def _steps(answers: Answers, step: int) -> str:
-    """How many steps an epoch is if they are few, else what else the section takes."""
-    size = 8 if answers.stage == "grpo" else step
+def _steps(answers: Answers, trainer: Mapping[str, Any], step: int) -> str:
+    """How many steps an epoch is if they are few, else what else the section takes.
+
+    Args:
+        trainer: its overrides.
+        step: rows, or completions, of a step.
+    """
+    if trainer.get("max_steps", -1) > 0:
+        return "not used: trainer.max_steps ends the run"
+    size = step // trainer.get("num_generations", GROUP) if answers.stage == "grpo" else step
+    share = answers.share_held_out
     rows = len(answers.rows)
-    trained = rows - round(rows * answers.held_out if isinstance(answers.held_out, float) else 0)
-    steps = math.ceil(trained / size)
+    trained = rows - (max(1, round(share * rows)) if share else 0)
+    steps = math.ceil(trained / max(1, size))
     if steps >= FEW_STEPS * (1 - HELD_OUT):
         return f"trainer takes any field of TRL's {STAGES[answers.stage].config}"
-    return (
-        f"{steps} step{'s' * (steps > 1)} of these {rows} rows, which change little; more epochs do"
-    )
+    few = in_number("which {change} little; more epochs do", steps)
+    return f"{counted(steps, 'step')} of {counted(trained, 'row')}, {few}"
 
 
 def _reward(row: Row) -> str:
@@ -331,7 +354,7 @@ def write_starter(answers: Answers, output: Path, gpu: float | None = None) -> s
     device: Device = "cuda" if gpu or torch.cuda.is_available() else "cpu"
     gib = gpu or machine_bytes() / GIB
     values = tree.values
-    if answers.has_second_run and answers.preset == "none":  # which has to fit as well
+    if answers.stage == "sft" and answers.preset == "none":  # whose second run has to fit as well
         values = merge_mappings(values, load_tree([], LOSSES).values)
     with terminal().announced("init"):
         user_keys = [key for key, _ in _leaves(answers.overridden.values)]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moe_finetune.errors import RecipeError
+from moe_finetune.io.counted import counted
 from moe_finetune.models.class_structure import meta_model
 from moe_finetune.moe.experts.grouped_products import DEQUANTIZED_BYTES
 from moe_finetune.moe.large.quantized_weights import quantized_names
@@ -302,7 +303,7 @@ class MemoryPlan:
             *([("host", stored.host, "pinned memory")] if stored.host else []),
         ]
         device = "one GPU" if self.device == "cuda" else "this CPU"
-        batch = f"micro-batch of {self.batch.tokens:,} tokens ({self.batch})"
+        batch = f"micro-batch of {counted(self.batch.tokens, 'token')} ({self.batch})"
         head = f"memory on {device}, {batch}, at its worst moment:"
         lines = [head, *(f"  {n:<12} {s / GIB:8.2f} GiB  {w}".rstrip() for n, s, w in rows)]
         if self.scans:

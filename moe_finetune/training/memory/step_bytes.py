@@ -16,6 +16,7 @@ import importlib.util
 import re
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from moe_finetune.io.counted import counted
 from moe_finetune.moe.layers import backbone_of, causal_lm, family_in, places_in
 from moe_finetune.recipe.stages import STAGES, checkpointing, trainer_value
 
@@ -52,7 +53,7 @@ class MicroBatch(NamedTuple):
         return self.rows * self.length
 
     def __str__(self) -> str:
-        rows = f"{self.rows} rows of {self.length:,} tokens"
+        rows = f"{counted(self.rows, 'row')} of {counted(self.length, 'token')}"
         return rows + (", a reference with the model" if self.reference else "")
 
 

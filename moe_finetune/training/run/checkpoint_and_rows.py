@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from moe_finetune.checkpoint.load import forget_generation_defaults, load_model
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.data.tokenize import run_tokenizer
+from moe_finetune.io.counted import counted
 from moe_finetune.io.folder import check_space
 from moe_finetune.lora.targets import adapts
 from moe_finetune.models import check_supported, opened_as
@@ -171,7 +172,7 @@ class Inputs:
         recipe, tokens = self.start.recipe, self.tokens
         batch, steps = count_steps(recipe, self.arguments, len(self.train), tokens or 0)
         terms = f" ({', '.join(recipe.method.terms)})" if recipe.method.terms else ""
-        length = "" if tokens is None else f", {tokens:,} tokens"
+        length = "" if tokens is None else f", {counted(tokens, 'token')}"
         packed, about = (", packed", "about ") if recipe.data.packing else ("", "")
         evaluation = "none" if recipe.evaluation is None else recipe.evaluation.suite
         if recipe.evaluation is not None and recipe.evaluation.base:
@@ -185,10 +186,10 @@ class Inputs:
                 "",
                 f"stage          {recipe.stage}",
                 f"method         {recipe.method.preset or 'no preset'}{terms}",
-                f"training data  {len(self.train):,} rows{length}{packed}",
+                f"training data  {counted(len(self.train), 'row')}{length}{packed}",
                 "validation     "
-                + ("none" if self.validation is None else f"{len(self.validation):,} rows"),
-                f"steps          {about}{steps:,}, of {batch} sequences",
+                + ("none" if self.validation is None else counted(len(self.validation), "row")),
+                f"steps          {about}{steps:,}, of {counted(batch, 'sequence')}",
                 f"evaluation     {evaluation}",
             ]
         )
@@ -226,18 +227,18 @@ def announce(inputs: Inputs) -> None:
     if too_few and not usual:
         interval = logged_every(steps)
         log.warning(
-            "trainer.logging_steps %g is more than the run's %d steps; the run logs %s instead",
+            "trainer.logging_steps %g is more than the run's %s; the run logs %s instead",
             arguments.logging_steps,
-            steps,
+            counted(steps, "step"),
             "every step" if interval == 1 else f"every {interval} steps",
         )
     validated = inputs.validation is not None and arguments.eval_strategy == "steps"
-    if validated and arguments.eval_steps > steps:
+    if validated and "eval_steps" in recipe.trainer and arguments.eval_steps > steps:
         log.warning(
-            "trainer.eval_steps %g is more than the run's %d steps; data.validation is evaluated "
+            "trainer.eval_steps %g is more than the run's %s; data.validation is evaluated "
             "only %safter the last",
             arguments.eval_steps,
-            steps,
+            counted(steps, "step"),
             "before the first step and " if arguments.eval_on_start else "",
         )
     if recipe.data.packing and recipe.data.packing_strategy == "wrapped":
@@ -248,8 +249,7 @@ def announce(inputs: Inputs) -> None:
     scored_every = None if recipe.evaluation is None else recipe.evaluation.every
     if scored_every is not None and scored_every >= steps:
         log.warning(
-            "evaluation.every %d is not less than the run's %d steps; the run is scored only at "
-            "its end",
+            "evaluation.every %d is not less than the run's %s; the run is scored only at its end",
             scored_every,
-            steps,
+            counted(steps, "step"),
         )

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from moe_finetune.errors import RecipeError
+from moe_finetune.io.counted import counted
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.training import ranks
@@ -54,7 +55,7 @@ def check_batches(recipe: Recipe, arguments: Any, rows: int, tokens: int) -> Non
     """Refuse a run whose loader would be empty: it would train nothing."""
     if count_batches(recipe, arguments, rows, tokens):
         return
-    key, sequences = "trainer.dataloader_drop_last", f"{rows} training rows"
+    key, sequences = "trainer.dataloader_drop_last", counted(rows, "training row")
     if STAGES[recipe.stage].form == "prompts":
         prompts = arguments.generation_batch_size // arguments.num_generations
         raise RecipeError(
@@ -72,17 +73,17 @@ def check_batches(recipe: Recipe, arguments: Any, rows: int, tokens: int) -> Non
 def describe_steps(recipe: Recipe, arguments: Any, rows: int, tokens: int | None) -> str:
     """One line with the number of steps and the size of one."""
     batch, steps = count_steps(recipe, arguments, rows, tokens or 0)
-    count = f"{steps:,} step{'' if steps == 1 else 's'} of"
+    count = f"{counted(steps, 'step')} of"
     if tokens is None:
         group = getattr(arguments, "num_generations", 0)
-        unit = f"completions, {group} of a prompt" if group else "rows"
-        return f"{count} {batch} {unit}"
+        unit = f"{counted(batch, 'completion')}, {group} of a prompt" if group else ""
+        return f"{count} {unit or counted(batch, 'row')}"
     if recipe.data.packing:
         size = batch * recipe.data.max_length
-        return f"about {count} {batch} packed sequences, about {size:,} tokens a step"
+        packed = counted(batch, "packed sequence")
+        return f"about {count} {packed}, about {size:,} tokens a step"
     batch = min(batch, rows)  # a step ends with the epoch
-    unit = "sequence" if batch == 1 else "sequences"
-    return f"{count} {batch} {unit}, about {batch * tokens / rows:,.0f} tokens a step"
+    return f"{count} {counted(batch, 'sequence')}, about {batch * tokens / rows:,.0f} tokens a step"
 
 
 def checkpoints_at_once(trainer: dict[str, Any], steps: int) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from moe_finetune.io.counted import counted
 from moe_finetune.io.terminal import duration, terminal
 from moe_finetune.moe.layers import in_mode
 from moe_finetune.training.save_and_resume.state_files import random_state, set_random_state
@@ -49,7 +50,7 @@ def generation_line(rows: int, tokens: int, seconds: float, steps: float) -> str
     share = f"every {steps:g} steps" if steps > 1 else f"{1 / steps:g} times a step"
     often = "a step" if steps == 1 else share
     return (
-        f"generation: {rows} completions of at most {tokens} tokens {often}, about "
-        f"{duration(seconds)} if all are that long (measured on one token, without training); "
-        "fewer: trainer.max_completion_length, trainer.gradient_accumulation_steps"
+        f"generation: {counted(rows, 'completion')} of at most {counted(tokens, 'token')} {often}, "
+        f"about {duration(seconds)} if all are that long (measured on one token, without "
+        "training); fewer: trainer.max_completion_length, trainer.gradient_accumulation_steps"
     )

@@ -204,7 +204,7 @@ def test_preferences_get_a_recipe_of_stage_dpo(tiny_checkpoint, rows, tmp_path, 
     # No loss that its own run calls too little to show, and routers that unmerged serving takes.
     assert (recipe.stage, recipe.method.preset, recipe.router.train) == ("dpo", "none", "frozen")
     assert recipe.trainer["beta"] == 0.1 and "prompt, chosen, rejected" in output.read_text()
-    assert "1 step of these 1 rows, which change little" in output.read_text()
+    assert "1 step of 1 row, which changes little" in output.read_text()
     assert cli.main([*command[:-1], "x.yaml", "--stage", "kto"]) == 2
     assert "--stage kto: init writes recipes for sft, dpo, grpo" in capsys.readouterr().err
 
@@ -333,3 +333,26 @@ def test_one_number_sets_everything_for_a_gpu(tiny_checkpoint, rows, tmp_path, c
     assert "longer rows are left out" in text
     for wrong in ("0", "-3", "nan"):
         assert cli.main([*command[:-1], wrong]) == 2
+
+
+def test_a_starter_says_how_many_rows_are_held_out_and_how_many_steps_are_left(
+    tiny_checkpoint, rows, tmp_path
+):
+    """Six of 60 rows measure little, and the number of steps ignored the given batch."""
+    rows.write_text("".join(json.dumps({"text": f"row {n}"}) + "\n" for n in range(60)))
+    base, texts = str(tiny_checkpoint("olmoe")), []
+    given = (
+        [],
+        ["data.validation=0.5", "trainer.per_device_train_batch_size=2"],
+        ["trainer.max_steps=7"],
+    )
+    for number, overrides in enumerate(given):
+        output = tmp_path / f"{number}.yaml"
+        command = ["init", base, "--data", str(rows), *overrides, "--output", str(output)]
+        assert cli.main(command) == 0
+        texts.append(" ".join(output.read_text().replace("#", "").split()))
+    assert "; about 6 of 60, so figures on them are rough" in texts[0]
+    assert "2 steps of 54 rows, which change little" in texts[0] and "32 rows a step" in texts[0]
+    assert "2 steps of 30 rows" in texts[1] and "16 rows a step" in texts[1]
+    assert "not used: trainer.max_steps ends the run" in texts[2]
+    assert "change little" not in texts[2]

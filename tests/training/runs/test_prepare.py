@@ -54,7 +54,11 @@ def test_a_corrected_start_works_and_logs_its_few_steps(capsys, caplog, recipe, 
     assert train(capsys, recipe, "trainer.report_to=nolog", "--output", run)[0] == 2
     assert not list(run.iterdir()), "an empty folder stays what it was"
     held_out = f"data.validation={recipe.parent / 'data.jsonl'}"
-    code, _, err = train(capsys, recipe, "trainer.logging_steps=50", held_out, "--output", run)
+    steps = ["trainer.logging_steps=50", "trainer.eval_steps=30"]
+    # A warning is of a value that was given, not of the default that every short run exceeds.
+    assert train(capsys, recipe, held_out, "--output", run, "--dry-run")[0] == 0
+    assert "is more than the run's" not in caplog.text
+    code, _, err = train(capsys, recipe, *steps, held_out, "--output", run)
     assert code == 0, err
     said = (
         "trainer.logging_steps 50 is more than the run's 3 steps; the run logs every step instead"

@@ -145,6 +145,6 @@ def test_preview_of_preferences_shows_turns_as_the_model_sees_them(tiny_checkpoi
     }
     asked = "<|im_start|>user\nWet?<|im_end|><|im_start|>assistant\n"
     assert preview(recipe_from_tree(Tree(tree))) == (
-        f"stage dpo: 1 rows\n\nrow 1\n  chosen: {asked}⟦chosen<|im_end|>⟧\n"
+        f"stage dpo: 1 row\n\nrow 1\n  chosen: {asked}⟦chosen<|im_end|>⟧\n"
         f"  rejected: {asked}⟦rejected<|im_end|>⟧"
     )
