@@ -77,6 +77,22 @@ def test_the_pictures_of_metrics_are_current():
     assert not old, f"run `make tables`: {', '.join(old)}"
 
 
+def test_llms_txt_has_the_first_sentence_of_every_page():
+    """It began in the middle of a sentence where a page's first line starts with a name in code."""
+    pages = yaml.safe_load((ROOT / "docs" / "site" / "mkdocs.yml").read_text())["nav"]
+    lines = [line for line in script("llms").text(pages).splitlines() if line.startswith("- [")]
+    assert len(lines) == len([*(ROOT / "docs").rglob("*.md")])
+    for line in lines:
+        title, _, rest = line.removeprefix("- [").partition("](")
+        address, _, sentence = rest.partition("): ")
+        assert title and (ROOT / "docs" / address).with_suffix(".md").is_file()
+        if sentence:
+            first = sentence.lstrip("`*")[0]
+            assert first.isupper() or sentence.startswith(("`", "**")), line
+            assert sentence[-1] in ".:?*" and sentence.count("`") % 2 == 0, line
+    assert sum("): " in line for line in lines) >= len(lines) - 1  # the glossary is a table
+
+
 def test_links_lead_somewhere():
     dead = []
     for page in documents.pages():

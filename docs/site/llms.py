@@ -5,12 +5,15 @@ See https://llmstxt.org. The order is the navigation's.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).resolve().parents[1]
+NO_PROSE = r"$|\s|#|\||!\[|<|[-*] |\d+\. "
+"""How headings, tables, pictures, comments and lists begin; or an empty line."""
 SUMMARY = "Fine-tune Mixture-of-Experts language models with LoRA on experts and routers."
 
 
@@ -41,9 +44,9 @@ def sections(nav: list[Any]) -> Iterator[tuple[str, list[str]]]:
 def line(page: str) -> str:
     """A page's title, address and first sentence."""
     text = re.sub(r"(?ms)^```.*?^```$", "", (DOCS / page).read_text(encoding="utf-8"))
-    lines = text.splitlines()
-    title = lines[0].lstrip("# ")
-    prose = [words for words in lines[1:] if words and not re.match(r"[#|`!<\-:]", words)]
-    first = re.split(r"(?<=[.:])\s", " ".join(prose[:3]))[0] if prose else ""
-    plain = re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", first)
-    return f"- [{title}]({page.removesuffix('.md')}.html){': ' + plain if plain else ''}"
+    title, *lines = text.splitlines()
+    paragraphs = itertools.groupby(lines, key=lambda words: re.match(NO_PROSE, words) is None)
+    prose = (" ".join(words) for is_prose, words in paragraphs if is_prose)
+    sentences = re.split(r"(?<=[.:!?])\s+(?=[A-Z`*[])", next(prose, ""))
+    plain = re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", sentences[0])
+    return f"- [{title.lstrip('# ')}]({page.removesuffix('.md')}.html){plain and ': ' + plain}"
