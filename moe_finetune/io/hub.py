@@ -1,13 +1,19 @@
-"""Use the Hugging Face hub's cache, without retries, when the hub cannot be reached."""
+"""Checkpoints of the Hugging Face hub: what is downloaded, at which commit, and from its cache
+alone, without retries, when the hub cannot be reached.
+"""
 
 import os
 import sys
 from functools import cache
+from pathlib import Path
 
 from moe_finetune.io.terminal import terminal
 
 SECONDS = 10.0
 """Seconds to wait for the hub's first answer."""
+
+SMALL_FILES = ("*.json", "*.jinja", "tiktoken.model", "LICENSE*", "README.md")
+"""All of a checkpoint but its weights: no code, no pickle."""
 
 _commits: dict[str, str] = {}
 
@@ -31,6 +37,18 @@ def opened_commits() -> dict[str, str]:
 def continue_with(commits: dict[str, str]) -> None:
     """Read the commits that a run has noted."""
     _commits.update(commits)
+
+
+def download(repository: str, revision: str | None, weights: bool) -> Path:
+    """The local copy of a repository at ``revision``; ``weights``: with its safetensors files."""
+    from huggingface_hub import snapshot_download
+
+    check_hub()
+    patterns = [*SMALL_FILES, *(["*.safetensors"] if weights else [])]
+    commit = commit_of(repository, revision)
+    folder = Path(snapshot_download(repository, revision=commit, allow_patterns=patterns))
+    opened_commit(repository, revision, folder.name)
+    return folder
 
 
 @cache

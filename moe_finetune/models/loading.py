@@ -12,7 +12,7 @@ from moe_finetune.errors import (
 )
 from moe_finetune.io.checkpoint_files import COPY_AGAIN, read_config
 from moe_finetune.io.config_file import QUANTIZATION, SAME_CLASS, asks_for_a_package
-from moe_finetune.io.hub import check_hub, commit_of, opened_commit
+from moe_finetune.io.hub import download
 from moe_finetune.io.json_file import read_object
 from moe_finetune.models import Family, check_supported, family_of
 from moe_finetune.models.chat_template import check_template
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 # dots.llm1 is published with null, by which transformers' router divides.
 _INSTEAD_OF_NULL = {"dots1": {"n_group": 1, "topk_group": 1}}
-_SMALL_FILES = ("*.json", "*.jinja", RANKS_FILE, "LICENSE*", "README.md")
 
 
 def existing_folder(path: str | Path, revision: str | None = None) -> Path | None:
@@ -61,16 +60,9 @@ def local_folder(path: str | Path, weights: bool = True, revision: str | None = 
     if folder is not None:
         warn_of_plugins(folder)
         return folder
-    from huggingface_hub import snapshot_download
-
-    check_hub()
     named = str(path) if revision is None else f"{path} at revision '{revision}'"
-    patterns = [*_SMALL_FILES, *(["*.safetensors"] if weights else [])]
     try:
-        commit = commit_of(str(path), revision)
-        folder = Path(snapshot_download(str(path), revision=commit, allow_patterns=patterns))
-        opened_commit(str(path), revision, folder.name)
-        return folder
+        return download(str(path), revision, weights)
     except Exception as error:  # the hub's client raises exceptions of four libraries here
         reason = reason_of(error)
         raise CheckpointError(
