@@ -15,10 +15,9 @@ import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from peft.tuners.lora.layer import ParamWrapper
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 
@@ -26,8 +25,8 @@ from moe_finetune.errors import DataError, RecipeError
 from moe_finetune.lora.select import ExpertSelection, count_of
 from moe_finetune.moe.experts.lora_factors import parameter_wrappers, quiet_patterns
 from moe_finetune.moe.experts.lora_on_chosen import SelectedExpertsLora, materialize
-from moe_finetune.moe.experts.lora_shared import SharedOuterLora
-from moe_finetune.moe.layers import MoeLayer, causal_lm, family_in, moe_layers, places_in
+from moe_finetune.moe.experts.lora_shared import SharedOuterLora, SharedOuterOnChosen
+from moe_finetune.moe.layers import causal_lm, family_in, moe_layers, places_in
 from moe_finetune.quantization.weight import quantized
 
 if TYPE_CHECKING:
@@ -171,11 +170,8 @@ def add_lora(
             config,
             low_cpu_mem_usage=chosen is not None or lora.shared_outer,
         )
-    if chosen is not None:
-        keep_chosen(adapted, config, chosen)
-    if lora.shared_outer:
-        share_outer(adapted, config)
     if chosen is not None or lora.shared_outer:
+        pack_factors(adapted, config, chosen, lora.shared_outer)
         materialize(adapted, config.init_lora_weights)
     set_dropout(adapted, lora.dropout)
     widen_copies(adapted)
@@ -259,42 +255,30 @@ def read_selection(
     return selection.experts
 
 
-def keep_chosen(adapted: nn.Module, config: LoraConfig, chosen: dict[int, list[int]]) -> None:
-    """Replace PEFT's wrappers of whole expert stacks with ones for the chosen experts, or none."""
-
-    def for_chosen(layer: MoeLayer, parameter: str) -> Callable[..., ParamWrapper] | None:
-        if layer.index not in chosen:
-            return None
-        return partial(SelectedExpertsLora, chosen=chosen[layer.index])
-
-    _replace_wrappers(adapted, config, for_chosen)
-
-
-def share_outer(adapted: nn.Module, config: LoraConfig) -> None:
-    """Replace PEFT's wrappers of expert stacks with ones whose outer factors are shared."""
-
-    def sharing(layer: MoeLayer, parameter: str) -> Callable[..., ParamWrapper]:
-        is_down = parameter == layer.places.expert_parameters[1]
-        return partial(SharedOuterLora, shared="B" if is_down else "A")
-
-    _replace_wrappers(adapted, config, sharing)
-
-
-def _replace_wrappers(
-    adapted: nn.Module,
-    config: LoraConfig,
-    wrapper_of: Callable[[MoeLayer, str], Callable[..., ParamWrapper] | None],
+def pack_factors(
+    adapted: nn.Module, config: LoraConfig, chosen: Mapping[int, list[int]] | None, shared: bool
 ) -> None:
-    """Replace PEFT's wrappers of expert stacks with what ``wrapper_of`` gives for each parameter of
-    a layer's experts, or remove them."""
+    """Replace PEFT's wrappers of whole expert stacks with ones that store less.
+
+    ``chosen``: experts with factors by decoder layer; layers that it lacks get none. ``shared``:
+    the outer factors, A of gate and up and B of the down projection, are those of all experts.
+    """
     for layer in moe_layers(adapted):
         experts: Any
         wrappers: dict[str, Any]
         experts, wrappers = parameter_wrappers(layer.outer_experts)
+        if chosen is not None and layer.index not in chosen:
+            wrappers = {}
         for name, wrapper in reversed(wrappers.items()):  # inner first
-            make, adapter = wrapper_of(layer, name), wrapper.active_adapters[0]
-            if make is None:
-                continue
+            adapter = wrapper.active_adapters[0]
+            side: Literal["A", "B"] = "B" if name == layer.places.expert_parameters[1] else "A"
+            make: Callable[..., Any]
+            if chosen is None:
+                make = partial(SharedOuterLora, shared=side)
+            elif shared:
+                make = partial(SharedOuterOnChosen, shared=side, chosen=chosen[layer.index])
+            else:
+                make = partial(SelectedExpertsLora, chosen=chosen[layer.index])
             ranks = {"r": wrapper.r[adapter], "lora_alpha": wrapper.lora_alpha[adapter]}
             experts = make(experts, adapter, name, config, **ranks)
             for factors in (experts.lora_A, experts.lora_B):

@@ -198,10 +198,9 @@ class LoraSection(Section):
 
     @model_validator(mode="after")
     def _shared(self) -> LoraSection:
-        if self.shared_outer and ("experts" not in self.targets or self.experts != "all"):
+        if self.shared_outer and "experts" not in self.targets:
             raise ValueError(
-                "shared_outer shares the factors of all experts: it needs 'experts' among targets, "
-                "and experts: all"
+                "shared_outer shares factors of experts: it needs 'experts' among targets"
             )
         return self
 

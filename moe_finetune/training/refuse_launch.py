@@ -66,28 +66,12 @@ def check_launch(recipe: Recipe) -> None:
             "lora.experts: is measured with the whole model on each device, which FSDP divides; "
             + SELECT_FIRST
         )
-    if lora is not None and lora.shared_outer:
-        _check_shared_outer(recipe, spread)
     if spread > 1:
         load_on_each_rank(f"parallel.experts: {spread}", "leave the key out")
     if recipe.parallel.experts == "all" and spread == 1:
         log.warning(
             "parallel.experts: all, but only one process was started, so experts are not spread"
         )
-
-
-def _check_shared_outer(recipe: Recipe, spread: int) -> None:
-    """Refuse what would divide a factor that all experts share, or was not proved with it."""
-    divided = {
-        f"parallel.experts: {spread}": spread > 1,
-        "FSDP": launched_by("FSDP"),
-        "model.offload: experts": recipe.model.offload == "experts",
-    }
-    for setting, refused in divided.items():
-        if refused:
-            raise RecipeError(
-                f"lora.shared_outer: is not supported with {setting}; leave one of them out"
-            )
 
 
 def load_on_each_rank(setting: str, otherwise: str) -> None:

@@ -52,7 +52,8 @@ def by_loop(given: dict, activation: nn.Module) -> dict[str, torch.Tensor]:
     def effective(weight, factors, scaling):
         if factors is None:
             return weight
-        return torch.stack([w + scaling * b @ a for w, a, b in zip(weight, *factors, strict=True)])
+        a, b = (one.expand(EXPERTS, *one.shape[-2:]) for one in factors)  # one may be all experts'
+        return torch.stack([w + scaling * b @ a for w, a, b in zip(weight, a, b, strict=True)])
 
     gate_up = effective(given["gate_up"], given["up_factors"], 1.5)
     down = effective(given["down"], given["down_factors"], 0.7)
@@ -133,6 +134,59 @@ def test_experts_and_adapters_trained_together_with_another_activation(pieces):
     compare(given, nn.GELU(), NEEDS[-1])
 
 
+def sharing_outer(given: dict) -> dict:
+    """One A of gate and up, and one B of down, for all experts."""
+    (a_up, b_up), (a_down, b_down) = given["up_factors"], given["down_factors"]
+    shared = [one[0].detach().clone().requires_grad_() for one in (a_up, b_down)]
+    return given | {"up_factors": (shared[0], b_up), "down_factors": (a_down, shared[1])}
+
+
+@pytest.mark.parametrize("needs", NEEDS, ids=lambda needs: "+".join(sorted(needs)) or "none")
+@pytest.mark.parametrize("train_experts", [False, True])
+def test_a_factor_of_all_experts(pieces, needs, train_experts):
+    given = inputs(("up_factors", "down_factors"), train_experts)
+    compare(sharing_outer(given), nn.SiLU(), needs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("grouped_kernel", "in_chunks"), [(False, False), (True, False), (True, True)]
+)
+def test_a_factor_of_all_experts_under_dropout_and_in_16_bits(
+    monkeypatch, dtype, grouped_kernel, in_chunks
+):
+    """As with a copy for each expert, whose gradients add up; the same masks are drawn."""
+    monkeypatch.setattr(grouped_products, "PART_BYTES", 1)
+    monkeypatch.setattr(grouped_products, "DEQUANTIZED_BYTES", 1)
+    monkeypatch.setattr(experts_module, "dequantized_when_read", lambda weight: in_chunks)
+    given = inputs(("up_factors", "down_factors"), train_experts=False)
+    given = sharing_outer(aligned(given, hidden=24, width=16, rank=8))
+
+    def run(dtype: torch.dtype, copies: bool) -> list[torch.Tensor]:
+        def cast(one: torch.Tensor) -> torch.Tensor:
+            return (one.expand(EXPERTS, *one.shape[-2:]) if copies else one).to(dtype).contiguous()
+
+        up, down = (tuple(map(cast, given[name])) for name in ("up_factors", "down_factors"))
+        layer = Experts(
+            given["gate_up"].to(dtype), given["down"].to(dtype), nn.SiLU(),
+            LoraFactors(*up, scaling=1.5, dropout=0.4), LoraFactors(*down, 0.7, dropout=0.3),
+            grouped=grouped_kernel,
+        )  # fmt: skip
+        torch.manual_seed(8)
+        out = run_experts(given["hidden"].to(dtype), given["index"], given["weights"], layer).out_TH
+        mixed = torch.randn(out.shape, generator=torch.Generator().manual_seed(4))
+        return [out, *torch.autograd.grad((out * mixed).sum(), leaves(given))]
+
+    shared, copied = (run(dtype, copies) for copies in (False, True))
+    if dtype == torch.float32:
+        assert far(shared, copied) < 1e-5
+    else:
+        exact = run(torch.float32, True)
+        errors = [[far([a], [b]) for a, b in zip(got, exact, strict=True)]
+                  for got in (shared, copied)]  # fmt: skip
+        assert max(errors[0]) < 1.2 * max(errors[1]) < 0.08
+
+
 def test_an_expert_without_tokens_has_no_gradient(pieces):
     given = inputs(("up_factors", "down_factors"), train_experts=True)
     found = by_groups(given, nn.SiLU(), NEEDS[1])
@@ -161,7 +215,7 @@ def test_a_layer_that_runs_again_with_other_experts_has_their_gradients(
     assert far(first, again) < 1e-6
 
 
-def aligned(given: dict) -> dict:
+def aligned(given: dict, hidden: int = 12, width: int = 8, rank: int = 4) -> dict:
     """The same sizes in float32 with widths that are multiples of 16 bytes."""
 
     def wider(value, widths):
@@ -171,7 +225,6 @@ def aligned(given: dict) -> dict:
         new = torch.randn(*old.shape[: -len(widths)], *widths) if widths else old
         return new.requires_grad_(value.requires_grad)
 
-    hidden, width, rank = 12, 8, 4
     widths = {
         "hidden": (hidden,),
         "weights": (),

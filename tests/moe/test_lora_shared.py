@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch.func import functional_call
 
@@ -14,22 +15,32 @@ from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.checkpoint.write_adapter import convert_adapter
-from moe_finetune.errors import AdapterError, RecipeError
+from moe_finetune.errors import AdapterError
 from moe_finetune.lora.coverage import lora_coverage
+from moe_finetune.lora.select import ExpertSelection
 from moe_finetune.lora.targets import add_lora
-from moe_finetune.moe.experts.lora_shared import SharedOuterLora, with_repeated
+from moe_finetune.models import FAMILIES
+from moe_finetune.moe.experts.lora_on_chosen import for_all_experts
+from moe_finetune.moe.experts.lora_shared import SharedOuterLora
+from moe_finetune.moe.large.offload import offload_experts
+from moe_finetune.moe.large.quantized_weights import quantize_model
 from moe_finetune.moe.recorder.hooks import Recorder
-from moe_finetune.recipe.schema import Recipe
+from moe_finetune.quantization.weight import quantized
 from moe_finetune.recipe.sections import LoraSection
-from moe_finetune.training import refuse_launch
 from moe_finetune.training.run.train import continue_adapter
-from moe_finetune.training.save_and_resume.gathered_weights import trained_weights
+from moe_finetune.training.save_and_resume.gathered_weights import live_weights, trained_weights
 from moe_finetune.training.save_and_resume.save_trained import describe_adapter, write_adapter
+from moe_finetune.training.specialization import Specialization
 from tests.support import tiny_families
+from tests.support.host_transfers import HostTransfers
 from tests.support.tiny_adapter import random_factors
 
 RANK, ALPHA = 3, 7.5
-FAMILIES = ("qwen3_moe", "gpt_oss", "nemotron_h", "qwen3_5_moe_text")
+NAMES = ("qwen3_moe", "gpt_oss", "nemotron_h", "qwen3_5_moe_text")
+
+
+def places(name):
+    return FAMILIES[name].places(tiny_families.config(name))
 
 
 def section(**options):
@@ -37,8 +48,11 @@ def section(**options):
     return LoraSection(**defaults | {"shared_outer": True} | options)
 
 
-def shared_model(name, **options):
-    model = add_lora(tiny_families.model(name), section(**options), "frozen")
+def shared_model(name, quantized=False, **options):
+    base = tiny_families.model(name)
+    if quantized:
+        quantize_model(base)
+    model = add_lora(base, section(**options), "frozen")
     torch.manual_seed(5)
     random_factors(model, 0.1)
     return model.train()
@@ -49,12 +63,29 @@ def batch():
     return {"input_ids": ids, "labels": ids}
 
 
-def by_a_loop(name, model, use_rslora):
+def packed():
+    """One row of three sequences, and these sequences, each with its share of the labels."""
+    ids = batch()["input_ids"].view(1, -1)
+    labels, positions, each, count = ids.clone(), [], [], ids.numel() - 3
+    for sequence in ids.split((7, 14, 5), 1):
+        length = sequence.numel()
+        labels[0, sum(map(len, positions))] = -100  # the sequence before does not predict it
+        positions.append(torch.arange(length))
+        each.append(({"input_ids": sequence, "labels": sequence}, (length - 1) / count))
+    row = {"input_ids": ids, "labels": labels, "position_ids": torch.cat(positions)[None]}
+    return row, each
+
+
+def by_a_loop(name, model, use_rslora, batches):
     """Loss and gradients of a plain model whose every expert's matrix is W + s B A."""
     scale = ALPHA / (math.sqrt(RANK) if use_rslora else RANK)
     leaves = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()
               if "lora_" in n}  # fmt: skip
     plain = tiny_families.model(name).train()
+    for path, parameter in model.named_parameters():
+        if quantized(parameter):
+            key = path.removeprefix("base_model.model.").replace(".base_layer", "")
+            plain.get_parameter(key).data.copy_(parameter.dequantize())
     changed = {}
     for path, module in model.named_modules():
         key = path.removeprefix("base_model.model.").replace(".base_layer", "")
@@ -66,34 +97,51 @@ def by_a_loop(name, model, use_rslora):
             changed[f"{key}.weight"] = weight + scale * b @ a
             continue
         full = f"{key}.{module.parameter_name}"
-        stack, experts = plain.get_parameter(full), module.num_experts
+        stack = plain.get_parameter(full)
+        chosen = list(getattr(module, "chosen", range(len(stack))))
         matrices = []
-        for expert in range(experts):
+        for expert in range(len(stack)):
+            if expert not in chosen:
+                matrices.append(stack[expert])
+                continue
+            slot = chosen.index(expert)
             if module.shared == "A":
                 assert a.shape[0] == RANK
-                product = b[:, expert::experts] @ a
+                product = b[:, slot :: len(chosen)] @ a
             else:
                 assert b.shape[1] == RANK
-                product = b @ a[expert * RANK : (expert + 1) * RANK]
+                product = b @ a[slot * RANK : (slot + 1) * RANK]
             turned = product.T if product.shape != stack[expert].shape else product
             matrices.append(stack[expert] + scale * turned)
         changed[full] = torch.stack(matrices)
-    loss = functional_call(plain, changed, kwargs=batch()).loss
+    loss = sum(share * functional_call(plain, changed, kwargs=one).loss for one, share in batches)
     loss.backward()
     return loss.detach(), {name: leaf.grad for name, leaf in leaves.items()}
 
 
-@pytest.mark.parametrize("way", ["loop", "grouped", "peft", "checkpointed", "rslora"])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_values_and_gradients_are_those_of_a_slow_loop(name, way):
-    model = shared_model(name, use_rslora=way == "rslora")
+WAYS = (
+    *("loop", "grouped", "peft", "checkpointed", "rslora", "packed", "nf4", "nf4 grouped"),
+    *("offloaded", "chosen", "chosen in peft"),
+)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", NAMES)
+def test_values_and_gradients_are_those_of_a_slow_loop(name, way, tmp_path):
+    options = {"use_rslora": way == "rslora", "quantized": "nf4" in way}
+    if "chosen" in way:
+        options["experts"] = choice(name, tmp_path / "chosen.json")
+    model = shared_model(name, **options)
     if way == "checkpointed":
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
-    wanted, gradients = by_a_loop(name, model, way == "rslora")
-    recorded = Recorder(model, kernel="grouped" if way == "grouped" else "loop")
-    with nullcontext() if way == "peft" else recorded:
-        loss = model(**batch()).loss
+    inputs, parts = packed() if way == "packed" else (batch(), [(batch(), 1.0)])
+    wanted, gradients = by_a_loop(name, model, way == "rslora", parts)
+    if way == "offloaded":
+        offload_experts(model, HostTransfers())
+    recorded = Recorder(model, kernel="grouped" if "grouped" in way else "loop")
+    with nullcontext() if "peft" in way else recorded:
+        loss = model(**inputs).loss
         loss.backward()  # a checkpointed layer runs again as it was recorded
     torch.testing.assert_close(loss.detach(), wanted, rtol=1e-5, atol=0)
     compared = 0
@@ -103,7 +151,19 @@ def test_values_and_gradients_are_those_of_a_slow_loop(name, way):
             bound = 2e-4 * float(expected.norm())
             assert float((parameter.grad - expected).norm()) <= bound, path
             compared += ".experts." in path and bool(expected.any())
-    assert compared == 4 * sum(isinstance(m, SharedOuterLora) for m in model.modules()) // 2
+    wrappers = [m for m in model.modules() if isinstance(m, SharedOuterLora)]
+    assert compared == 4 * len(wrappers) // 2 > 0
+
+
+CHOSEN = (1, 7, 4)
+
+
+def choice(name, file):
+    """Three experts of the first and last MoE layer; the layers between have no factors."""
+    where = places(name)
+    layers = {where.moe_layers[0]: list(CHOSEN), where.moe_layers[-1]: list(CHOSEN[:2])}
+    ExpertSelection(layers, num_experts=where.num_experts).write(file)
+    return str(file)
 
 
 def test_a_shared_factor_is_one_parameter():
@@ -137,7 +197,7 @@ def test_saved_as_an_ordinary_adapter_and_continued(name, tmp_path):
         (tmp_path / folder).mkdir()
     write_adapter(config, weights, tmp_path / "state")
     describe_adapter(model, tmp_path / "state", 0.0, None)
-    write_adapter(config, with_repeated(model, weights), tmp_path / "adapter")
+    write_adapter(config, for_all_experts(model, weights, []), tmp_path / "adapter")
     write_metadata(tmp_path / "adapter")
 
     sizes = [(tmp_path / f / "adapter_model.safetensors").stat().st_size
@@ -176,22 +236,106 @@ def test_factors_that_differ_are_not_continued_in_the_shared_form(tmp_path):
         continue_adapter(again, tmp_path / "adapter", open_checkpoint(base))
 
 
-@pytest.mark.parametrize("options", [{"targets": ["attention"]}, {"experts": "chosen.json"}])
-def test_what_it_cannot_do_is_refused_before_the_start(options):
-    with pytest.raises(ValueError, match="shared_outer shares the factors of all experts"):
-        section(**options)
-
-
-@pytest.mark.parametrize("setting", ["parallel.experts: 2", "FSDP", "model.offload: experts"])
-def test_divided_experts_are_refused(setting, monkeypatch):
-    recipe = Recipe.model_validate(
-        {
-            "model": {"path": "base", "offload": "experts" if "offload" in setting else "none"},
-            "data": {"train": "x.jsonl"},
-            "lora": {"rank": 4, "shared_outer": True},
-            "parallel": {"experts": 2 if "parallel" in setting else 1},
-        }
+def test_chosen_experts_are_saved_in_both_forms(tmp_path):
+    """Experts that were not chosen have the shared factor and zeros, and compute as the base."""
+    base, name = tmp_path / "base", "qwen3_moe"
+    tiny_families.model(name).save_pretrained(base)
+    model = shared_model(name, experts=choice(name, tmp_path / "chosen.json"))
+    weights, config = trained_weights(model), model.peft_config["default"]
+    for folder in ("state", "adapter"):
+        (tmp_path / folder).mkdir()
+    write_adapter(config, weights, tmp_path / "state")
+    describe_adapter(model, tmp_path / "state", 0.0, None)
+    whole = for_all_experts(model, weights, places(name).moe_layers)
+    write_adapter(config, whole, tmp_path / "adapter")
+    write_metadata(tmp_path / "adapter")
+    convert_adapter(tmp_path / "adapter", base, tmp_path / "shared", FORMS["shared-outer"])
+    plain = load_file(base / "model.safetensors")
+    first = None
+    for folder in ("state", "adapter", "shared"):
+        merge_adapter(base, tmp_path / folder, tmp_path / f"merged_{folder}")
+        verify_merge(base, tmp_path / folder, tmp_path / f"merged_{folder}")
+        merged = load_file(tmp_path / f"merged_{folder}" / "model.safetensors")
+        first = merged if first is None else first
+        assert all(torch.equal(merged[key], first[key]) for key in first)
+    changed = {
+        key for key in plain if ".experts." in key and not torch.equal(plain[key], first[key])
+    }
+    where = places(name).moe_layers
+    expected = {(where[0], e) for e in CHOSEN} | {(where[-1], e) for e in CHOSEN[:2]}
+    assert {(int(k.split(".")[2]), int(k.split(".")[5])) for k in changed} == expected
+    stock = PeftModel.from_pretrained(
+        tiny_families.model(name).from_pretrained(base), tmp_path / "adapter"
     )
-    monkeypatch.setattr(refuse_launch, "launched_by", lambda name: name == setting)
-    with pytest.raises(RecipeError, match=f"lora.shared_outer: is not supported with {setting}"):
-        refuse_launch.check_launch(recipe)
+    with torch.no_grad():
+        found, wanted = (m.eval()(**batch()).logits for m in (stock, model))
+    assert float((found - wanted).norm()) < 1e-5 * float(wanted.norm())
+
+
+def test_an_expert_that_no_token_chose_adds_nothing():
+    """Its own factor has no gradient, and no other gradient changes with it."""
+    model, where = shared_model("qwen3_moe"), places("qwen3_moe")
+    used = {layer: set() for layer in where.moe_layers}
+    two = {key: ids[:1, :2] for key, ids in batch().items()}  # tokens
+
+    def gradients():
+        model.zero_grad()
+        with Recorder(
+            model, observers=[lambda r, _: used[r.layer].update(r.index_TK.flatten().tolist())]
+        ):
+            model(**two).loss.backward()
+        factors = {
+            n: p for n, p in model.named_parameters() if ".experts." in n and p.requires_grad
+        }
+        return {name: parameter.grad.clone() for name, parameter in factors.items()}
+
+    def of_idle(tensors):
+        """Each layer's A of down, which every expert has, of the experts without tokens."""
+        for layer, seen in used.items():
+            idle = [expert for expert in range(where.num_experts) if expert not in seen]
+            key = next(n for n in tensors if f".{layer}.mlp.experts.lora_A" in n)
+            yield tensors[key].view(where.num_experts, RANK, -1), idle
+
+    before = gradients()
+    with torch.no_grad():
+        for a_ErD, idle in of_idle(dict(model.named_parameters())):
+            assert idle
+            a_ErD[idle] *= 50
+    after = gradients()
+    assert all(gradient.any() and torch.equal(gradient, after[n]) for n, gradient in before.items())
+    assert not any(gradient[idle].any() for gradient, idle in of_idle(before))
+
+
+def test_losses_that_read_the_experts_projections_see_the_shared_factor():
+    """ERC's value and gradients, with each expert's own copy of the factor as the reference."""
+    shared = shared_model("qwen3_moe")
+    copied = add_lora(tiny_families.model("qwen3_moe"), section(shared_outer=False), "frozen")
+    weights = for_all_experts(shared, trained_weights(shared), [])
+    with torch.no_grad():
+        for key, tensor in live_weights(copied).items():
+            tensor.copy_(weights[key])
+    totals, experts = [], places("qwen3_moe").num_experts
+    terms = {"erc": {"weight": 5.0}, "orthogonality": {"weight": 2.0}}
+    method = {"terms": terms, "strength": {"first": False}}
+    for model in (shared, copied.train()):
+        with Specialization(model, method):
+            torch.manual_seed(4)
+            model(**batch()).loss.backward()
+        totals.append(
+            {n: p.grad for n, p in model.named_parameters() if ".experts." in n and p.requires_grad}
+        )
+    for key, gradient in totals[0].items():
+        expected = totals[1][key]
+        if gradient.shape != expected.shape:
+            side = key.partition("lora_")[2][0]
+            expected = (
+                expected.view(experts, RANK, -1).sum(0)
+                if side == "A"
+                else expected.unflatten(1, (RANK, experts)).sum(2)
+            )
+        assert float((gradient - expected).norm()) <= 1e-4 * float(expected.norm()), key
+
+
+def test_what_it_cannot_do_is_refused_before_the_start():
+    with pytest.raises(ValueError, match="needs 'experts' among targets"):
+        section(targets=["attention"])

@@ -18,6 +18,7 @@ from moe_finetune.quantization.weight import quantized as is_quantized
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.specialization import Specialization
 from tests.support import tiny
+from tests.support.host_transfers import HostTransfers
 from tests.support.tiny_adapter import random_factors
 
 METHOD = {
@@ -29,20 +30,6 @@ METHOD = {
     },
     "strength": {"first": False},
 }
-
-
-class HostTransfers:
-    """Copies within the host's memory, for tests of the logic."""
-
-    device = torch.device("cpu")
-
-    def keep(self, stack):
-        return stack
-
-    def begin(self, stacks):
-        """Copies made at once."""
-        copies = {name: stack.clone() for name, stack in stacks.items()}
-        return lambda: copies
 
 
 def adapted(family, checkpointing=False, layers=3, quantized=False):

@@ -45,17 +45,23 @@ CASES = {
     "nf4": ("qwen3_moe", {}, {"quantization": "nf4"}, BOTH),
     "grouped": ("qwen3_moe", {}, {"quantization": "nf4", "kernel": "grouped"}, BOTH),
     "transposed": ("gpt_oss", {}, {"quantization": "nf4"}, BOTH),
+    "outer factors of all experts": (
+        "qwen3_moe",
+        {},
+        {"quantization": "nf4", "shared_outer": True},
+        BOTH,
+    ),
     "uneven": ("qwen3_moe", {"num_experts": 7}, {"quantization": "nf4"}, ("sharded",)),
 }
 """Family, changes of its config, how it is loaded and run, and how ranks share it."""
 
 
-def model(folder: Path, quantization: str, spread: bool) -> Any:
+def model(folder: Path, quantization: str, spread: bool, shared_outer: bool = False) -> Any:
     base = load_model(
         folder, "float32", quantization=quantization, expert_ranks=WORLD if spread else 1
     )
     torch.manual_seed(1)
-    adapted = add_lora(base, LoraSection(rank=4, alpha=8.0), "full")
+    adapted = add_lora(base, LoraSection(rank=4, alpha=8.0, shared_outer=shared_outer), "full")
     random_factors(adapted, 0.1)
     return adapted.train()
 
@@ -66,7 +72,7 @@ def packed_bytes(built: Any) -> int:
     return sum(weight.stored_bytes for weight in weights if weight is not None)
 
 
-def run(folder: Path, mode: str, kernel: str = "loop", **loaded: str) -> dict[str, Any]:
+def run(folder: Path, mode: str, kernel: str = "loop", **loaded: Any) -> dict[str, Any]:
     """Loss, gradients and packed bytes of two steps, the second after an update."""
     built = model(folder, spread=mode == "spread", **loaded)
     if mode == "sharded":
@@ -105,7 +111,7 @@ def run(folder: Path, mode: str, kernel: str = "loop", **loaded: str) -> dict[st
     }
 
 
-def compare(folder: Path, options: dict[str, str], modes: tuple[str, ...]) -> dict[str, Any]:
+def compare(folder: Path, options: dict[str, Any], modes: tuple[str, ...]) -> dict[str, Any]:
     """By mode the distance to the whole model in one process, or the error."""
     whole = run(folder, "whole", **options)
     rows: dict[str, Any] = {"tensors": len(whole["gradients"])}
@@ -128,7 +134,7 @@ def compare(folder: Path, options: dict[str, str], modes: tuple[str, ...]) -> di
     return rows
 
 
-def recipe(folder: Path, mode: str, world: int) -> Any:
+def recipe(folder: Path, mode: str, world: int, shared: bool) -> Any:
     terms = {"erc": {"weight": 0.3}, "load_balance": {"weight": 0.3, "scope": "global_batch"}}
     return recipe_from_tree(
         Tree(
@@ -139,7 +145,7 @@ def recipe(folder: Path, mode: str, world: int) -> Any:
                     "quantization": "nf4",
                 },
                 "method": {"terms": terms},
-                "lora": {"rank": 4, "alpha": 8.0},
+                "lora": {"rank": 4, "alpha": 8.0, "shared_outer": shared},
                 "data": {
                     "train": str(folder / "data.jsonl"),
                     "max_length": 24,
@@ -159,6 +165,11 @@ def recipe(folder: Path, mode: str, world: int) -> Any:
             }
         )
     )
+
+
+def run_name(mode: str, shared: bool) -> str:
+    """The folder of a recipe's run."""
+    return f"{mode}, outer factors of all experts" if shared else mode
 
 
 def main(folder: Path) -> None:
@@ -181,7 +192,8 @@ def main(folder: Path) -> None:
         if mode == "sharded":  # as its launcher's config sets it up
             fsdp.use()
         fsdp.regroup(world)
-        run_recipe(recipe(folder, mode, world), folder / mode)
+        for shared in (False, True):
+            run_recipe(recipe(folder, mode, world, shared), folder / run_name(mode, shared))
 
 
 if __name__ == "__main__":

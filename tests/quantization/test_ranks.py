@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.quantization.ranks_worker import ALONE, CASES, WORLD
+from tests.quantization.ranks_worker import ALONE, CASES, WORLD, run_name
 from tests.support import tiny
 from tests.support.ranks import run_ranks
 
@@ -45,11 +45,12 @@ def test_two_ranks_train_as_one_process(measured, case, mode):
     assert 0.49 < row["bytes"] < {"sharded": 0.56, "spread": 0.7}[mode]
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["each expert's factors", "outer of all"])
 @pytest.mark.parametrize("mode", ["sharded", "spread"])
 @pytest.mark.parametrize("file", ["adapter/adapter_model.safetensors", "merged/model.safetensors"])
-def test_a_run_on_two_ranks_saves_what_one_process_saves(folder, mode, file):
+def test_a_run_on_two_ranks_saves_what_one_process_saves(folder, mode, file, shared):
     """As far apart as the gradients, to which SGD's steps are proportional."""
-    one, two = (load_file(folder / run / file) for run in (ALONE, mode))
+    one, two = (load_file(folder / run_name(run, shared) / file) for run in (ALONE, mode))
     base = load_file(folder / "base" / "model.safetensors")
     assert one.keys() == two.keys()
     if file.startswith("merged"):

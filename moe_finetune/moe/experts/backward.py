@@ -56,7 +56,8 @@ class Call:
 class Saved(NamedTuple):
     """Tensors saved by the forward: its arguments in the order of their gradients, and results.
 
-    ``p_up_Sr`` and ``p_down_Sr`` are products with LoRA's first factors; ``y_TKH`` is None if
+    ``p_up_Sr`` and ``p_down_Sr`` are products with LoRA's first factors; with one A of gate and up
+    for all experts, ``a_up_ErH`` is (r, H) and ``p_up_Sr`` has a row a token; ``y_TKH`` is None if
     nothing reads it; masks show what dropout kept; the last three are :meth:`Groups.saved`.
     """
 
@@ -121,7 +122,9 @@ class ExpertsGradient:
 
         self.d_gate_up = outer(saved.gate_up_E2DH if needs_gate_up else None)
         self.d_down = outer(saved.down_EHD if needs_down else None)
-        self.d_a_up, self.d_b_up = outer(saved.a_up_ErH), outer(saved.b_up_E2Dr, call.scaling_up)
+        self.shares_a = saved.a_up_ErH is not None and saved.a_up_ErH.ndim == 2
+        self.d_a_up = outer(None if self.shares_a else saved.a_up_ErH)
+        self.d_b_up = outer(saved.b_up_E2Dr, call.scaling_up)
         self.d_a_down = outer(saved.a_down_ErD)
         self.d_b_down = outer(saved.b_down_EHr, call.scaling_down)
         self.d_bias_up = RowSums(saved.bias_up_E2D if needs_bias_up else None, groups)
@@ -142,11 +145,14 @@ class ExpertsGradient:
             drows_P2D = gated_gradient(rows_P2D, dz_PD, self.call.activation)
             del dz_PD
             self._through_up(part, drows_P2D)
-        sums = (
-            *(self.d_gate_up, self.d_down, self.d_a_up, self.d_b_up, self.d_a_down, self.d_b_down),
-            *(self.d_bias_up, self.d_bias_down),
+        dh_TH, d_a_up = self._of_input(), self.d_a_up.result()
+        if self.shares_a:
+            d_a_up = self._through_shared_a(dh_TH)
+        after_a = self.d_b_up, self.d_a_down, self.d_b_down, self.d_bias_up, self.d_bias_down
+        return (
+            *(dh_TH, self._of_weights(), self.d_gate_up.result(), self.d_down.result(), d_a_up),
+            *(total.result() for total in after_a),
         )
-        return (self._of_input(), self._of_weights(), *(total.result() for total in sums))
 
     # -- 1: the outputs ------------------------------------------------------------------------
 
@@ -231,10 +237,13 @@ class ExpertsGradient:
         """Allocate ``dx`` (S, H), and LoRA's part of it separately if it passes a mask."""
         saved, groups = self.saved, self.groups
         like, hidden = saved.hidden_TH, saved.hidden_TH.shape[1]
-        self.separate = saved.mask_TH is not None
+        self.separate = saved.mask_TH is not None and not self.shares_a
         self.lora_input_TH = dropped(like, saved.mask_TH, self.call.dropout_up)
         self.dx_SH: Tensor | None = None
         self.dx_lora_SH: Tensor | None = None
+        self.dp_up_Sr: Tensor | None = None
+        if self.shares_a and saved.a_up_ErH is not None:
+            self.dp_up_Sr = groups.buffer(saved.a_up_ErH.shape[0], like)
         if self.needs_h:
             # A part's dy has been used up when its dx is written; one product needs no buffer.
             in_parts = groups.bounds is not None
@@ -251,21 +260,37 @@ class ExpertsGradient:
         if self.needs_gate_up:
             x_PH = saved.hidden_TH.index_select(0, part.tokens_P)
             self.d_gate_up.add(drows_P2D, x_PH, part)
-        dx = dx_lora = None
+        dx = dx_lora = dp_Pr = None
         if self.needs_h:
             dx = rows_times(drows_P2D, saved.gate_up_E2DH, part, out=self.dx_SH)
         if saved.a_up_ErH is not None and saved.b_up_E2Dr is not None:
             assert saved.p_up_Sr is not None
-            x_PH = self.lora_input_TH.index_select(0, part.tokens_P)
-            dp_Pr = rows_times(drows_P2D, saved.b_up_E2Dr, part, call.scaling_up)
-            self.d_b_up.add(drows_P2D, saved.p_up_Sr[part.rows], part)
-            self.d_a_up.add(dp_Pr, x_PH, part)
+            dp_Pr = rows_times(drows_P2D, saved.b_up_E2Dr, part, call.scaling_up, out=self.dp_up_Sr)
+            if self.shares_a:
+                p_Pr = saved.p_up_Sr.index_select(0, part.tokens_P)
+            else:
+                p_Pr = saved.p_up_Sr[part.rows]
+                x_PH = self.lora_input_TH.index_select(0, part.tokens_P)
+                self.d_a_up.add(dp_Pr, x_PH, part)
+            self.d_b_up.add(drows_P2D, p_Pr, part)
             if self.needs_h and self.separate:
                 dx_lora = rows_times(dp_Pr, saved.a_up_ErH, part, out=self.dx_lora_SH)
-            elif dx is not None:
+            elif dx is not None and not self.shares_a:
                 add_rows_times(dx, dp_Pr, saved.a_up_ErH, part)
         if self.groups.bounds is None:  # the one part is the whole
-            self.dx_SH, self.dx_lora_SH = dx, dx_lora
+            self.dx_SH, self.dx_lora_SH, self.dp_up_Sr = dx, dx_lora, dp_Pr
+
+    def _through_shared_a(self, dh_TH: Tensor | None) -> Tensor:
+        """The gradient (r, H) of one A for all experts; adds LoRA's part to ``dh``, in place.
+
+        A token's K rows meet the same A, so their ``dp`` are summed first.
+        """
+        saved, dropout = self.saved, self.call.dropout_up
+        assert self.dp_up_Sr is not None and saved.a_up_ErH is not None
+        dp_Tr = sum_over_choices(self.dp_up_Sr, self.rows_S, saved.weights_TK.shape)
+        if dh_TH is not None:
+            dh_TH.add_(dropped(dp_Tr @ saved.a_up_ErH, saved.mask_TH, dropout))
+        return dp_Tr.t() @ self.lora_input_TH
 
     # -- 5: the input ----------------------------------------------------------------------------
 

@@ -144,7 +144,7 @@ def _outputs_of_each(saved: Saved, call: Call) -> Iterator[Tensor]:
         if saved.bias_up_E2D is not None:
             rows_T2D += saved.bias_up_E2D[expert]
         if saved.a_up_ErH is not None and saved.b_up_E2Dr is not None:
-            low_Tr = x_TH @ saved.a_up_ErH[expert].T
+            low_Tr = x_TH @ _of_expert(saved.a_up_ErH, expert).T
             rows_T2D.addmm_(low_Tr, saved.b_up_E2Dr[expert].T, alpha=call.scaling_up)
         z_TD = gated(rows_T2D, call.activation)
         y_TH = z_TD @ down_EDH[expert]
@@ -152,5 +152,10 @@ def _outputs_of_each(saved: Saved, call: Call) -> Iterator[Tensor]:
             y_TH += saved.bias_down_EH[expert]
         if saved.a_down_ErD is not None and saved.b_down_EHr is not None:
             low_Tr = z_TD @ saved.a_down_ErD[expert].T
-            y_TH.addmm_(low_Tr, saved.b_down_EHr[expert].T, alpha=call.scaling_down)
+            y_TH.addmm_(low_Tr, _of_expert(saved.b_down_EHr, expert).T, alpha=call.scaling_down)
         yield y_TH
+
+
+def _of_expert(factor: Tensor, expert: int) -> Tensor:
+    """A LoRA factor's matrix of one expert, which may be the one of all."""
+    return factor if factor.ndim == 2 else factor[expert]

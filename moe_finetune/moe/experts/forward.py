@@ -36,7 +36,8 @@ from moe_finetune.moe.experts.sums_by_token import combine, gram
 class LoraFactors:
     """Per-expert LoRA factors: the update of expert e is ``scaling * b[e] @ a[e]``.
 
-    ``a_ErI`` (E, r, I) and ``b_EOr`` (E, O, r), both contiguous and in the compute dtype.
+    ``a_ErI`` (E, r, I) and ``b_EOr`` (E, O, r), both contiguous and in the compute dtype. A of gate
+    and up may be one (r, I) for all experts, and B of the down projection one (O, r).
     """
 
     a_ErI: Tensor
@@ -153,10 +154,12 @@ class _Experts(torch.autograd.Function):
             expert_mask_SD = keep_mask((pairs, width), call.dropout_expert, hidden_TH)
             mask_SD = keep_mask((pairs, width), call.dropout_down, hidden_TH)
             lora_input_TH = dropped(hidden_TH, mask_TH, call.dropout_up)
+            # With one A for all experts, each token meets it once and not K times.
+            p_up_Tr = lora_input_TH @ a_up.mT if a_up is not None and a_up.ndim == 2 else None
 
             rows_S2D = groups.buffer(gate_up.shape[1], hidden_TH)
             p_up_Sr = p_down_Sr = None
-            if a_up is not None:
+            if a_up is not None and p_up_Tr is None:
                 p_up_Sr = groups.buffer(a_up.shape[1], hidden_TH)
             if a_down is not None:
                 p_down_Sr = groups.buffer(a_down.shape[1], hidden_TH)
@@ -172,10 +175,13 @@ class _Experts(torch.autograd.Function):
                     rows.add_(bias_up[flat_S[part.slots_P]])
                 p_up = p_down = None
                 if a_up is not None:
-                    if mask_TH is not None:
-                        x = lora_input_TH.index_select(0, part.tokens_P)
-                    p_up = rows_times(x, a_up.transpose(1, 2), part, out=p_up_Sr)
-                    add_rows_times(rows, p_up, b_up.transpose(1, 2), part, call.scaling_up)
+                    if p_up_Tr is not None:
+                        p_up = p_up_Tr.index_select(0, part.tokens_P)
+                    else:
+                        if mask_TH is not None:
+                            x = lora_input_TH.index_select(0, part.tokens_P)
+                        p_up = rows_times(x, a_up.mT, part, out=p_up_Sr)
+                    add_rows_times(rows, p_up, b_up.mT, part, call.scaling_up)
                 z = gated(rows, call.activation)
                 if z_TKD is not None:
                     z_TKD.view(-1, width).index_copy_(0, part.slots_P, z)
@@ -185,8 +191,8 @@ class _Experts(torch.autograd.Function):
                     y.add_(bias_down[flat_S[part.slots_P]])
                 if a_down is not None:
                     z = dropped(z, _rows(mask_SD, part), call.dropout_down)
-                    p_down = rows_times(z, a_down.transpose(1, 2), part, out=p_down_Sr)
-                    add_rows_times(y, p_down, b_down.transpose(1, 2), part, call.scaling_down)
+                    p_down = rows_times(z, a_down.mT, part, out=p_down_Sr)
+                    add_rows_times(y, p_down, b_down.mT, part, call.scaling_down)
                 y_TKH.view(-1, hidden).index_copy_(0, part.slots_P, y)
                 if groups.bounds is None:
                     # The one part is the whole.
@@ -203,8 +209,8 @@ class _Experts(torch.autograd.Function):
         assert rows_S2D is not None  # a part's, or the buffer of all
         saved = Saved(
             hidden_TH, weights_TK, gate_up, down, a_up, b_up, a_down, b_down, bias_up, bias_down,
-            rows_S2D, p_up_Sr, p_down_Sr, y_TKH if keep_y else None, mask_TH, mask_SD,
-            expert_mask_SD, *groups.saved(),
+            rows_S2D, p_up_Sr if p_up_Tr is None else p_up_Tr, p_down_Sr, y_TKH if keep_y else None,
+            mask_TH, mask_SD, expert_mask_SD, *groups.saved(),
         )  # fmt: skip
         ctx.save_for_backward(*saved)
         return (

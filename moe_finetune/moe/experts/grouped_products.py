@@ -197,17 +197,22 @@ def rows_times(
 ) -> Tensor:
     """``result[p] = scale * rows[p] @ weight[expert(p)]``, (P, O).
 
-    ``out``: a buffer for all sorted rows; the part's rows are filled and returned.
+    A ``weight`` (I, O) is that of all experts. ``out``: a buffer for all sorted rows; the part's
+    rows are filled and returned.
     """
-    if part.offsets_C is not None:
+    shared = weight_EIO.ndim == 2
+    if part.offsets_C is not None and not shared:
         product = grouped_mm(rows_PI, _stack(weight_EIO, part), offs=part.offsets_C)
         if scale != 1.0:
             product.mul_(scale)
         return product if out is None else out[part.rows].copy_(product)
     if out is None:
-        result_PO = rows_PI.new_empty(rows_PI.shape[0], weight_EIO.shape[2])
+        result_PO = rows_PI.new_empty(rows_PI.shape[0], weight_EIO.shape[-1])
     else:
         result_PO = out[part.rows]
+    if shared:
+        _product(rows_PI, weight_EIO, scale, out=result_PO)
+        return result_PO
     triples = zip(
         part.split(result_PO), part.split(rows_PI), _matrices(weight_EIO, part), strict=True
     )
@@ -219,7 +224,10 @@ def rows_times(
 def add_rows_times(
     into_PO: Tensor, rows_PI: Tensor, weight_EIO: Tensor, part: Part, scale: float = 1.0
 ) -> None:
-    """``into[p] += scale * rows[p] @ weight[expert(p)]``, in place."""
+    """``into[p] += scale * rows[p] @ weight[expert(p)]``, in place; as :func:`rows_times`."""
+    if weight_EIO.ndim == 2:
+        into_PO.addmm_(rows_PI, weight_EIO, alpha=scale)
+        return
     if part.offsets_C is not None:
         product = grouped_mm(rows_PI, _stack(weight_EIO, part), offs=part.offsets_C)
         into_PO.add_(product, alpha=scale)
@@ -258,18 +266,28 @@ def _product(rows: Tensor, right: Tensor, scale: float, out: Tensor) -> None:
 class OuterSums:
     """``sums[e] = scale * sum over the rows of e of left[p] right[p]^T``: a weight's gradient.
 
-    Filled part by part; the sum over no rows is 0. The result is None without a weight.
+    Filled part by part; the sum over no rows is 0. The result is None without a weight. A weight
+    (O, I) that all experts share has one sum, over all rows.
     """
 
     def __init__(self, like_EOI: Tensor | None, groups: Groups, scale: float = 1.0):
         self.scale = scale
         self.sums_EOI: Tensor | None = None
-        if groups.bounds is not None and like_EOI is not None:
+        self.shared = like_EOI is not None and like_EOI.ndim == 2
+        if self.shared and like_EOI is not None:
+            # Parts add up, which 16 bits would round each time.
+            wide = torch.promote_types(like_EOI.dtype, torch.float32)
+            self.sums_EOI = torch.zeros_like(like_EOI, dtype=wide)
+        elif groups.bounds is not None and like_EOI is not None:
             make = torch.zeros_like if groups.grouped else torch.empty_like
             self.sums_EOI = make(like_EOI, memory_format=torch.contiguous_format)
 
     def add(self, left_PO: Tensor, right_PI: Tensor, part: Part) -> None:
         """Add the rows of ``part``; call once per part."""
+        if self.shared:
+            assert self.sums_EOI is not None
+            self.sums_EOI.add_(left_PO.t() @ right_PI, alpha=self.scale)
+            return
         if part.offsets_C is not None:
             sums_COI = grouped_mm(left_PO.t(), right_PI, offs=part.offsets_C)
             if self.scale != 1.0:
@@ -286,7 +304,7 @@ class OuterSums:
             _product(left.t(), right, self.scale, out=into)
 
     def result(self) -> Tensor | None:
-        """The sums (E, O, I)."""
+        """The sums (E, O, I), or (O, I)."""
         return self.sums_EOI
 
 

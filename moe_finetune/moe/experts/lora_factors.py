@@ -79,8 +79,8 @@ def expert_factors(
     if wrapper is None or name is None:
         return None
     if isinstance(wrapper, SharedOuterLora):
-        a_ErI, b_EOr = wrapper.of_experts(name)
-        return _prepared(a_ErI, b_EOr, wrapper, name, dtype, dropout, grouped)
+        a, b = wrapper.by_expert(name)
+        return _prepared(a, b, wrapper, name, dtype, dropout, grouped)
     experts = wrapper.num_experts
     packed_a: Tensor = wrapper.lora_A[name].weight  # type: ignore[assignment]
     packed_b: Tensor = wrapper.lora_B[name].weight  # type: ignore[assignment]
@@ -104,7 +104,7 @@ def _prepared(
     dropout: float,
     grouped: bool,
 ) -> LoraFactors:
-    missing = -a_ErI.shape[1] % RANK_MULTIPLE if grouped else 0
+    missing = -a_ErI.shape[-2] % RANK_MULTIPLE if grouped else 0
     if missing:
         a_ErI, b_EOr = pad(a_ErI, (0, 0, 0, missing)), pad(b_EOr, (0, missing))
     return LoraFactors(

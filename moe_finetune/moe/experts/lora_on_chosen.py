@@ -4,14 +4,27 @@ Shape legend: E experts of the layer, n chosen ones, r rank, I inputs, O outputs
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
 
-class SelectedExpertsLora(ParamWrapper):
+class PackedLora(ParamWrapper):
+    """PEFT's parameter wrapper that stores less than both factors of every expert."""
+
+    def unpacked(self, side: Literal["A", "B"], factor: Tensor) -> Tensor:
+        """A stored ``lora_A`` or ``lora_B`` as an ordinary adapter has it."""
+        raise NotImplementedError
+
+    def get_delta_weight(self, adapter_name: str, *args: Any, **kwargs: Any) -> Tensor:
+        """The update of the whole stack, zero for experts without factors."""
+        lhs, rhs, scaling = self.get_delta_factors(adapter_name)
+        return torch.bmm(lhs, rhs) * scaling
+
+
+class SelectedExpertsLora(PackedLora):
     """PEFT's parameter wrapper with factors only for the ``chosen`` experts.
 
     They are packed as PEFT packs a whole stack, in the order of ``chosen``: ``lora_A`` (n·r, I)
@@ -52,10 +65,16 @@ class SelectedExpertsLora(ParamWrapper):
         lhs, rhs, scaling = super().get_delta_factors(adapter_name)
         return self.spread(lhs), self.spread(rhs), scaling
 
-    def get_delta_weight(self, adapter_name: str, *args: Any, **kwargs: Any) -> Tensor:
-        """The update of the whole stack, zero for the experts that were not chosen."""
-        lhs, rhs, scaling = self.get_delta_factors(adapter_name)
-        return torch.bmm(lhs, rhs) * scaling
+    def unpacked(self, side: Literal["A", "B"], factor: Tensor) -> Tensor:
+        """With zeros for the experts that were not chosen."""
+        places, count = torch.tensor(self.chosen), len(self.chosen)
+        if side == "A":
+            a_nrI = factor.unflatten(0, (count, -1))
+            a_ErI = a_nrI.new_zeros(self.total_experts, *a_nrI.shape[1:])
+            return a_ErI.index_copy_(0, places, a_nrI).flatten(0, 1)
+        b_Orn = factor.unflatten(1, (-1, count))
+        b_OrE = b_Orn.new_zeros(*b_Orn.shape[:2], self.total_experts)
+        return b_OrE.index_copy_(2, places, b_Orn).flatten(1)
 
 
 def selected_experts(model: nn.Module) -> dict[int, tuple[int, ...]] | None:
@@ -70,25 +89,21 @@ def selected_experts(model: nn.Module) -> dict[int, tuple[int, ...]] | None:
 def for_all_experts(
     model: nn.Module, weights: dict[str, Tensor], layers: Iterable[int]
 ) -> dict[str, Tensor]:
-    """An adapter's tensors with factors for all experts of all layers: zeros for those not chosen.
+    """An adapter's tensors with both factors for all experts of all ``layers``.
 
-    The result is an ordinary PEFT adapter, which any program reads.
+    Shared ones are repeated, those of experts that were not chosen are zero. The result is an
+    ordinary PEFT adapter, which any program reads.
     """
     whole = dict(weights)
     for name, module in model.named_modules():
-        if not isinstance(module, SelectedExpertsLora):
+        if not isinstance(module, PackedLora):
             continue
-        keys = {factor: f"{name}.lora_{factor}.weight" for factor in "AB"}
-        a_nrI = weights[keys["A"]].unflatten(0, (len(module.chosen), -1))
-        b_Orn = weights[keys["B"]].unflatten(1, (-1, len(module.chosen)))
-        places = torch.tensor(module.chosen)
-        a_ErI = a_nrI.new_zeros(module.total_experts, *a_nrI.shape[1:])
-        b_OrE = b_Orn.new_zeros(*b_Orn.shape[:2], module.total_experts)
-        whole[keys["A"]] = a_ErI.index_copy_(0, places, a_nrI).flatten(0, 1)
-        whole[keys["B"]] = b_OrE.index_copy_(2, places, b_Orn).flatten(1)
+        sides: tuple[Literal["A", "B"], ...] = ("A", "B")
+        keys = {side: f"{name}.lora_{side}.weight" for side in sides}
         head, _, tail = name.rpartition(".layers.")
         inside = tail.partition(".")[2]
-        for key in keys.values():
+        for side, key in keys.items():
+            whole[key] = module.unpacked(side, weights[key])
             for layer in layers:
                 other = key.replace(name, f"{head}.layers.{layer}.{inside}")
                 whole.setdefault(other, torch.zeros_like(whole[key]))

@@ -9,13 +9,13 @@ Shape legend: E experts, r rank, I inputs, O outputs, D expert width, H hidden s
 from typing import Any, Literal
 
 import torch
-from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
 from moe_finetune.errors import RecipeError
+from moe_finetune.moe.experts.lora_on_chosen import PackedLora, SelectedExpertsLora
 
 
-class SharedOuterLora(ParamWrapper):
+class SharedOuterLora(PackedLora):
     """PEFT's parameter wrapper with one factor, ``shared``, for all experts.
 
     It is one parameter, ``lora_A`` (r, I) or ``lora_B`` (O, r): optimizer, clipping and training
@@ -52,48 +52,51 @@ class SharedOuterLora(ParamWrapper):
         single.weight.requires_grad_(packed.requires_grad)
         factors[adapter_name] = single
 
-    def of_experts(self, adapter_name: str) -> tuple[Tensor, Tensor]:
-        """``a_ErI`` and ``b_EOr``, with their graph; the shared one is a view of one matrix."""
+    def by_expert(self, adapter_name: str) -> tuple[Tensor, Tensor]:
+        """The factors with their graph: the shared one ``a_rI`` or ``b_Or``, the other ``b_EOr`` or
+        ``a_ErI``."""
         a: Tensor = self.lora_A[adapter_name].weight  # type: ignore[assignment]
         b: Tensor = self.lora_B[adapter_name].weight  # type: ignore[assignment]
-        if self.shared == "A":
-            return a.expand(self.num_experts, -1, -1), _by_expert(b, self.num_experts)
-        return a.view(self.num_experts, -1, a.shape[1]), b.expand(self.num_experts, -1, -1)
+        if self.shared == "B":
+            return a.view(self.num_experts, -1, a.shape[1]), b
+        # A transpose of two dimensions: copying one of three takes three times as long on a CPU.
+        b_EOr = b.reshape(-1, self.num_experts).t().contiguous()
+        return a, b_EOr.view(self.num_experts, b.shape[0], -1)
 
     def get_delta_factors(self, adapter_name: str) -> tuple[Tensor, Tensor, float]:
         """PEFT's factors ``(lhs, rhs, scaling)`` of the update, for all experts."""
-        a_ErI, b_EOr = self.of_experts(adapter_name)
+        a, b = self.by_expert(adapter_name)
+        experts = len(b if self.shared == "A" else a)
+        a_ErI, b_EOr = a.expand(experts, -1, -1), b.expand(experts, -1, -1)
         lhs, rhs = b_EOr, a_ErI
         if not self._did_swap_in_out_features:  # the class stores (E, I, O)
             lhs, rhs = a_ErI.mT, b_EOr.mT
         dtype = self.get_param().dtype
         return lhs.to(dtype), rhs.to(dtype), self.scaling[adapter_name]
 
-    def get_delta_weight(self, adapter_name: str, *args: Any, **kwargs: Any) -> Tensor:
-        """The update of the whole stack."""
-        lhs, rhs, scaling = self.get_delta_factors(adapter_name)
-        return torch.bmm(lhs, rhs) * scaling
+    def unpacked(self, side: Literal["A", "B"], factor: Tensor) -> Tensor:
+        """With the shared factor repeated."""
+        return factor if side != self.shared else repeat(factor, self.num_experts, side)
 
 
-def _by_expert(b_Or_E: Tensor, experts: int) -> Tensor:
-    """PEFT's packed B (O, r·E) as (E, O, r)."""
-    return b_Or_E.unflatten(1, (-1, experts)).permute(2, 0, 1)
+class SharedOuterOnChosen(SharedOuterLora, SelectedExpertsLora):
+    """The shared factor acts in the ``chosen`` experts, which alone have the other one."""
+
+    def by_expert(self, adapter_name: str) -> tuple[Tensor, Tensor]:
+        a, b = super().by_expert(adapter_name)
+        return (a, self.spread(b)) if self.shared == "A" else (self.spread(a), b)
+
+    def unpacked(self, side: Literal["A", "B"], factor: Tensor) -> Tensor:
+        """The shared factor also for experts that were not chosen, so that the shared form has a
+        place for it; the other one is zero there."""
+        if side != self.shared:
+            return SelectedExpertsLora.unpacked(self, side, factor)
+        return repeat(factor, self.total_experts, side)
 
 
 def shares_outer(model: nn.Module) -> bool:
     """Whether some experts of ``model`` have a shared factor."""
     return any(isinstance(module, SharedOuterLora) for module in model.modules())
-
-
-def with_repeated(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """An adapter's tensors with the shared factors repeated: an ordinary PEFT adapter."""
-    repeated = dict(weights)
-    for name, module in model.named_modules():
-        if not isinstance(module, SharedOuterLora):
-            continue
-        key = f"{name}.lora_{module.shared}.weight"
-        repeated[key] = repeat(weights[key], module.num_experts, module.shared)
-    return repeated
 
 
 def repeat(factor: Tensor, experts: int, side: Literal["A", "B"]) -> Tensor:

@@ -235,7 +235,8 @@ def _combined(
 def _own_factors(spread: Spread, lora: LoraFactors | None) -> LoraFactors | None:
     if lora is None:
         return None
-    return replace(lora, a_ErI=spread.own(lora.a_ErI), b_EOr=spread.own(lora.b_EOr))
+    own = [one if one.ndim == 2 else spread.own(one) for one in (lora.a_ErI, lora.b_EOr)]
+    return replace(lora, a_ErI=own[0], b_EOr=own[1])
 
 
 class _Exchange(torch.autograd.Function):

@@ -56,7 +56,9 @@ def projection_factors(
     weight = weight[:, rows] if spread is None else spread.all(weight[:, rows])
     if lora is None:
         return ProjectionFactors(weight)
-    return ProjectionFactors(weight, lora.a_ErI, lora.b_EOr[:, rows], lora.scaling)
+    experts_count = len(weight)  # one factor may be shared by all
+    a_ErI, b_EOr = (one.expand(experts_count, -1, -1) for one in (lora.a_ErI, lora.b_EOr))
+    return ProjectionFactors(weight, a_ErI, b_EOr[:, rows], lora.scaling)
 
 
 def _rows_of(experts: Any, name: Projection, rows: int) -> slice:

@@ -32,7 +32,7 @@ from moe_finetune.models.loading import load_tokenizer, local_folder
 from moe_finetune.models.tokenizer import Tokenizer
 from moe_finetune.moe.choice.loss_free_bias import BiasBalancer
 from moe_finetune.moe.experts.lora_on_chosen import for_all_experts, selected_experts
-from moe_finetune.moe.experts.lora_shared import shares_outer, with_repeated
+from moe_finetune.moe.experts.lora_shared import shares_outer
 from moe_finetune.moe.layers import moe_layers
 from moe_finetune.quantization.codec import NF4
 from moe_finetune.quantization.weight import quantized
@@ -75,7 +75,6 @@ def save_trained(
         ranks.barrier()
         return target
     if adapted:
-        weights = with_repeated(model, weights)
         weights = for_all_experts(model, weights, [layer.index for layer in moe_layers(model)])
     size = sum(weight.numel() * weight.element_size() for weight in weights.values())
     with output_folder(target, size, overwrite) as partial:
