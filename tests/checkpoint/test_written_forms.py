@@ -126,7 +126,10 @@ def test_the_list_names_each_form_and_what_is_lost(tmp_path, capsys):
     command = ["convert", str(adapter), "--base", str(experts.base)]
     assert main([*command, "--to", "list"]) == 0
     shown = capsys.readouterr().out
-    rows = {line.split()[0]: line for line in shown.splitlines()[1:] if line.strip()}
+    heading, *lines = shown.splitlines()
+    rows = {line.split()[0]: line for line in lines if line.strip()}
+    column = heading.index("read by")
+    assert all(line[column - 1] == " " != line[column] for line in rows.values())
     assert rows.keys() == {"peft", "per-expert", "vllm", "stacked", "shared-outer"}
     reason = "not possible: of 80 factors, 36 of A of gate and up, 36 of B of down differ"
     assert reason in rows["shared-outer"]
