@@ -17,61 +17,18 @@ of bitsandbytes' functions.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moe_finetune.errors import QuantizationError
-from moe_finetune.quantization.codec import BLOCK, dequantize, packed_shapes, quantize
+from moe_finetune.quantization.codec import dequantize, packed_shapes, quantize
+from moe_finetune.quantization.packed_layout import Layout, unit_rows
+from moe_finetune.quantization.packed_views import ON_PACKED
 from moe_finetune.torch_extension import tree_leaves, tree_map
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """How the weight maps to the packed matrices.
-
-    Attributes:
-        stored: rows and columns of each packed unit.
-        stacked: whether units are experts instead of consecutive rows of one matrix.
-        transposed: whether the weight is the transpose of the packed matrices.
-        rows: start, stop and step of the weight's rows within the (transposed) matrices.
-        flat: whether the weight is flattened to one dimension.
-    """
-
-    stored: tuple[int, int]
-    stacked: bool
-    transposed: bool = False
-    rows: tuple[int, int, int] | None = None
-    flat: bool = False
-
-    def shape(self, units: int) -> tuple[int, ...]:
-        rows, columns = self.stored
-        if not self.stacked:
-            rows *= units
-        first, second = (columns, rows) if self.transposed else (rows, columns)
-        if self.rows is not None:
-            first = len(range(*self.rows))
-        if self.flat:
-            return (units * math.prod(self.stored),)
-        return (units, first, second) if self.stacked else (first, second)
-
-    @property
-    def whole(self) -> bool:
-        """Whether the weight is all of its units, untransposed and unsliced."""
-        return not (self.transposed or self.rows or self.flat)
-
-    @property
-    def experts_first(self) -> bool:
-        return self.stacked and not self.flat
-
-    @property
-    def rows_per_unit(self) -> int:
-        """Number of indices of the weight's first dimension per unit."""
-        return 1 if self.stacked else self.stored[0]
 
 
 class QuantizedWeight(Tensor):
@@ -79,13 +36,13 @@ class QuantizedWeight(Tensor):
 
     _packed: Tensor
     _scales: Tensor
-    _layout: _Layout
+    _layout: Layout
     _padded: tuple[Tensor, Tensor] | None = None
     """For a shard and its buffer, bytes and scales padded to the first rank's length."""
 
     @staticmethod
     def __new__(
-        cls, packed_UP: Tensor, scales_UB: Tensor, layout: _Layout, dtype: torch.dtype
+        cls, packed_UP: Tensor, scales_UB: Tensor, layout: Layout, dtype: torch.dtype
     ) -> QuantizedWeight:
         self: Any = Tensor._make_wrapper_subclass(
             cls, layout.shape(packed_UP.shape[0]), dtype=dtype, device=packed_UP.device
@@ -108,7 +65,7 @@ class QuantizedWeight(Tensor):
         return cls(
             torch.empty(units, size, dtype=torch.uint8, device=device),
             torch.empty(units, scales, dtype=torch.float32, device=device),
-            _Layout((unit, columns), stacked=bool(experts)),
+            Layout((unit, columns), stacked=bool(experts)),
             dtype,
         )
 
@@ -160,14 +117,14 @@ class QuantizedWeight(Tensor):
         return self._padded is not None and self._padded[0] is self._packed
 
     # The other signature that FSDP2 knows demands parts of the float shard's shape.
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], tuple[_Layout]]:
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], tuple[Layout]]:
         """Return the parts that each rank sends, equally long on all; called by FSDP2."""
         return self._padded or (self._packed, self._scales), (self._layout,)
 
     def fsdp_post_all_gather(
         self,
         gathered: tuple[Tensor, ...],
-        metadata: tuple[_Layout],
+        metadata: tuple[Layout],
         param_dtype: torch.dtype,
         *,
         out: Tensor | None = None,
@@ -190,13 +147,13 @@ class QuantizedWeight(Tensor):
             f"device='{self.device}')"
         )
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[_Layout, torch.dtype]]:
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Layout, torch.dtype]]:
         """Names of the two inner tensors, for torch."""
         return ["_packed", "_scales"], (self._layout, self.dtype)
 
     @classmethod
     def __tensor_unflatten__(
-        cls, inner: dict[str, Tensor], context: tuple[_Layout, torch.dtype], *_: Any
+        cls, inner: dict[str, Tensor], context: tuple[Layout, torch.dtype], *_: Any
     ) -> QuantizedWeight:
         return cls(inner["_packed"], inner["_scales"], *context)
 
@@ -208,7 +165,7 @@ class QuantizedWeight(Tensor):
     ) -> Any:
         """Run ``func`` on packed weights if it moves or views them, else on dequantized ones."""
         kwargs = kwargs or {}
-        packed_version = _ON_PACKED.get(func)
+        packed_version = ON_PACKED.get(func)
         weight = args[0] if args and isinstance(args[0], QuantizedWeight) else None
         if packed_version is not None and weight is not None:
             result = packed_version(*args, **kwargs)
@@ -231,12 +188,6 @@ class QuantizedWeight(Tensor):
     def _units(self, first: int, last: int) -> QuantizedWeight:
         """A view of some units."""
         return self._like(self._packed[first:last], self._scales[first:last])
-
-
-def unit_rows(rows: int, columns: int) -> int:
-    """The fewest rows that fill whole blocks and divide the matrix; all rows if none do."""
-    unit = BLOCK // math.gcd(BLOCK, columns)
-    return unit if rows % unit == 0 else rows
 
 
 def local_weight(tensor: Any) -> QuantizedWeight | None:
@@ -279,154 +230,3 @@ def _refuse(func: Any, args: tuple, kwargs: dict) -> None:
             f"{name}: quantized weights cannot be sent between ranks by this wrapper (FSDP1, "
             "DeepSpeed, tensor parallelism); use FSDP2, parallel.experts or DDP"
         )
-
-
-def _alias(self: QuantizedWeight, *_: Any, **__: Any) -> QuantizedWeight:
-    view = self._view()
-    view._padded = self._padded
-    return view
-
-
-def _clone(self: QuantizedWeight, **_: Any) -> QuantizedWeight:
-    return self.on_parts(torch.clone)
-
-
-def _to_copy(
-    self: QuantizedWeight,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    non_blocking: bool = False,
-    **_: Any,
-) -> QuantizedWeight:
-    # FSDP2 gathers the padded tensors that it has moved from the host; a shard is their first part.
-    parts = self._padded or (self._packed, self._scales)
-    packed, scales = (part.to(device, non_blocking=non_blocking) for part in parts)
-    units = len(self._packed)
-    own = (packed, scales) if self._is_buffer else (packed[:units], scales[:units])
-    copy = self._like(*own, dtype=dtype or self.dtype)
-    if self._padded is not None:
-        copy._padded = packed, scales
-    return copy
-
-
-def _swap(self: QuantizedWeight, first: int = 0, second: int = 1) -> Any:
-    dims = {first % self.dim(), second % self.dim()}
-    layout = self._layout
-    if layout.flat or layout.rows is not None or dims != {self.dim() - 2, self.dim() - 1}:
-        return NotImplemented
-    return self._view(transposed=not self._layout.transposed)
-
-
-def _select(self: QuantizedWeight, dim: int, index: int) -> Any:
-    if not self._layout.experts_first or dim % 3 != 0:
-        return NotImplemented
-    expert = index % self.shape[0]
-    return self.dequantize(slice(expert, expert + 1))[0]
-
-
-def _slice(
-    self: QuantizedWeight,
-    dim: int = 0,
-    start: int | None = None,
-    end: int | None = None,
-    step: int = 1,
-) -> Any:
-    if self._layout.flat:
-        return NotImplemented
-    dim %= self.dim()
-    layout, length = self._layout, self.shape[dim]
-    first, last, step = slice(start, end, step).indices(length)
-    last = max(first, last)
-    if dim == 0 and step == 1 and (layout.stacked or layout.whole):
-        unit = layout.rows_per_unit
-        if first % unit == 0 and last % unit == 0:
-            part = self._units(first // unit, last // unit)
-            if first == 0 and (last == length or self._is_buffer):
-                part._padded = self._padded
-            return part
-    if layout.stacked and dim == 0:
-        return self.dequantize(slice(first, last, step))
-    if dim == self.dim() - 2 and layout.rows is None:
-        return self._view(rows=(first, last, step))
-    return self._view() if (first, last, step) == (0, length, 1) else NotImplemented
-
-
-def _index(self: QuantizedWeight, indices: list[Tensor | None]) -> Any:
-    first = indices[0]
-    if not self._layout.experts_first or len(indices) != 1 or first is None or first.dim() != 1:
-        return NotImplemented
-    return self.dequantize(first.to(self._packed.device))
-
-
-# What ``fully_shard`` does to a parameter, on units: split, a padded buffer, a copy into its first
-# rows, and after the all-gather a view of the original size.
-
-
-def _split(self: QuantizedWeight, size: int, dim: int = 0) -> Any:
-    layout = self._layout
-    if dim % self.dim() != 0 or not layout.whole:
-        return NotImplemented
-    unit = layout.rows_per_unit
-    if size % unit:
-        raise QuantizationError(
-            f"a quantized weight of shape {tuple(self.shape)} cannot be divided into parts of "
-            f"{size} rows: {unit} rows share blocks of {BLOCK} values; use another number of "
-            "processes"
-        )
-    step = size // unit
-    return [self._units(first, first + step) for first in range(0, len(self._packed), step)]
-
-
-def _new_zeros(self: QuantizedWeight, size: Sequence[int], **_: Any) -> Any:
-    layout = self._layout
-    unit = layout.rows_per_unit
-    if tuple(size[1:]) != self.shape[1:] or size[0] % unit or not layout.whole:
-        return NotImplemented
-    buffer = self.on_parts(lambda part: part.new_zeros(size[0] // unit, part.shape[1]))
-    buffer._padded = buffer._packed, buffer._scales
-    return buffer
-
-
-def _copy(self: QuantizedWeight, source: Tensor, *_: Any) -> Any:
-    if not isinstance(source, QuantizedWeight) or source._layout != self._layout:
-        return NotImplemented
-    self._packed.copy_(source._packed)
-    self._scales.copy_(source._scales)
-    return self
-
-
-def _reshape(self: QuantizedWeight, size: Sequence[int]) -> Any:
-    if tuple(size) == (-1,) and self._layout.whole:
-        return self._view(flat=True)
-    return self._view() if tuple(size) == tuple(self.shape) else NotImplemented
-
-
-def _as_strided(
-    self: QuantizedWeight, size: Sequence[int], stride: Sequence[int], offset: int | None = None
-) -> Any:
-    contiguous = tuple(stride) == self.stride() and not offset
-    if not contiguous or tuple(size[1:]) != self.shape[1:]:
-        return NotImplemented
-    unit = self._layout.rows_per_unit
-    return self._units(0, size[0] // unit)
-
-
-_aten = torch.ops.aten
-_ON_PACKED: dict[Any, Callable[..., Any]] = {
-    _aten.detach.default: _alias,
-    _aten.alias.default: _alias,
-    _aten.clone.default: _clone,
-    _aten._to_copy.default: _to_copy,
-    _aten.t.default: _swap,
-    _aten.transpose.int: _swap,
-    _aten.select.int: _select,
-    _aten.slice.Tensor: _slice,
-    _aten.index.Tensor: _index,
-    _aten.split.Tensor: _split,
-    _aten.new_zeros.default: _new_zeros,
-    _aten.copy_.default: _copy,
-    _aten.view.default: _reshape,
-    _aten.as_strided.default: _as_strided,
-}
-"""Operations that slice, move or view; others get dequantized values."""
