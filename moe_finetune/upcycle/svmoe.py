@@ -2,8 +2,9 @@
 
 ``texts/`` (tokenizer, split and tokenized texts) · ``dense/`` · ``clusters/`` (assignment, table) ·
 ``seed-S/experts/N`` · ``seed-S/merged`` · ``seed-S/router`` · ``seed-S/arms/ARM`` ·
-``seed-S/measured/ARM``. Each is made once, see :func:`~moe_finetune.io.made_once.once`. Several
-processes may work in one folder, such as one for each GPU.
+``seed-S/measured/ARM``. Each is made once, see
+:func:`~moe_finetune.upcycle.made_once.once`. Several processes may work in one folder, such as one
+for each GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from moe_finetune.io import output_folder, output_lock, write_atomic
 from moe_finetune.io.folder import enter_folder
 from moe_finetune.io.hashes import KnownDigests, checkpoint_hash
 from moe_finetune.io.json_file import read_object
-from moe_finetune.io.made_once import once
 from moe_finetune.io.run_folder import RECIPE_FILE, RunFolder
 from moe_finetune.models.loading import load_tokenizer, local_folder
 from moe_finetune.recipe.method import resolve_method
@@ -34,6 +34,7 @@ from moe_finetune.upcycle.dense_parents import load_dense_config, new_llama
 from moe_finetune.upcycle.experts import open_expert
 from moe_finetune.upcycle.frequencies import FrequencyTable, count_table, tokenizer_hash
 from moe_finetune.upcycle.judgement import check_answers, judge, suite_key
+from moe_finetune.upcycle.made_once import once
 from moe_finetune.upcycle.merge_into_moe import merge_experts
 from moe_finetune.upcycle.report import write_report
 from moe_finetune.upcycle.results import CLUSTERS, CURVES, MEASURED, REMEDY

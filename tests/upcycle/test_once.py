@@ -1,6 +1,5 @@
 """Products are made once: kept, refused for other inputs, resumed, waited for."""
 
-import os
 import shutil
 import threading
 
@@ -8,8 +7,7 @@ import pytest
 
 from moe_finetune.errors import OutputBusyError, OutputExistsError
 from moe_finetune.io import output_lock
-from moe_finetune.io.hashes import KnownDigests, sha256_file
-from moe_finetune.io.made_once import once
+from moe_finetune.upcycle.made_once import once
 
 
 class Work:
@@ -96,15 +94,3 @@ def test_a_product_that_another_is_making_is_waited_for_or_left(work, tmp_path, 
         work("one", {"rate": 1})  # as the process that has the lock
     thread.join()
     assert work.made == ["one"]
-
-
-def test_digests_follow_content_and_not_time(tmp_path):
-    file = tmp_path / "a.bin"
-    file.write_bytes(b"one")
-    known = KnownDigests(tmp_path / "memo.json")
-    assert known(file) == sha256_file(file)
-    known.save()
-    os.utime(file, ns=(5, 5))
-    assert KnownDigests(tmp_path / "memo.json")(file) == sha256_file(file)
-    file.write_bytes(b"three")
-    assert KnownDigests(tmp_path / "memo.json")(file) == sha256_file(file)
