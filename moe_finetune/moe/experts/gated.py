@@ -34,11 +34,13 @@ def gated_gradient(
 ) -> Tensor:
     """Gradient of ``gated`` with respect to its rows."""
     if isinstance(activation, OwnGate):
+        # Elementwise, so its graph lives for this part of the rows only.
         with torch.enable_grad():
             leaf = rows_S2D.detach().requires_grad_()
             value = activation(leaf)
         return torch.autograd.grad(value, leaf, dz_SD)[0]
     gate, up = rows_S2D.chunk(2, dim=-1)
+    # Both halves are written where they are read next; concatenating would copy S x 2D numbers.
     out_S2D = torch.empty_like(rows_S2D)
     dgate, dup = out_S2D.chunk(2, dim=-1)
     if is_silu(activation):

@@ -98,7 +98,11 @@ def gram(vectors_TKX: Tensor) -> Tensor:
 
 
 def gram_gradient(grad_TKK: Tensor, vectors_TKX: Tensor) -> Tensor:
-    """Gradient of a Gram matrix with respect to its vectors: ``(G + G^T) V``."""
+    """Gradient of a Gram matrix with respect to its vectors: ``(G + G^T) V``.
+
+    The product rule on ``V V^T``; the incoming ``G`` need not be symmetric, as a loss may read one
+    triangle only.
+    """
     return torch.bmm((grad_TKK + grad_TKK.transpose(1, 2)).to(vectors_TKX.dtype), vectors_TKX)
 
 

@@ -141,6 +141,7 @@ class Recorder:
             raise
 
     def restore(self) -> None:
+        # Last first, so that an attribute that was replaced twice gets its original value back.
         while self._undo:
             self._undo.pop()()
         for layer in self.layers:
@@ -188,12 +189,16 @@ class Recorder:
             )
             take = partial(self._take_context, moe_layer, in_layer, rerun)
             self._hook(module.register_forward_pre_hook(take, with_kwargs=True))
+            # Always: a recomputation stops as soon as it has the tensors that it needs, by an
+            # exception, after which torch calls no ordinary hooks.
             self._hook(module.register_forward_hook(rerun.end, always_call=True))
             for part in module.modules():
                 if runs_alone(part, facts):
                     self._attach(part, "forward", partial(in_layer.run, part.forward))
         for visits in every_visits.values():
             layer = visits.layer
+            # On the router, which returns the choice, and not on the block: what the hooks select
+            # must reach the experts.
             self._hook(layer.router.register_forward_pre_hook(visits.before_router))
             self._hook(layer.router.register_forward_hook(visits.after_router))
             for head in visits.logits_modules():
@@ -264,6 +269,8 @@ class Recorder:
         self._labels = self._ids = self._mask = None
 
     def _start(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        # Decided once, here, so that a recomputation cannot decide otherwise. Gradients are the
+        # sign: TRL computes its reference in train mode without them, and that is no training.
         train = module.training and torch.is_grad_enabled()
         labels, ids, plan = self._labels, self._ids, self.plan
         if train:
@@ -314,6 +321,8 @@ class Recorder:
         args: tuple,
         kwargs: dict,
     ) -> tuple[tuple, dict]:
+        # An argument and not an attribute of the model: two forwards may run before one backward,
+        # and checkpointing hands each layer the arguments of its own forward again.
         context = kwargs.pop(CONTEXT_KEY, None)
         if layer is not None and context is None and self._expects_context(module):
             raise CaptureError(
