@@ -13,6 +13,7 @@ import typer
 
 from moe_finetune.cli.app import Output, app, split_items
 from moe_finetune.io.counted import counted
+from moe_finetune.io.folder import check_output
 from moe_finetune.io.run_folder import RunFolder, checkpoint_in, checkpoint_name
 from moe_finetune.io.terminal import terminal
 from moe_finetune.io.versions import untested
@@ -303,6 +304,9 @@ def merge(
     from moe_finetune.errors import AdapterError
 
     refuse_no_path(source, AdapterError, "no such folder; give that of a run or an adapter")
+    verify = verify or bool(untested())
+    if not verify and not dry_run:  # a verification reads an output that exists
+        check_output(output)
     from moe_finetune.checkpoint.adapter_files import read_bias
     from moe_finetune.checkpoint.merge import merge_adapter
     from moe_finetune.checkpoint.open import open_checkpoint
@@ -310,7 +314,6 @@ def merge(
     from moe_finetune.models.family_lookup import warn_of_plugins
 
     warn_of_plugins(source)  # the base is elsewhere
-    verify = verify or bool(untested())
     adapter, folder = adapter_and_base(source, base)
     bias = None if drop_bias else read_bias(adapter)
     opened = open_checkpoint(folder, stored=True)

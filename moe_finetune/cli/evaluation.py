@@ -201,9 +201,14 @@ def malformed(output: Path, results: "Results", trained_on_chats: bool) -> Itera
             problem = f"{unusable} of {task['n']} replies are empty or have no answer"
         else:
             continue
+        trained = (
+            "trained on chats needs chat: true"
+            if asked_bare
+            else ("not trained on chats needs chat: false")
+        )
         yield (
             f"{label}: {problem}; the first wrong reply is {replies[0][:80]!r}. A model that was "
-            "trained on chats needs chat: true in the suite"
+            f"{trained} in the suite"
         )
 
 

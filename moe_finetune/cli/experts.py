@@ -14,6 +14,7 @@ from moe_finetune.cli.app import Output, app
 from moe_finetune.io import output_lock
 from moe_finetune.io.atomic import refuse_existing
 from moe_finetune.io.counted import counted
+from moe_finetune.io.folder import check_output
 from moe_finetune.io.run_folder import RunFolder, checkpoint_in
 
 if TYPE_CHECKING:
@@ -284,6 +285,14 @@ def prune(
 
     Example: moe-finetune prune ./my-moe --experts kept.json --output ./my-moe-75
     """
+    from moe_finetune.cli.missing import refuse_no_path
+    from moe_finetune.errors import DataError
+    from moe_finetune.models.loading import existing_folder
+
+    existing_folder(checkpoint_in(base))
+    refuse_no_path(experts, DataError, "no such file; write one with 'moe-finetune select'")
+    if not dry_run:
+        check_output(output)
     from moe_finetune.checkpoint.open import open_checkpoint
     from moe_finetune.checkpoint.prune import prune_experts
     from moe_finetune.io.checkpoint_files import PRUNED

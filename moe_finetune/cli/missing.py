@@ -23,9 +23,8 @@ def refuse_no_path(path: Path, kind: type[MoeFinetuneError], problem: str) -> No
     if path.exists():
         return
     parent = path.parent
-    siblings = sorted(p.name for p in parent.iterdir() if p.is_dir()) if parent.is_dir() else []
-    near = did_you_mean(path.name, siblings)
-    raise kind(f"{path}: {problem}{near}")
+    siblings = sorted(str(p) for p in parent.iterdir() if p.is_dir()) if parent.is_dir() else []
+    raise kind(f"{path}: {problem}{did_you_mean(str(path), siblings)}")
 
 
 def refuse_missing(tree: Tree, run: RunFolder | None = None, resume: bool = False) -> None:

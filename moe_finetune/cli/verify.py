@@ -80,9 +80,12 @@ def verify(
 
     Example: moe-finetune verify runs/erc --served http://127.0.0.1:8000
     """
-    from moe_finetune.errors import RecipeError
+    from moe_finetune.cli.missing import refuse_no_path
+    from moe_finetune.errors import AdapterError, RecipeError
     from moe_finetune.models.family_lookup import warn_of_plugins
 
+    problem = "no such folder; give a run, a merged checkpoint or an adapter"
+    refuse_no_path(source, AdapterError, problem)
     warn_of_plugins(source)
     if served is None:
         served_options = (model, base_model, prompts, reference, reference_base)

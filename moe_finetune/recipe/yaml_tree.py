@@ -166,6 +166,10 @@ def _apply(tree: Tree, override: str) -> None:
         _, value = parse_yaml(text)
     except YamlError as error:
         raise RecipeError(f"'{override:.80}': {error.problem}") from None
+    for name, inner in value.items() if isinstance(value, dict) else ():
+        if inner is None and ":" in str(name):
+            spaced = str(name).replace(":", ": ", 1)
+            raise RecipeError(f"'{override:.80}': write a space after the colon: {{{spaced}}}")
     for part in reversed(key):
         value = {part: value}
     tree.merge(Tree(value))

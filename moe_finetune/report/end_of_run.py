@@ -8,9 +8,10 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from moe_finetune.data.trained_form import CHAT, trained_form
 from moe_finetune.evaluation.score import Score
 from moe_finetune.io.next_commands import Line, listed, new_run, other_method, program
-from moe_finetune.io.run_folder import RECIPE_FILE, RESULTS_FILE
+from moe_finetune.io.run_folder import RECIPE_FILE, RESULTS_FILE, RunFolder
 from moe_finetune.io.terminal import terminal
 from moe_finetune.io.text_tables import aligned
 from moe_finetune.report.context import Report
@@ -74,7 +75,8 @@ def next_commands(
         opener = "open"
     lines: list[Line] = []
     if (run / "merged").is_dir() or (run / "adapter").is_dir():
-        lines.append(("ask it", [program(), "ask", str(run), "your question"]))
+        raw = [] if trained_form(RunFolder(run)) in (None, CHAT) else ["--raw"]
+        lines.append(("ask it", [program(), "ask", str(run), "your question", *raw]))
     if page is not None and page.is_file():
         python = "python" if shutil.which("python") else sys.executable
         words = [python, "-m", "http.server", "--directory", str(page.parent)]

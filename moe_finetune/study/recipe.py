@@ -137,6 +137,11 @@ def load_study(path: str | Path, overrides: Sequence[str] = ()) -> StudyRecipe:
     path = find_study(path)
     study_overrides = [item for item in overrides if _first_key(item) not in Recipe.model_fields]
     tree = load_tree([path], study_overrides)
+    if {"model", "data"} & tree.values.keys() and "base" not in tree.values:
+        raise StudyError(
+            f"{path}: is a recipe, not a study; a study names it, as in base: {{extends: "
+            f"{path.name}}}, with axes and seeds (docs/reference/study.md has an example)"
+        )
     study = study_from_tree(tree, path.stem)
     study._arguments, study._source = list(overrides), path
     return study

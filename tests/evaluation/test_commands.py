@@ -188,6 +188,10 @@ def test_replies_of_the_wrong_form_are_said_where_some_are_right(
     lines = list(malformed(tmp_path, {"tasks": {"sums": task}}, chats))
     assert [line.startswith(f"sums: {problem}") for line in lines] == [True] * (problem is not None)
     assert all(f"the first wrong reply is {replies[1]!r}" in line for line in lines)
+    if chat and chats:  # the advice is the other one where chats were asked
+        task["value"] = 0.0
+        (line,) = malformed(tmp_path, {"tasks": {"sums": task}}, chats)
+        assert "needs chat: false in the suite" in line
 
 
 def test_a_suite_file_given_by_its_name_is_named(tmp_path, monkeypatch):

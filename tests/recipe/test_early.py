@@ -67,6 +67,12 @@ MISSING = [
     (["convert", "dnoe", "--to", "peft", "-o", "new"], "dnoe: no such folder"),
     (["compare", "done", "gone/eval"], "gone/eval: no such folder"),
     (["select", "gone", "-o", "new.json"], "gone: no trace found"),
+    (["verify", "dnoe"], "dnoe: no such folder; give a run, a merged checkpoint"),
+    (["merge", "m", "-o", "done"], "done: is not empty; choose another --output"),
+    (["prune", "m", "--experts", "gone.json", "-o", "new"], "gone.json: no such file"),
+    (["prune", "m", "--experts", "t.jsonl", "-o", "done"], "done: is not empty"),
+    (["prune", "./gone", "--experts", "t.jsonl", "-o", "new"], "./gone: no such folder"),
+    (["train", "r.yaml", "data.columns={text:title}", "-o", "new"], "colon: {text: title}"),
     (["inspect", "m", "lora.rank=8"], "lora.rank=8: changes a recipe's value"),
     (["inspect", "m", "s.yaml", "--recipe", "r.yaml"], "a recipe follows --recipe"),
     (

@@ -79,6 +79,20 @@ def test_commands_to_paste_name_the_program_as_the_shell_finds_it(monkeypatch, t
     assert program() == "moe-finetune"
 
 
+def test_a_run_on_texts_is_asked_without_a_chat_template(tmp_path):
+    """The first command after a run was answered by text that no training row is like."""
+    run, rows = recipe_in(tmp_path / "run", "none"), tmp_path / "rows.jsonl"
+    (run / "merged").mkdir()
+    (run / "recipe.yaml").write_text(f"model: {{path: m}}\ndata: {{train: {rows}}}\n")
+    for row, raw in (({"text": "a b"}, True), ({"messages": [{"role": "user"}]}, False)):
+        rows.write_text(json.dumps(row) + "\n")
+        asked = next_commands(None, run).splitlines()[1]
+        assert asked.endswith(" 'your question' --raw") is raw
+        assert "ask" in asked
+    rows.unlink()
+    assert "--raw" not in next_commands(None, run)
+
+
 def recipe_in(folder, method, rank=3):
     folder.mkdir(parents=True)
     lora = f"lora: {{rank: {rank}}}"

@@ -124,3 +124,9 @@ def test_an_override_of_what_is_varied_is_refused(write_study, override):
 def test_an_unknown_study_is_named_with_the_nearest():
     with pytest.raises(StudyError, match="no study 'paper0_tabel1'; did you mean 'paper0_table1'"):
         load_study("paper0_tabel1")
+
+
+def test_a_recipe_in_place_of_a_study_is_named_once(write_study):
+    """Each of its sections was an unknown key, with all keys of a study after it."""
+    with pytest.raises(StudyError, match=r"r\.yaml: is a recipe, not a study.*extends: r\.yaml"):
+        load_study(write_study({**BASE, "trainer": {"max_steps": 3}}, "r.yaml"))
