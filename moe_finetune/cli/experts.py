@@ -169,8 +169,9 @@ def select(
     from moe_finetune.cli.missing import refuse_no_path
     from moe_finetune.errors import DataError
 
-    for path in (trace, *([after] if after is not None else [])):
-        refuse_no_path(path, DataError, "no trace found; give a trace folder or an .npz file")
+    with output_lock(output):  # another's output is said first
+        for path in (trace, *([after] if after is not None else [])):
+            refuse_no_path(path, DataError, "no trace found; give a trace folder or an .npz file")
     from moe_finetune.lora.select import (
         ExpertSelection,
         expert_relevance,
