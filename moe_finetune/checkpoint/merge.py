@@ -227,7 +227,16 @@ def plan_merge(
     if changed:
         notes += stale_head(base)
     small = carried_files(base.folder, config_changes) | index_file(base, files)
-    return Merge(base, output, files, contents, changed, copied, small, notes)
+    return Merge(
+        base=base,
+        output=output,
+        files=files,
+        contents=contents,
+        changed=changed,
+        copied=copied,
+        small_files=small,
+        notes=notes,
+    )
 
 
 def index_file(base: Checkpoint, files: Mapping[str, Header]) -> dict[str, bytes]:

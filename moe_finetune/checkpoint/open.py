@@ -149,7 +149,17 @@ def open_checkpoint(
     untrained = check_tensors(folder, tensors, names, parsed, family)
     if values:
         _check_values(tensors_of(files))
-    return Checkpoint(folder, config, parsed, family, files, tensors, names, quantized, untrained)
+    return Checkpoint(
+        folder=folder,
+        config=config,
+        model_config=parsed,
+        family=family,
+        files=files,
+        tensors=tensors,
+        names=names,
+        quantized=quantized,
+        untrained=untrained,
+    )
 
 
 def check_only_weights(folder: Path, files: Mapping[str, Header]) -> None:

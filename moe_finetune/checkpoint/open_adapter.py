@@ -179,7 +179,16 @@ class _Reader:
             self.check_shape(magnitude, self._shape(magnitude), shape[:1], name)
         if experts is not None and (grouped or swapped or experts != tuple(range(shape[0]))):
             self._repack(a, b, experts, shape[0], grouped, swapped)
-        return LowRank(name, a, b, rank, target.scale, experts, transposed, magnitude)
+        return LowRank(
+            name=name,
+            a=a,
+            b=b,
+            rank=rank,
+            scale=target.scale,
+            experts=experts,
+            transposed=transposed,
+            magnitude=magnitude,
+        )
 
     def _packing(self, target: Target, a: str, b: str) -> tuple[bool, bool]:
         """Whether B of a stack is grouped by expert, and whether A has the outputs."""

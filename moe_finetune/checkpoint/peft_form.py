@@ -109,7 +109,17 @@ def _by_class(adapter: OpenAdapter) -> OpenAdapter:
         size = stack.experts * stack.rank
         tensors[a] = computed(a, stack.dtype, (size, stack.sizes[turned]), stack.a)
         tensors[b] = computed(b, stack.dtype, (stack.sizes[not turned], size), stack.b)
-        low_rank.append(LowRank(loaded, a, b, stack.rank, stack.scale, experts, turned))
+        low_rank.append(
+            LowRank(
+                name=loaded,
+                a=a,
+                b=b,
+                rank=stack.rank,
+                scale=stack.scale,
+                experts=experts,
+                transposed=turned,
+            )
+        )
     if adapter.config.get("use_dora") and parameters:
         raise AdapterError(
             f"{adapter.folder}: DoRA on '{min(parameters)}', which PEFT cannot represent on this "

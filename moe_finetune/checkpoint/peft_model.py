@@ -162,12 +162,12 @@ def targets_in_class(adapter: Adapter, config: Any) -> tuple[list[Target], set[s
         wrapped = wrap(on_meta(config), adapter)
     targets = [
         Target(
-            lora.path,
-            lora.loaded,
-            lora.module.r["default"],
-            lora.module.scaling["default"],
-            lora.embedding,
-            getattr(lora.module.get_base_layer(), "is_transposed", False),
+            path=lora.path,
+            name=lora.loaded,
+            rank=lora.module.r["default"],
+            scale=lora.module.scaling["default"],
+            embedding=lora.embedding,
+            inputs_first=getattr(lora.module.get_base_layer(), "is_transposed", False),
         )
         for lora in modules_of(wrapped)
     ]
@@ -204,7 +204,15 @@ def _by_rules(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[list[
             rank = ranks.get(get_pattern_key(ranks, key), config.r)
             alpha = alphas.get(get_pattern_key(alphas, key), config.lora_alpha)
             scale = alpha / (math.sqrt(rank) if config.use_rslora else rank)
-            targets.append(Target(path, name, rank, scale, embedding))
+            targets.append(
+                Target(
+                    path=path,
+                    name=name,
+                    rank=rank,
+                    scale=scale,
+                    embedding=embedding,
+                )
+            )
             factors = ["embedding_A", "embedding_B"] if embedding else ["A.weight", "B.weight"]
             factors += ["magnitude_vector"] if config.use_dora else []
             expected |= {f"{path}.lora_{factor}" for factor in factors}

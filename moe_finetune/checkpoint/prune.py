@@ -141,7 +141,15 @@ def plan_pruning(base: Checkpoint, experts: Mapping[int, Sequence[int]], output:
         notes.append(f"{MTP} ({heads} tensors) is left out: it has experts of its own")
     small = carried_files(base.folder, changes) | index_file(base, files)
     small[PRUNED] = _record(base, remaining).encode()
-    return Pruning(base, output, remaining, files, contents, small, notes)
+    return Pruning(
+        base=base,
+        output=output,
+        remaining=remaining,
+        files=files,
+        contents=contents,
+        small_files=small,
+        notes=notes,
+    )
 
 
 # -- which experts stay ---------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import copy
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,35 +106,40 @@ def verify_merge(
     """
     opened, result = open_checkpoint(base, stored=True), open_checkpoint(merged)
     trained = open_adapter(adapter, opened, values=False)
-    changed, compared, elements, off, same = _check_bias(opened, result, bias), 0, 0, 0, 0
+    changed = _check_bias(opened, result, bias)
+    compared = elements = off = same = 0
     for change in changes(read_adapter(adapter), trained):
         size, off_here, equal = _compare(opened, result, change)
         changed.add(change.name)
-        compared, elements, off = compared + 1, elements + size, off + off_here
+        compared += 1
+        elements += size
+        off += off_here
         same += equal
     _check_unchanged(opened, result, changed)
-    total = opened.model_config.get_text_config().num_hidden_layers
-    counts = compared, elements, off
+    report = VerifyReport(
+        tensors=compared,
+        elements=elements,
+        off_by_a_step=off,
+        layers=None,
+        total_layers=opened.model_config.get_text_config().num_hidden_layers,
+        same=same,
+    )
     if result.config.get("topk_method") != opened.config.get("topk_method"):
-        return VerifyReport(
-            *counts, None, total, note="transformers has no class for the bias", same=same
-        )
+        return replace(report, note="transformers has no class for the bias")
     layers = _layers_to_run(opened)
     if layers is None:
-        return VerifyReport(
-            *counts, None, total, note="too large to run even the first layers", same=same
-        )
+        return replace(report, note="too large to run even the first layers")
     try:
         error, moved = compare_logits(trained, result, layers, bias)
     except AdapterError as problem:  # such as DoRA on single experts
-        return VerifyReport(*counts, None, total, note=f"no logits: {problem}", same=same)
+        return replace(report, note=f"no logits: {problem}")
     except Exception as problem:  # a class may raise anything for fewer layers than it expects
-        if layers == total:
+        if layers == report.total_layers:
             raise
-        note = f"no logits: the first {layers} layers alone do not run ({reason_of(problem):.200})"
-        return VerifyReport(*counts, None, total, note=note, same=same)
+        reason = f"the first {layers} layers alone do not run ({reason_of(problem):.200})"
+        return replace(report, note=f"no logits: {reason}")
     note = _judge(result, error, moved)
-    return VerifyReport(*counts, layers, total, error, moved, note, same)
+    return replace(report, layers=layers, error=error, moved=moved, note=note)
 
 
 @dataclass(frozen=True)
