@@ -139,10 +139,14 @@ def _repeated(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
         stack, _, factor = key.partition(".experts.")
         if factor == "base_layer.lora_A.weight":  # of gate and up, the inner wrapper's
             ranks = tensors[f"{stack}.experts.base_layer.lora_B.weight"].shape[1]
-            shape, experts, axis = (ranks, info.shape[1]), ranks // info.shape[0], 0
+            shape = (ranks, info.shape[1])
+            experts = ranks // info.shape[0]
+            axis = 0
         elif factor == "lora_B.weight":
             ranks = tensors[f"{stack}.experts.lora_A.weight"].shape[0]
-            shape, experts, axis = (info.shape[0], ranks), ranks // info.shape[1], 1
+            shape = (info.shape[0], ranks)
+            experts = ranks // info.shape[1]
+            axis = 1
         else:
             continue
         make = partial(_repeat, info, experts, axis)

@@ -149,7 +149,9 @@ class _Reader:
 
     def low_rank(self, target: Target) -> LowRank | None:
         """The update that a target stands for; None for experts not chosen."""
-        path, name, rank = target.path, target.name, target.rank
+        path = target.path
+        name = target.name
+        rank = target.rank
         shape, embedding = self.trained[name], target.embedding
         names = ("embedding_A", "embedding_B") if embedding else ("A.weight", "B.weight")
         a, b = (f"{path}.lora_{factor}" for factor in names)
@@ -158,7 +160,9 @@ class _Reader:
             magnitude = None
         if len(shape) not in (2, 3):
             raise self._error(a, f"LoRA targets '{name}', which has shape {list(shape)}")
-        experts, grouped, swapped = None, False, False
+        experts = None
+        grouped = False
+        swapped = False
         if len(shape) == 3:
             experts = self._chosen(a)
             experts = tuple(range(shape[0])) if experts is None else experts
@@ -206,7 +210,9 @@ class _Reader:
         self, a: str, b: str, experts: tuple[int, ...], total: int, grouped: bool, swapped: bool
     ) -> None:
         """Read the factors of a stack as PEFT packs them, with zeros for experts not chosen."""
-        info_a, info_b, slots = self.adapter.tensors[a], self.adapter.tensors[b], len(experts)
+        info_a = self.adapter.tensors[a]
+        info_b = self.adapter.tensors[b]
+        slots = len(experts)
 
         def of_a() -> Tensor:
             return of_all_experts(vectors_of_a(read_tensor(info_a), slots), experts, total)

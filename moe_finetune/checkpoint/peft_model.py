@@ -189,7 +189,9 @@ def _by_rules(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[list[
     from peft.utils.other import get_pattern_key
 
     parameters = tuple(f".{name}" for name in config.target_parameters or ())
-    targets, expected, biases = [], set(), []
+    targets = []
+    expected = set()
+    biases = []
     for name, shape in shapes.items():
         path, _, leaf = name.rpartition(".")
         embedding = path.endswith("embed_tokens")

@@ -25,7 +25,9 @@ from moe_finetune.models.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from moe_finetune.checkpoint.open import Checkpoint
 
-SETTINGS, TEMPLATE, TOKENIZER = "tokenizer_config.json", "chat_template.jinja", "tokenizer.json"
+SETTINGS = "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"
+TOKENIZER = "tokenizer.json"
 SPECIAL = "special_tokens_map.json"
 _NAMES = re.compile(
     r"tokenizer.*\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt|"

@@ -32,7 +32,9 @@ _CHUNK_BYTES = 8 << 20
 _THREADS = min(8, os.cpu_count() or 1)
 # Fingerprints: a checkpoint up to this size is read whole; of larger ones, parts of every tensor.
 _WHOLE_BYTES = 256 << 20
-_PARTS, _PART_BYTES, _SLICE_BYTES = 4, 16 << 10, 4 << 10
+_PARTS = 4
+_PART_BYTES = 16 << 10
+_SLICE_BYTES = 4 << 10
 # Files (path, size, time of change) whose values this process has found finite.
 _known_finite: set[tuple[tuple[str, int, int], str]] = set()
 _known_prints: dict[frozenset[tuple[str, int, int]], str] = {}

@@ -82,7 +82,9 @@ def _blocks(reply: str) -> list[tuple[str, str]]:
     docstring's examples are.
     """
     blocks: list[tuple[str, list[str]]] = []
-    fence, width, words = "", 0, ""
+    fence = ""
+    width = 0
+    words = ""
     for line in reply.replace("\r\n", "\n").split("\n"):
         bare, indent = line.strip(), len(line) - len(line.lstrip())
         opener = _FENCE.fullmatch(line)

@@ -54,7 +54,9 @@ def read_tokens(
         count_labels: count only tokens that predict a label.
     """
     rows, length = layout.like_BS.shape
-    counted_BS, starts_BS, mask = layout.counted_BS, layout.starts_BS, layout.mask
+    counted_BS = layout.counted_BS
+    starts_BS = layout.starts_BS
+    mask = layout.mask
     if isinstance(mask, Mapping):
         # One mask for each kind of layer: they hide the same tokens.
         mask = mask.get("full_attention", next(iter(mask.values()), None))

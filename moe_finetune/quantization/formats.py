@@ -172,7 +172,9 @@ class Int4(Format):
 class Mxfp4(Format):
     """Bytes of two 4-bit floats (..., C, R / 32, 16) and exponents; packed rows are columns."""
 
-    name, suffixes, of = "mxfp4", ("_blocks", "_scales"), ""
+    name = "mxfp4"
+    suffixes = ("_blocks", "_scales")
+    of = ""
     dtypes = ("U8",), ("U8",)
 
     def shape(self, parts: list[TensorInfo], read: Read) -> tuple[int, ...]:

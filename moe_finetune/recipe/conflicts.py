@@ -23,7 +23,9 @@ def conflicts(recipe: Any) -> Iterator[str]:
     yield from _of_stage(recipe)
     yield from _of_data(recipe)
     yield from _of_trainer(recipe.trainer)
-    evaluation, merge, best = recipe.evaluation, recipe.export.merge, recipe.trainer.get(BEST)
+    evaluation = recipe.evaluation
+    merge = recipe.export.merge
+    best = recipe.trainer.get(BEST)
     if recipe.export.verify and not merge:
         yield "export.verify: checks the merged checkpoint; set export.merge: true"
     if evaluation and not merge:
@@ -37,7 +39,9 @@ def conflicts(recipe: Any) -> Iterator[str]:
 
 
 def _of_weights(recipe: Any) -> Iterator[str]:
-    model, lora, router = recipe.model, recipe.lora, recipe.router.train
+    model = recipe.model
+    lora = recipe.lora
+    router = recipe.router.train
     if model.init == "random":
         if lora is not None:
             yield "lora: an adapter needs trained weights, not random ones; set lora: null"

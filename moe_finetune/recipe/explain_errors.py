@@ -47,7 +47,9 @@ def describe(model: type[BaseModel], error: ValidationError, prefix: Key = ()) -
     expected: dict[tuple[str, str], list[str]] = {}  # by key and value
     lines: list[str] = []
     for item in error.errors():
-        kind, message, cause = item["type"], item["msg"], item.get("ctx", {}).get("error")
+        kind = item["type"]
+        message = item["msg"]
+        cause = item.get("ctx", {}).get("error")
         key = dotted((*prefix, *(part for part in item["loc"] if not _is_union_tag(part))))
         if isinstance(cause, MoeFinetuneError):
             lines += str(cause).split("\n")

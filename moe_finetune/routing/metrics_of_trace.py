@@ -127,7 +127,9 @@ def _sampled_embeddings(
     total = trace.num_embeddings
     count = min(sample, total)
     chosen = np.sort(np.random.default_rng(seed).choice(total, count, replace=False))
-    embeddings, labels, start = [], [], 0
+    embeddings = []
+    labels = []
+    start = 0
     for chunk in trace.chunks("embeddings", "embedding_labels"):
         stop = start + len(chunk["embedding_labels"])
         in_chunk = chosen[(chosen >= start) & (chosen < stop)] - start

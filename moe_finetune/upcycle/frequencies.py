@@ -17,7 +17,9 @@ import numpy as np
 
 from moe_finetune.errors import CheckpointError, DataError
 
-FREQUENCIES, COUNTS, TOKENIZER = "token_frequencies", "token_counts", "tokenizer"
+FREQUENCIES = "token_frequencies"
+COUNTS = "token_counts"
+TOKENIZER = "tokenizer"
 CLUSTERS = "clusters"
 REMEDY = "; delete its folder and repeat the command with --resume"
 # The parts of tokenizer.json that decide how text becomes ids; others pad and truncate batches.

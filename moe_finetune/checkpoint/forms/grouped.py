@@ -25,7 +25,9 @@ from moe_finetune.io.safetensors_header import TensorInfo
 
 def read(stored: Adapter, base: Checkpoint) -> Adapter:
     """``stored`` with PEFT's stacks in place of its grouped factors."""
-    experts, sides, used = ClassExperts(base), dict[tuple[int, Role, str], Vectors](), list[str]()
+    experts = ClassExperts(base)
+    sides = dict[tuple[int, Role, str], Vectors]()
+    used = list[str]()
     for key in expert_keys(stored):
         used.append(key.key)
         vectors = _vectors(stored, key, stored.tensors[key.key])

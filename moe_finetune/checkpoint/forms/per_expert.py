@@ -28,7 +28,9 @@ from moe_finetune.errors import AdapterError
 def write(adapter: OpenAdapter) -> Written:
     """A pair for each matrix of each expert, under the names in the base's files."""
     form, base = peft_form(adapter), adapter.base
-    factors, parts, experts = Factors(form), parts_in_files(form), ClassExperts(base)
+    factors = Factors(form)
+    parts = parts_in_files(form)
+    experts = ClassExperts(base)
     roles: tuple[Role, ...] = ("gate", "up") if base.places.gated else ()
     rows = {role: experts.rows(role).rows for role in roles}
 

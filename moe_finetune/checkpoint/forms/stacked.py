@@ -37,7 +37,9 @@ from moe_finetune.io.safetensors_header import TensorInfo
 def read(stored: Adapter, base: Checkpoint) -> Adapter:
     """``stored`` with PEFT's stacks in place of its projections."""
     stored = _under_class_names(stored, base)
-    experts, sides, used = ClassExperts(base), dict[tuple[int, Role, str], Vectors](), list[str]()
+    experts = ClassExperts(base)
+    sides = dict[tuple[int, Role, str], Vectors]()
+    used = list[str]()
     for key in expert_keys(stored):
         used.append(key.key)
         info = stored.tensors[key.key]
@@ -152,7 +154,9 @@ def _projections(
     names = {role: name for name, role in experts.roles.items() if name in ("w1", "w2", "w3")}
     roles = [role for role in names if experts.rows(role).parameter == parameter]
     rows = {role: experts.rows(role).rows for role in roles if len(roles) > 1}
-    a_info, b_info, total = form.tensors[update.a], form.tensors[update.b], experts.total
+    a_info = form.tensors[update.a]
+    b_info = form.tensors[update.b]
+    total = experts.total
     count_a = 1 if shared and parameter == experts.first else total
     count_b = 1 if shared and parameter == experts.down else total
     vectors_ERO = vectors_of_b(read_tensor(b_info), total)

@@ -204,7 +204,9 @@ class Sandbox:
 
     def _start(self, role: str, stderr: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
         """Start ``role`` ("worker" or "checker") with pipes to talk to it."""
-        boxed, root, limits = self.kind == "bubblewrap", os.getuid() == 0, self.limits
+        boxed = self.kind == "bubblewrap"
+        root = os.getuid() == 0
+        limits = self.limits
         own_limits = {
             "RLIMIT_AS": limits.memory_bytes,
             "RLIMIT_CPU": limits.seconds + 1,

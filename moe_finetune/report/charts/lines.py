@@ -91,7 +91,9 @@ def line_chart(
 
 
 def _line(points: list[tuple[float, float]], x: Scale, y: Scale, s: Series, kind: str) -> Markup:
-    path, pen_down, finite = "", False, [p for p in points if math.isfinite(p[1])]
+    path = ""
+    pen_down = False
+    finite = [p for p in points if math.isfinite(p[1])]
     for px, py in points:
         if not math.isfinite(py):
             pen_down = False

@@ -23,7 +23,9 @@ from moe_finetune.training import ranks
 from moe_finetune.training.measures.term_gradients import PARTS, TermGradients
 from moe_finetune.training.reached_weights import trained_parts
 
-WHISPER, AIM, DROWNS = 0.01, 0.1, 1.0
+WHISPER = 0.01
+AIM = 0.1
+DROWNS = 1.0
 """Shares: below the first, a term has no visible effect; above the last, it dominates."""
 
 Products = Mapping[str, tuple[float, float, float]]

@@ -23,7 +23,9 @@ from torch import Tensor
 
 from moe_finetune.errors import CheckpointError
 
-_TENSOR, _TUPLE, _ITEMS = "__tensor__", "__tuple__", "__items__"
+_TENSOR = "__tensor__"
+_TUPLE = "__tuple__"
+_ITEMS = "__items__"
 TRAINER_FILE = "trainer_state.json"
 """Transformers' own state of a trainer and its callbacks, in every checkpoint."""
 FOLDER = "trainer"

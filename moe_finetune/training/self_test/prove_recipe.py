@@ -50,7 +50,9 @@ from moe_finetune.training.self_test.family_check import (
 from moe_finetune.training.self_test.losses_by_hand import losses, records, seeing
 from moe_finetune.training.specialization import Specialization
 
-LEARNING_RATE, STEPS, ACCUMULATION = 1e-2, 2, 2
+LEARNING_RATE = 1e-2
+STEPS = 2
+ACCUMULATION = 2
 BY_HAND, CHECKPOINTED = "gradients of the method", "gradients under checkpointing"
 STEPS_OF_TRAINER = "steps of the trainer"
 
