@@ -10,6 +10,9 @@ For S = T*K rows sorted by expert, with ``x`` the gathered input, ``g`` the rows
 4. through gate and up, ``dx = dg W + s (dg B) A``, with the same products for dA and dB;
 5. ``dh`` of a token is the sum of its K choices' ``dx``.
 
+Where all experts share A of gate and up, a token's K choices meet the same matrix: their ``dp`` are
+summed first, and ``dA`` and LoRA's part of ``dh`` are one product each over the tokens.
+
 Stages 1 to 4 run for some experts at a time, as in the forward; ``x`` and ``z`` are recomputed. If
 LoRA's input had dropout, the gradient through A passes the same mask again.
 """
@@ -111,7 +114,7 @@ class ExpertsGradient:
             saved.slots_S, saved.offsets_E, saved.bounds, saved.weights_TK.shape[1], call.grouped
         )
         self.needs_h, self.needs_weights, needs_gate_up, needs_down, *_ = needs_grad
-        needs_bias_up, needs_bias_down = needs_grad[8:10]
+        needs_bias_up, needs_bias_down = needs_grad[8:10]  # after the four LoRA factors
         like, out_TH = saved.hidden_TH, incoming.out_TH
         self.out_TH = None if out_TH is None else out_TH.to(like.dtype)
         self.rows_S = groups.inverse()  # flat pair -> sorted row
@@ -141,6 +144,7 @@ class ExpertsGradient:
             rows_P2D = self.saved.rows_S2D[part.rows]
             dz_PD = self._through_down(part, self._of_outputs(part), rows_P2D)
             if self.dz_losses_SD is not None:
+                # Losses read z before the experts' dropout, so their gradient passes no mask.
                 dz_PD.add_(self.dz_losses_SD[part.rows])
             drows_P2D = gated_gradient(rows_P2D, dz_PD, self.call.activation)
             del dz_PD
@@ -186,7 +190,7 @@ class ExpertsGradient:
         return dy_PH.mul_(self.weights_S[part.rows].unsqueeze(1))
 
     def _of_weights(self) -> Tensor | None:
-        """``dw_tk = y_tk . dout_t``."""
+        """``dw_tk = y_tk . dout_t``; y is kept before its weight, which may be 0."""
         if not self.needs_weights or self.out_TH is None:
             return None
         y_TKH, weights_TK = self.saved.y_TKH, self.saved.weights_TK
@@ -200,6 +204,7 @@ class ExpertsGradient:
         """``dz`` (P, D), and the gradients of the down projection and its factors."""
         saved, call = self.saved, self.call
         expert_mask = _rows(saved.expert_mask_SD, part)
+        # z again from the kept rows of gate and up: it is elementwise, and takes half their memory.
         z_PD = dropped(gated(rows_P2D, call.activation), expert_mask, call.dropout_expert)
         dz_PD = rows_times(dy_PH, saved.down_EHD, part)
         if self.needs_bias_down:

@@ -222,6 +222,7 @@ class _Experts(torch.autograd.Function):
             y_TKH.view_as(y_TKH) if "outputs" in call.needs else None,
         )
 
+    # A second derivative would be of the written-out backward, which has no graph: torch raises.
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *incoming: Tensor | None):

@@ -84,6 +84,7 @@ class Groups:
         """Group pairs by expert; with ``in_chunks`` the kernel gets a few experts at a time."""
         flat_S = index_TK.reshape(-1)
         slots_S = torch.argsort(flat_S, stable=True)
+        # Integers, whose sum does not depend on the order; bincount would make the GPU wait.
         counts_E = torch.zeros(num_experts, dtype=torch.int64, device=flat_S.device)
         counts_E.scatter_add_(0, flat_S, torch.ones_like(flat_S))
         offsets_E = counts_E.cumsum(0)
@@ -279,6 +280,7 @@ class OuterSums:
             wide = torch.promote_types(like_EOI.dtype, torch.float32)
             self.sums_EOI = torch.zeros_like(like_EOI, dtype=wide)
         elif groups.bounds is not None and like_EOI is not None:
+            # A loop writes every expert's sum, also over no rows; chunks leave such experts out.
             make = torch.zeros_like if groups.grouped else torch.empty_like
             self.sums_EOI = make(like_EOI, memory_format=torch.contiguous_format)
 
