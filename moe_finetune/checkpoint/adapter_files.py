@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from moe_finetune.checkpoint.open import Checkpoint
 from moe_finetune.errors import AdapterError, CheckpointError
@@ -35,7 +35,7 @@ BIAS_FILE = "router_bias.safetensors"
 PREFIX = "base_model.model."
 _COPIES = (".modules_to_save.weight", ".original_module.weight")
 SHARED_OUTER = "shared_outer"
-"""Key of ``moe_finetune.json`` in training states: factors of all experts are stored once."""
+"""Key of ``moe_finetune.json`` in training states: which factors of all experts are stored once."""
 BASE_KEY = "base_sha256"
 """Key of ``moe_finetune.json``: the fingerprint of the base's tensors."""
 STORED_KEY = "stored_base_sha256"
@@ -125,40 +125,42 @@ def read_adapter(path: str | Path) -> Adapter:
     if not tensors:
         raise AdapterError(f"{folder / WEIGHTS}: contains no tensors; copy the adapter again")
     metadata = read_metadata(folder)
-    if metadata.extra.get(SHARED_OUTER):
-        tensors |= _repeated(tensors)
+    if SHARED_OUTER in metadata.extra:
+        tensors |= _repeated(folder / METADATA, tensors, metadata.extra[SHARED_OUTER])
     return Adapter(folder, config, tensors, metadata, tables)
 
 
-def _repeated(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """The shared factors of a training state of ``lora.shared_outer``, as PEFT packs them."""
+def _repeated(file: Path, tensors: Mapping[str, TensorInfo], shared: Any) -> dict[str, TensorInfo]:
+    """The shared factors of a training state of ``lora.shared_outer``, as PEFT packs them.
+
+    ``shared``: what ``file`` says of them, ``{module: [A or B, number of experts]}``.
+    """
     from moe_finetune.checkpoint.weight_files import computed
 
+    try:
+        sides = TypeAdapter(dict[str, tuple[Literal["A", "B"], _Rank]]).validate_python(shared)
+    except ValidationError:
+        raise AdapterError(
+            f"{file}: '{SHARED_OUTER}' must map modules to [A or B, number of experts]; "
+            f"{COPY_AGAIN}"
+        ) from None
     repeated: dict[str, TensorInfo] = {}
-    for key, info in tensors.items():
-        stack, _, factor = key.partition(".experts.")
-        if factor == "base_layer.lora_A.weight":  # of gate and up, the inner wrapper's
-            ranks = tensors[f"{stack}.experts.base_layer.lora_B.weight"].shape[1]
-            shape = (ranks, info.shape[1])
-            experts = ranks // info.shape[0]
-            axis = 0
-        elif factor == "lora_B.weight":
-            ranks = tensors[f"{stack}.experts.lora_A.weight"].shape[0]
-            shape = (info.shape[0], ranks)
-            experts = ranks // info.shape[1]
-            axis = 1
-        else:
-            continue
-        make = partial(_repeat, info, experts, axis)
-        repeated[key] = computed(key, info.dtype, shape, make)
+    for path, (side, experts) in sides.items():
+        key = f"{path}.lora_{side}.weight"
+        info = tensors.get(key)
+        if info is None or len(info.shape) != 2:
+            continue  # refused where the adapter is opened, with its base
+        rows, columns = info.shape
+        shape = (rows * experts, columns) if side == "A" else (rows, columns * experts)
+        repeated[key] = computed(key, info.dtype, shape, partial(_repeat, info, experts, side))
     return repeated
 
 
-def _repeat(info: TensorInfo, experts: int, axis: int) -> Tensor:
+def _repeat(info: TensorInfo, experts: int, side: Literal["A", "B"]) -> Tensor:
     from moe_finetune.checkpoint.weight_files import read_tensor
+    from moe_finetune.moe.experts.lora_shared import repeat  # PEFT takes seconds to import
 
-    value = read_tensor(info)
-    return value.repeat_interleave(experts, 1) if axis else value.repeat(experts, 1)
+    return repeat(read_tensor(info), experts, side)
 
 
 def read_bias(folder: Path) -> dict[int, list[float]] | None:

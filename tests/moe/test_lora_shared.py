@@ -1,6 +1,7 @@
 """``lora.shared_outer``: values and gradients of a slow loop over experts; saved, clipped."""
 
 import math
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -13,13 +14,15 @@ from moe_finetune.checkpoint.adapter_files import read_adapter, write_metadata
 from moe_finetune.checkpoint.forms import FORMS
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.open import open_checkpoint
+from moe_finetune.checkpoint.open_adapter import check_adapter
 from moe_finetune.checkpoint.verify import verify_merge
+from moe_finetune.checkpoint.weight_files import read_tensor
 from moe_finetune.checkpoint.write_adapter import convert_adapter
 from moe_finetune.errors import AdapterError
 from moe_finetune.lora.coverage import lora_coverage
 from moe_finetune.lora.select import ExpertSelection
 from moe_finetune.lora.targets import add_lora
-from moe_finetune.models import FAMILIES
+from moe_finetune.models import FAMILIES, OURS
 from moe_finetune.moe.experts.lora_on_chosen import for_all_experts
 from moe_finetune.moe.experts.lora_shared import SharedOuterLora
 from moe_finetune.moe.large.offload import offload_experts
@@ -31,8 +34,9 @@ from moe_finetune.training.run.train import continue_adapter
 from moe_finetune.training.save_and_resume.gathered_weights import live_weights, trained_weights
 from moe_finetune.training.save_and_resume.save_trained import describe_adapter, write_adapter
 from moe_finetune.training.specialization import Specialization
-from tests.support import tiny_families
+from tests.support import tiny, tiny_families
 from tests.support.host_transfers import HostTransfers
+from tests.support.maker_formulas import TINY
 from tests.support.tiny_adapter import random_factors
 
 RANK, ALPHA = 3, 7.5
@@ -222,6 +226,48 @@ def test_saved_as_an_ordinary_adapter_and_continued(name, tmp_path):
     with torch.no_grad():
         found, wanted = (m.eval()(**batch()).logits for m in (again, model))
     assert float((found - wanted).norm()) < 1e-5 * float(wanted.norm())
+
+
+@pytest.mark.parametrize("side", ["A", "B"])
+def test_a_training_state_that_lacks_a_factor_is_refused_with_its_key(side, tmp_path):
+    base = tmp_path / "base"
+    tiny_families.model("qwen3_moe").save_pretrained(base)
+    model, state = shared_model("qwen3_moe"), tmp_path / "state"
+    state.mkdir()
+    weights = trained_weights(model)
+    key = min(key for key in weights if f"experts.base_layer.lora_{side}" in key)
+    write_adapter(model.peft_config["default"], weights, state)
+    describe_adapter(model, state, 0.0, None)
+    check_adapter(state, open_checkpoint(base))
+    for changed in ({}, {key: weights[key][:, :-1].contiguous()}, {key: weights[key][:-1]}):
+        kept = {name: tensor for name, tensor in weights.items() if name != key}
+        write_adapter(model.peft_config["default"], kept | changed, state)
+        with pytest.raises(AdapterError, match=re.escape(key.removeprefix("base_model.model."))):
+            check_adapter(state, open_checkpoint(base))
+    for value in (True, {"layers": ["C", 3]}, {"layers": ["A", 0]}):
+        write_metadata(state, shared_outer=value)
+        with pytest.raises(AdapterError, match="'shared_outer' must map modules"):
+            read_adapter(state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [family.name for family in OURS if family.name != "deepseek_moe"])
+def test_a_training_state_of_every_family_is_read(name, tmp_path):
+    """Whatever its experts are called, and in whichever order the class declares its stacks."""
+    base, state = tmp_path / "base", tmp_path / "state"
+    plain = (tiny if name in TINY else tiny_families).model(name)
+    plain.save_pretrained(base)
+    model = add_lora(plain, section(targets=["experts"]), "frozen")
+    random_factors(model, 0.1)
+    state.mkdir()
+    weights = trained_weights(model)
+    write_adapter(model.peft_config["default"], weights, state)
+    describe_adapter(model, state, 0.0, None)
+    adapter, whole = read_adapter(state), for_all_experts(model, weights, [])
+    check_adapter(state, open_checkpoint(base))
+    assert {key.removeprefix("base_model.model.") for key in whole} == adapter.tensors.keys()
+    for key, info in adapter.tensors.items():
+        assert torch.equal(read_tensor(info), whole[f"base_model.model.{key}"]), key
 
 
 def test_factors_that_differ_are_not_continued_in_the_shared_form(tmp_path):

@@ -94,9 +94,13 @@ class SharedOuterOnChosen(SharedOuterLora, SelectedExpertsLora):
         return repeat(factor, self.total_experts, side)
 
 
-def shares_outer(model: nn.Module) -> bool:
-    """Whether some experts of ``model`` have a shared factor."""
-    return any(isinstance(module, SharedOuterLora) for module in model.modules())
+def shared_factors(model: nn.Module) -> dict[str, tuple[Literal["A", "B"], int]]:
+    """By module, which factor is stored once, and for how many experts."""
+    return {
+        name: (module.shared, module.num_experts)
+        for name, module in model.named_modules()
+        if isinstance(module, SharedOuterLora)
+    }
 
 
 def repeat(factor: Tensor, experts: int, side: Literal["A", "B"]) -> Tensor:

@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from moe_finetune.checkpoint.adapter_files import SHARED_OUTER, named_tensors, write_metadata
+from moe_finetune.checkpoint.adapter_files import (
+    PREFIX,
+    SHARED_OUTER,
+    named_tensors,
+    write_metadata,
+)
 from moe_finetune.checkpoint.adapter_files import WEIGHTS as ADAPTER_FILE
 from moe_finetune.checkpoint.export import carried_files, public_name, write_card
 from moe_finetune.checkpoint.open import Checkpoint, open_checkpoint
@@ -32,7 +37,7 @@ from moe_finetune.models.loading import load_tokenizer, local_folder
 from moe_finetune.models.tokenizer import Tokenizer
 from moe_finetune.moe.choice.loss_free_bias import BiasBalancer
 from moe_finetune.moe.experts.lora_on_chosen import for_all_experts, selected_experts
-from moe_finetune.moe.experts.lora_shared import shares_outer
+from moe_finetune.moe.experts.lora_shared import shared_factors
 from moe_finetune.moe.layers import moe_layers
 from moe_finetune.quantization.codec import NF4
 from moe_finetune.quantization.weight import quantized
@@ -233,8 +238,8 @@ def describe_adapter(
     if chosen is not None and not packed:
         metadata["chosen_experts"] = {str(layer): list(ids) for layer, ids in chosen.items()}
         chosen = None
-    if packed and shares_outer(model):
-        metadata[SHARED_OUTER] = True
+    if packed and (shared := shared_factors(model)):
+        metadata[SHARED_OUTER] = {name.removeprefix(PREFIX): one for name, one in shared.items()}
     write_metadata(folder, experts=chosen, experts_dropout=dropout, **metadata, **(run or {}))
     if balancer is not None:
         save_beside(balancer, moe_layers(model), folder)
