@@ -42,9 +42,18 @@ def nodes(*kinds: type) -> Iterator[Any]:
 
 @cache
 def defined() -> frozenset[str]:
-    """Names of functions, classes, variables and attributes that the package itself defines."""
-    names = {node.name for node in nodes(ast.FunctionDef, ast.ClassDef)}
+    """Names of functions, classes, variables and attributes that the package itself defines; a
+    protocol's are another's."""
+    described = {
+        id(part)
+        for node in nodes(ast.ClassDef)
+        if any(isinstance(base, ast.Name) and base.id == "Protocol" for base in node.bases)
+        for part in node.body
+    }
+    names = {n.name for n in nodes(ast.FunctionDef, ast.ClassDef) if id(n) not in described}
     for node in nodes(ast.Assign, ast.AnnAssign):
+        if id(node) in described:
+            continue
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         for part in (part for target in targets for part in ast.walk(target)):
             if isinstance(part, ast.Name):
