@@ -33,6 +33,10 @@ NAMES = (
     *("qwen3_5_moe", "qwen4_exp"),
 )
 GATE = "mlp.shared_expert_gate"
+FAMILIES = [
+    name if name in ("qwen2_moe", "qwen3_5_moe") else pytest.param(name, marks=pytest.mark.slow)
+    for name in NAMES
+]
 
 
 def section(**options):
@@ -85,7 +89,7 @@ def test_the_families_that_have_one():
 
 
 @pytest.mark.parametrize("train", ["lora", "full"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_values_and_gradients_are_stock_peft_s(name, train):
     """The same modules, named in PEFT's own config, without the package's forward."""
     where = places(name)
@@ -119,7 +123,7 @@ def test_values_and_gradients_are_stock_peft_s(name, train):
 
 
 @pytest.mark.parametrize("train", ["lora", "full"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_saved_merged_converted_and_continued(name, train, tmp_path):
     base = tmp_path / "base"
     tiny_families.model(name).save_pretrained(base)
