@@ -1,6 +1,7 @@
 """``lora.shared_expert_gate``: the row by which Qwen's models weigh their shared expert."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from moe_finetune.moe.large.quantized_weights import quantize_model
 from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.sections import LoraSection
+from moe_finetune.training.before.refuse_recipe import tell_of_router
 from moe_finetune.training.run.train import continue_adapter
 from moe_finetune.training.save_and_resume.gathered_weights import trained_weights
 from moe_finetune.training.save_and_resume.save_trained import write_adapter
@@ -229,17 +231,27 @@ def test_a_family_without_one_says_so(train, caplog):
         )
 
 
-def test_a_recipe_that_contradicts_itself_is_refused():
-    def recipe(**lora):
-        return Recipe.model_validate(
-            {
-                "model": {"path": "base"},
-                "data": {"train": "x.jsonl"},
-                "router": {"train": "frozen"},
-                "lora": {"rank": 4, "targets": [], **lora},
-            }
-        )
+def recipe(**lora):
+    return Recipe.model_validate(
+        {
+            "model": {"path": "base"},
+            "data": {"train": "x.jsonl"},
+            "router": {"train": "frozen"},
+            "lora": {"rank": 4, "targets": [], **lora},
+        }
+    )
 
+
+@pytest.mark.parametrize("train", ["lora", "full"])
+def test_a_run_says_that_its_adapter_is_served_after_a_merge(train, caplog):
+    start = SimpleNamespace(recipe=recipe(shared_expert_gate=train), adapted=True)
+    with caplog.at_level(logging.INFO):
+        tell_of_router(start)
+    told = "lora.shared_expert_gate: full: vLLM serves this run's adapter only after a merge"
+    assert (told in caplog.text) == (train == "full")
+
+
+def test_a_recipe_that_contradicts_itself_is_refused():
     assert recipe(shared_expert_gate="full").lora.shared_expert_gate == "full"
     with pytest.raises(ValueError, match="nothing trains"):
         recipe()

@@ -198,13 +198,19 @@ def check_packed(start: Start) -> None:
 
 
 def tell_of_router(start: Start) -> None:
-    """Say what the router's training means for the adapter."""
+    """Say what training routers and gates in full means for the adapter."""
     recipe = start.recipe
-    if recipe.router.train == "full" and start.adapted:
-        log.info(
-            "router.train: full: vLLM serves this run's adapter only after a merge; to serve it "
-            "unmerged over the base, set router.train to lora or frozen"
-        )
+    trained = {"router.train": recipe.router.train}
+    if recipe.lora is not None:
+        trained["lora.shared_expert_gate"] = recipe.lora.shared_expert_gate
+    for key, how in trained.items():
+        if how == "full" and start.adapted:
+            log.info(
+                "%s: full: vLLM serves this run's adapter only after a merge; to serve it "
+                "unmerged over the base, set %s to lora or frozen",
+                key,
+                key,
+            )
     if recipe.router.train == "frozen" and not recipe.method.trains_routers:
         log.info("router.train: frozen: no loss of the method trains routers")
 
