@@ -8,7 +8,7 @@ import pytest
 
 from moe_finetune.evaluation.suites import load_suite, select
 from moe_finetune.lora.coverage import lora_coverage
-from moe_finetune.losses.presets import PRESETS
+from moe_finetune.losses.presets import PAPERS, PRESETS
 from moe_finetune.models import opened_as
 from moe_finetune.models.class_structure import meta_model
 from moe_finetune.models.from_scratch import fresh_config
@@ -44,7 +44,8 @@ def test_studies_of_the_demos_checkpoint_expand_to_runs_that_all_differ(file):
 def test_expands_to_valid_runs_that_all_differ(file):
     study, runs = load_study(file), runs_of(file.stem)
     assert len({run.recipe.hash for run in runs}) == len(runs)
-    assert study.title and "arXiv" in study.source and file.read_text().startswith("# P")
+    assert study.title and "arXiv" in study.source
+    assert file.read_text().startswith(tuple(f"# {paper.short}" for paper in PAPERS.values()))
     for run in runs:
         assert run.recipe.evaluation is not None
         suite = load_suite(run.recipe.evaluation.suite)
