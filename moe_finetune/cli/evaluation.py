@@ -3,7 +3,7 @@
 import enum
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -119,12 +119,11 @@ def evaluate(
         chosen = select(chosen, only)
     run = RunFolder(checkpoint) if RunFolder(checkpoint).recipe.is_file() else None
     checkpoint = str(checkpoint_in(checkpoint))
-    with nullcontext() if output is None else output_lock(output):
-        existing_folder(checkpoint)
     if check:
         from moe_finetune.evaluation.what_can_run import check_suite, render_checks
         from moe_finetune.models.loading import load_tokenizer
 
+        existing_folder(checkpoint)
         checks = check_suite(
             chosen, data_dir, load_tokenizer(checkpoint), limit, allow_unsafe_local
         )
@@ -135,11 +134,13 @@ def evaluate(
             raise typer.Exit(2)
         return
     if output is None:
+        existing_folder(checkpoint)
         if run is None:
             raise typer.BadParameter("--output: name the folder for the results")
         output = run.evaluation
         refuse_other_suite(output, chosen.name)
     with output_lock(output):
+        existing_folder(checkpoint)
         from moe_finetune.evaluation.engine import evaluate as run_suite
         from moe_finetune.evaluation.results import results_text
         from moe_finetune.recipe.yaml_tree import load_tree

@@ -96,19 +96,19 @@ def analyze(
             existing_folder(source)
         for file in itertools.chain(*domains.values()):
             local_files(file, "train")
-    from moe_finetune.report.analysis import analyze as run_analysis  # imports the libraries
+        from moe_finetune.report.analysis import analyze as run_analysis  # imports the libraries
 
-    page = run_analysis(
-        source,
-        output,
-        domains,
-        adapter=adapter,
-        limit=limit,
-        max_length=max_length,
-        probabilities=probabilities,
-        norms=norms,
-        dtype=dtype,
-    )
+        page = run_analysis(
+            source,
+            output,
+            domains,
+            adapter=adapter,
+            limit=limit,
+            max_length=max_length,
+            probabilities=probabilities,
+            norms=norms,
+            dtype=dtype,
+        )
     means = read_object(RunFolder(output).summary, DataError, "analyze again")["mean"]
     for name in SHOWN_VALUES:
         if name in means:

@@ -135,25 +135,25 @@ def _train(
     from moe_finetune.errors import DataError, RecipeError
     from moe_finetune.recipe.explain_errors import placed
 
-    with (
-        output_lock(output) if is_first_rank() else nullcontext()
-    ):  # another run's folder is said first
+    # Before what is missing, so that a folder which another run writes is said first; the run takes
+    # its thread's lock again.
+    with output_lock(output) if is_first_rank() else nullcontext():
         refuse_missing(tree, RunFolder(output), resume)
-    # The headline has been said, so nothing else tells that the imports go on.
-    with terminal().starting("train") if is_first_rank() else nullcontext():
-        from moe_finetune.recipe.schema import recipe_from_tree
+        # The headline has been said, so nothing else tells that the imports go on.
+        with terminal().starting("train") if is_first_rank() else nullcontext():
+            from moe_finetune.recipe.schema import recipe_from_tree
 
-        recipe = recipe_from_tree(tree)
-        from moe_finetune.run import plan_run, run_recipe
-        from moe_finetune.training.before import prepare  # noqa: F401
+            recipe = recipe_from_tree(tree)
+            from moe_finetune.run import plan_run, run_recipe
+            from moe_finetune.training.before import prepare  # noqa: F401
 
-    try:
-        if dry_run:
-            print(plan_run(recipe, output, resume, ignore_memory).text())
-            return None
-        return run_recipe(recipe, output, resume=resume, ignore_memory=ignore_memory)
-    except (RecipeError, DataError) as error:  # of a check that has the recipe, but not its files
-        raise type(error)(placed(tree, str(error))) from error
+        try:
+            if dry_run:
+                print(plan_run(recipe, output, resume, ignore_memory).text())
+                return None
+            return run_recipe(recipe, output, resume=resume, ignore_memory=ignore_memory)
+        except (RecipeError, DataError) as error:  # of a check that has the recipe, not its files
+            raise type(error)(placed(tree, str(error))) from error
 
 
 def _how_to_continue(output: Path) -> str:
