@@ -27,6 +27,7 @@ import numpy as np
 
 from moe_finetune.data.chat import RenderingError
 from moe_finetune.data.held_out import held_out_of, warn_of_few
+from moe_finetune.data.row_lengths import LengthsOfData, lengths_of_tokens
 from moe_finetune.data.sources import (
     DROP_REMEDY,
     SourceReader,
@@ -92,12 +93,14 @@ class Examples:
         validation: in the files' order; None without ``data.validation``.
         sources: by path, the rows of each validation source, or of each training source if there is
             no validation data, in the source's order.
+        lengths: of the rows as the stage's trainer gets them.
         known_largest: the largest token id of rows that the stage's trainer tokenizes.
     """
 
     train: Dataset
     validation: Dataset | None
     sources: list[tuple[str, Dataset]]
+    lengths: LengthsOfData
     known_largest: int = 0
 
     @property
@@ -173,7 +176,11 @@ def load_examples(data: DataSection, tokenizer: Tokenizer, seed: int) -> Example
     parts = [rows.select(range(end - n, end)) for n, end in zip(counts.sources, ends, strict=True)]
     paths = [source.path for source in listed(measured, "train")]
     sources = [(path, part) for path, part in zip(paths, parts, strict=True) if len(part)]
-    return Examples(train, validation, sources)
+    lengths = LengthsOfData(
+        lengths_of_tokens(train, data.max_length),
+        None if validation is None else lengths_of_tokens(validation, data.max_length),
+    )
+    return Examples(train, validation, sources, lengths)
 
 
 def prepare(

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from moe_finetune.data.examples import Examples, load_examples, said, unread_lines
 from moe_finetune.data.held_out import warn_of_few
 from moe_finetune.data.row_forms import columns_of, renamed, with_values
+from moe_finetune.data.row_lengths import LengthsOfData, RowLengths
 from moe_finetune.data.sources import SourceReader, files_line, listed, rows_of
 from moe_finetune.data.template_fields import field_reader
 from moe_finetune.data.tokenize import IGNORED, beginning_of, rendered, set_chat_template
@@ -265,14 +266,17 @@ def load_stage_rows(
     set_chat_template(tokenizer, data.chat_template)
     order = data.seed if data.seed is not None else seed
     read = functools.partial(_read, stage, data, tokenizer, room, rewards)
-    train, measured, largest_id = read(data.train, "train", order)
-    validation = None
+    train, measured, lengths, largest_id = read(data.train, "train", order)
+    validation = of_validation = None
     if data.validation_sources is not None:
         drawn = order if isinstance(data.validation, float) else 0
-        validation, measured, largest = read(data.validation_sources, "validation", drawn)
+        validation, measured, of_validation, largest = read(
+            data.validation_sources, "validation", drawn
+        )
         largest_id = max(largest_id, largest)
         warn_of_few(data, len(train), len(validation))
-    return Examples(train.shuffle(order), validation, measured, largest_id)
+    all_lengths = LengthsOfData(lengths, of_validation)
+    return Examples(train.shuffle(order), validation, measured, all_lengths, largest_id)
 
 
 def _read(
@@ -284,8 +288,10 @@ def _read(
     sources: Paths,
     name: str,
     seed: int,
-) -> tuple[Dataset, list[tuple[str, Dataset]], int]:
-    """The rows of all sources, the tokens of each source's first rows, and the largest id."""
+) -> tuple[Dataset, list[tuple[str, Dataset]], RowLengths, int]:
+    """The rows of all sources, the tokens of each source's first rows, all rows' lengths, and the
+    largest id.
+    """
     from datasets import Dataset
 
     chosen = listed(sources, name)
@@ -351,7 +357,8 @@ def _read(
     paths = [reader.source.path for reader in readers]
     parts = [(path, part) for path, part in zip(paths, measured, strict=True) if part]
     sources_measured = [(path, Dataset.from_list(part)) for path, part in parts]
-    return table.select(fitting), sources_measured, counts["largest_id"]
+    lengths = RowLengths(len(fitting), counts["longest"], counts["tokens"])
+    return table.select(fitting), sources_measured, lengths, counts["largest_id"]
 
 
 def prepared(stage: Stage, rows: Dataset, tokenizer: Any, data: DataSection, name: str) -> Dataset:
@@ -384,7 +391,7 @@ def ids_of(row: Row, tokenizer: Any) -> list[list[int]]:
 def _fitting(
     table: Dataset, locations: Sequence[str], tokenizer: Any, data: DataSection, room: int
 ) -> tuple[list[int], Counter[str]]:
-    """The numbers of rows that are kept, counts of the others, and the largest id.
+    """The numbers of rows that are kept, their lengths, counts of the others, and the largest id.
 
     TRL's DPO truncates answers, and drops a row whose prompt leaves no token for them. Its GRPO
     truncates no prompt; one that leaves less than ``room`` tokens for its answer is dropped.
@@ -394,7 +401,8 @@ def _fitting(
     for index, (location, row) in enumerate(zip(locations, table, strict=True)):
         prompt, *answers = ids_of(row, tokenizer)
         texts = [prompt + answer for answer in answers] or [prompt]
-        longest = max(map(len, texts)) + room
+        tokens = max(map(len, texts))
+        longest = tokens + room
         counts["largest_id"] = max(counts["largest_id"], *(max(i, default=0) for i in texts))
         text = isinstance(row["prompt"], str)
         counts["begun"] += text and bool(twice) and prompt[: len(twice)] == twice
@@ -410,6 +418,9 @@ def _fitting(
             counts["truncated"] += 1
             counts["cut"] += sum(max(0, len(ids) - limit) for ids in texts)
         fitting.append(index)
+        tokens = min(tokens, limit)
+        counts["longest"] = max(counts["longest"], tokens)
+        counts["tokens"] += tokens
     return fitting, counts
 
 

@@ -6,11 +6,9 @@ import copy
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pyarrow.compute as pc
 import torch
 from torch import nn
 from transformers import Trainer
@@ -33,12 +31,12 @@ from moe_finetune.training.before.refuse_recipe import in_one_line
 from moe_finetune.training.before.toy_step import likeness, rehearsing
 from moe_finetune.training.memory.plan import (
     GIB,
-    MemoryPlan,
     machine_bytes,
     plan_model,
     quiet,
     stored_bytes,
 )
+from moe_finetune.training.memory.step_bytes import Device
 from moe_finetune.training.reached_weights import check_reach
 from moe_finetune.training.refuse_launch import check_arguments, check_launch, expert_ranks
 from moe_finetune.training.run.checkpoint_and_rows import Inputs, Start, announce, open_start
@@ -102,10 +100,11 @@ def read_rows(start: Start) -> Examples:
 
 def plan_inputs(start: Start, rows: Examples, arguments: Any, model: nn.Module) -> Inputs:
     """The inputs of training, with what a step on ``rows`` needs."""
-    fixed = stored_bytes(model, start.recipe).fixed
-    of_rows = rows.train, rows.validation, rows.sources
-    inputs = Inputs(start, *of_rows, arguments, lora_coverage(model), fixed)
-    return replace(inputs, memory=plan_step(inputs, model))
+    fixed, memory = stored_bytes(model, start.recipe).fixed, None
+    if ranks.world_size() == 1:
+        device: Device = "cuda" if torch.cuda.is_available() else "cpu"
+        memory = plan_model(model, start.recipe, device, lengths=rows.lengths)
+    return Inputs(start, rows, arguments, lora_coverage(model), fixed, memory)
 
 
 def check_ids(start: Start, model: Any, rows: Examples, arguments: Any) -> None:
@@ -159,20 +158,6 @@ def build_model(start: Start) -> nn.Module:
         check_spread(model, model_facts(model).num_experts, spread, ranks.world_size())
     with torch.device("meta"):
         return add_lora(model, recipe.lora, recipe.router.train, recipe.router.layers)
-
-
-def plan_step(inputs: Inputs, model: nn.Module) -> MemoryPlan | None:
-    """The memory of a step on the longest row; None if several GPUs share the model."""
-    recipe, train = inputs.start.recipe, inputs.train
-    if ranks.world_size() > 1:
-        return None
-    read = [rows for rows in (train, inputs.validation) if rows is not None and len(rows)]
-    if not recipe.data.packing and read and "input_ids" in train.column_names:
-        lengths = [pc.list_value_length(rows.data.column("input_ids")) for rows in read]
-        longest = max(pc.max(length).as_py() for length in lengths)
-        data = recipe.data.model_copy(update={"max_length": min(longest, recipe.data.max_length)})
-        recipe = recipe.model_copy(update={"data": data})
-    return plan_model(model, recipe, "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def check_memory(inputs: Inputs, ignore_memory: bool) -> None:

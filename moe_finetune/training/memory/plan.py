@@ -24,14 +24,12 @@ from moe_finetune.moe.large.quantized_weights import quantized_names
 from moe_finetune.moe.layers import backbone_of, causal_lm, places_in
 from moe_finetune.quantization.codec import NF4, packed_shapes
 from moe_finetune.training import ranks
+from moe_finetune.training.memory.micro_batch import MicroBatch, evaluation_batch, micro_batch
 from moe_finetune.training.memory.step_bytes import (
     AFTER_MEASURING,
     EVALUATION,
     MEASURING,
     Device,
-    MicroBatch,
-    evaluation_batch,
-    micro_batch,
     scan_of,
     step_bytes,
 )
@@ -39,6 +37,7 @@ from moe_finetune.training.memory.step_bytes import (
 if TYPE_CHECKING:
     from torch import nn
 
+    from moe_finetune.data.row_lengths import LengthsOfData
     from moe_finetune.recipe.schema import Recipe
 
 GIB = 2**30
@@ -317,11 +316,12 @@ def plan_recipe(
     device: Device = "cuda",
     gpus: int = 1,
     chosen: Mapping[int, list[int]] | None = None,
+    lengths: LengthsOfData | None = None,
 ) -> MemoryPlan:
     """Predict the memory of ``recipe`` on one device, whose kind decides TRL's code for logits.
 
     ``gpus``: how many share weights, gradients and states by FSDP2; ``chosen``: the experts that
-    get LoRA where the run measures them.
+    get LoRA where the run measures them; ``lengths``: of the run's rows, if they are read.
     """
     from moe_finetune.lora.targets import add_lora
 
@@ -330,13 +330,19 @@ def plan_recipe(
         with torch.device("meta"):
             router = recipe.router
             adapted = add_lora(model, recipe.lora, router.train, router.layers, chosen)
-        return plan_model(adapted, recipe, device, gpus)
+        return plan_model(adapted, recipe, device, gpus, lengths)
 
 
-def plan_model(model: nn.Module, recipe: Recipe, device: Device, gpus: int = 1) -> MemoryPlan:
+def plan_model(
+    model: nn.Module,
+    recipe: Recipe,
+    device: Device,
+    gpus: int = 1,
+    lengths: LengthsOfData | None = None,
+) -> MemoryPlan:
     """:func:`plan_recipe` of an adapted model, of which only shapes are read."""
     stored = stored_bytes(model, recipe, gpus)
-    peaks = step_bytes(model, recipe, device, stored.gradients if gpus == 1 else 0)
+    peaks = step_bytes(model, recipe, device, stored.gradients if gpus == 1 else 0, lengths)
     always = stored.opened + (stored.gradients if gpus > 1 else 0)
     peaks = {moment: peak + always for moment, peak in peaks.items()}
     peaks["optimizer step"] = stored.gradients
@@ -355,9 +361,9 @@ def plan_model(model: nn.Module, recipe: Recipe, device: Device, gpus: int = 1) 
 
     moment = max(peaks, key=lambda name: peaks[name] + states(name))
     scans = any(scan_of(layer)[1] for layer in backbone_of(model).layers)
-    batch = micro_batch(recipe)
+    batch = micro_batch(recipe, lengths)
     if moment == EVALUATION:
-        batch = evaluation_batch(recipe) or batch
+        batch = evaluation_batch(recipe, lengths) or batch
     return MemoryPlan(stored, states(moment), peaks[moment], moment, batch, device, scans)
 
 

@@ -14,15 +14,21 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
-from moe_finetune.io.counted import counted
 from moe_finetune.moe.layers import backbone_of, causal_lm, family_in, places_in
-from moe_finetune.recipe.stages import STAGES, checkpointing, trainer_value
+from moe_finetune.recipe.stages import STAGES, checkpointing
+from moe_finetune.training.memory.micro_batch import (
+    MicroBatch,
+    evaluation_batch,
+    micro_batch,
+    routing_tokens,
+)
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from moe_finetune.data.row_lengths import LengthsOfData
     from moe_finetune.recipe.schema import Recipe
 
 Device = Literal["cuda", "cpu"]
@@ -34,68 +40,25 @@ SCAN_KERNELS = ("mamba_ssm", "fla")
 BACKWARD, MEASURING = "backward", "measuring the losses' strength"
 AFTER_MEASURING = f"backward after {MEASURING}"
 EVALUATION, ROUTING = "forward of the evaluation", "routing before and after"
-SNAPSHOT = 1024
-"""Tokens of the rows on which routing is measured at once, unless one row is longer."""
 
 
-class MicroBatch(NamedTuple):
-    """The largest possible micro-batch of a recipe's stage: ``rows``, counting both of a pair.
-
-    ``reference``: whether a second model is in memory.
-    """
-
-    rows: int
-    length: int
-    reference: bool = False
-
-    @property
-    def tokens(self) -> int:
-        return self.rows * self.length
-
-    def __str__(self) -> str:
-        rows = f"{counted(self.rows, 'row')} of {counted(self.length, 'token')}"
-        return rows + (", a reference with the model" if self.reference else "")
-
-
-def micro_batch(recipe: Recipe) -> MicroBatch:
-    """The micro-batch of ``recipe``."""
-    trainer, stage = recipe.trainer, STAGES[recipe.stage]
-    rows, length = int(trainer.get("per_device_train_batch_size", 8)), recipe.data.max_length
-    if stage.form == "prompts":
-        completion = trainer_value(stage, trainer, "max_completion_length")
-        second = recipe.lora is None and float(trainer_value(stage, trainer, "beta")) > 0
-        return MicroBatch(rows, length + int(completion), second)
-    rows *= 2 if stage.form == "preference" else 1  # chosen and rejected in one batch
-    computed = stage.reference and not trainer.get("precompute_ref_log_probs", False)
-    return MicroBatch(rows, length, computed and recipe.lora is None)
-
-
-def evaluation_batch(recipe: Recipe) -> MicroBatch | None:
-    """The rows of one forward of the evaluation; None if the run has none.
-
-    Its size is transformers' default, unless the recipe has ``per_device_eval_batch_size``.
-    """
-    trainer, stage = recipe.trainer, STAGES[recipe.stage]
-    if recipe.data.validation is None or trainer.get("eval_strategy") in (False, "no"):
-        return None
-    default = 8
-    if stage.form == "prompts":
-        default = trainer.get("num_generations_eval") or trainer.get("num_generations") or 8
-    rows = int(trainer.get("per_device_eval_batch_size") or default)
-    rows *= 2 if stage.form == "preference" else 1
-    return MicroBatch(rows, micro_batch(recipe).length)
-
-
-def step_bytes(model: nn.Module, recipe: Recipe, device: Device, gradients: int) -> dict[str, int]:
+def step_bytes(
+    model: nn.Module,
+    recipe: Recipe,
+    device: Device,
+    gradients: int,
+    lengths: LengthsOfData | None = None,
+) -> dict[str, int]:
     """Peak bytes above what is stored, by moment of a step, from the shapes of ``model``.
 
-    ``gradients``: bytes of all gradients that a device keeps until the step ends.
+    ``gradients``: bytes of all gradients that a device keeps until the step ends; ``lengths``: of
+    the run's rows, if they are read.
     """
     from moe_finetune.losses import TERMS
 
     config, places, named = causal_lm(model).config, places_in(model), [*model.named_parameters()]
     text, trainer, method = config.get_text_config(), recipe.trainer, recipe.method
-    batch = micro_batch(recipe)
+    batch = micro_batch(recipe, lengths)
     tokens, item = batch.tokens, 4 if recipe.model.dtype == "float32" else 2
     hidden, chosen, width = text.hidden_size, family_in(model).top_k(config), places.expert_width
     losses = any(
@@ -155,21 +118,27 @@ def step_bytes(model: nn.Module, recipe: Recipe, device: Device, gradients: int)
     layer = size * (working if whole else working + max(layers))
     # An earlier micro-batch has left gradients; else they replace kept inputs layer by layer.
     accumulates = int(trainer.get("gradient_accumulation_steps", 1)) > 1
-    start = activations + (gradients if accumulates else 0)
+    mask = mask_bytes(recipe, text, batch)
+    start = activations + mask + (gradients if accumulates else 0)
     if whole:
         backward = max(start + max(head + size * outputs, size * scanning), gradients + layer)
     else:
-        backward = max(start, gradients) + max(layer, head)
+        backward = max(start, gradients + mask) + max(layer, head)
     peaks = {"forward, head and loss": start + head, BACKWARD: backward}
     # Without a graph a layer keeps nothing for the next one. Routing is measured with the experts'
     # outputs; attention that is not fused has all pairs of tokens several times at once.
     forward = chosen * (3 * width + 3.6 * hidden) + 8 * hidden
     pairs = 8 * hidden + (5.5 if item == 2 else 4) * scores
-    measured = max(batch.length, min(SNAPSHOT, tokens))  # fewer only where rows are short
-    peaks[ROUTING] = item * measured * max(forward + chosen * hidden, pairs)
-    if (evaluation := evaluation_batch(recipe)) is not None:
+    peaks[ROUTING] = item * routing_tokens(recipe, lengths) * max(forward + chosen * hidden, pairs)
+    if (evaluation := evaluation_batch(recipe, lengths)) is not None:
         scored = evaluation.tokens
-        peaks[EVALUATION] = max(head_of(scored), item * scored * max(forward, pairs))
+        # Routing of its first batches is measured, which keeps a layer's outputs of experts; rows
+        # of prompts are generated from, and not measured.
+        observed = 0 if STAGES[recipe.stage].form == "prompts" else chosen * hidden
+        layer_forward = item * scored * max(forward + observed, pairs)
+        peaks[EVALUATION] = mask_bytes(recipe, text, evaluation) + max(
+            head_of(scored), layer_forward
+        )
     if method.terms and (
         method.strength.first or any(options.share is not None for options in method.terms.values())
     ):
@@ -177,6 +146,21 @@ def step_bytes(model: nn.Module, recipe: Recipe, device: Device, gradients: int)
         peaks[MEASURING] = backward + (gradients if whole else 6 * size * hidden)
         peaks[AFTER_MEASURING] = backward
     return {moment: round(peak) for moment, peak in peaks.items()}
+
+
+def mask_bytes(recipe: Recipe, text: Any, batch: MicroBatch) -> int:
+    """Bytes of the masks that fused attention takes for padded rows, for all layers together.
+
+    transformers makes one ``(rows, 1, length, length)`` of bool for each kind of attention (full,
+    sliding), unless a kernel takes lengths (flash) or no row is padded; eager attention's own mask
+    is counted with its scores.
+    """
+    attention = recipe.model.attn_implementation or "sdpa"
+    if batch.rows == 1 or recipe.data.packing or attention != "sdpa":
+        return 0
+    kinds = {"full_attention"}.union(getattr(text, "layer_types", None) or ())
+    masks = len(kinds & {"full_attention", "sliding_attention", "chunked_attention"})
+    return masks * batch.rows * batch.length**2
 
 
 def _kept_by_lora(model: nn.Module, experts: str, share: float, tokens: int, item: int) -> float:
@@ -203,18 +187,21 @@ def _activations(layer: nn.Module, text: Any, experts: str, mixer: nn.Module | N
     heads, hidden, sizes = text.num_attention_heads, text.hidden_size, text.to_dict()
     queries = heads * (sizes.get("qk_head_dim") or sizes.get("head_dim") or hidden // heads)
     scanned = {id(parameter) for parameter in mixer.parameters()} if mixer else set()
+    skipped = re.compile(rf"{re.escape(experts)}\.|\.lora_")
     activations = 7 * hidden
     if any("Attention" in type(module).__name__ for module in layer.modules()):
         activations += 3.3 * queries
     for name, parameter in layer.named_parameters():
         if re.search(r"\.q(uery)?_(layer)?norm\.", name):
             activations += 3 * queries
-        elif id(parameter) in scanned or parameter.dim() != 2 or f"{experts}." in name:
+        elif id(parameter) in scanned or parameter.dim() != 2 or skipped.search(name):
             continue
-        elif ".lora_" not in name:
-            adapted = ".base_layer." in name or parameter.requires_grad
-            # A frozen product of attention keeps no input.
-            activations += 1.4 * parameter.shape[0] * (adapted or "att" not in name)
+        elif ".base_layer." in name or parameter.requires_grad:
+            activations += 1.4 * parameter.shape[0]
+        elif "att" not in name and parameter.shape[0] != hidden:
+            # A frozen product keeps no input. What keeps numbers is the gate after it: g, u, act(g)
+            # of an MLP whose g and u are counted here; nothing follows the one back to H.
+            activations += 1.5 * parameter.shape[0]
     return activations
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pyarrow.compute as pc
-
 from moe_finetune.checkpoint.load import forget_generation_defaults, load_model
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.data.tokenize import run_tokenizer
@@ -35,6 +33,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
     from moe_finetune.checkpoint.open import Checkpoint
+    from moe_finetune.data.examples import Examples
     from moe_finetune.io.run_folder import RunFolder
     from moe_finetune.lora.coverage import Coverage
     from moe_finetune.models import Family
@@ -139,27 +138,31 @@ def keep_writable(model: Any, tokenizer: Tokenizer) -> None:
 class Inputs:
     """The inputs of training, read before anything is written, and what it needs.
 
-    ``sources``: rows by source, for measuring routing; ``fixed``: bytes that do not depend on the
-    batch; ``memory``: the plan of a step, unless several GPUs share the model.
+    ``fixed``: bytes that do not depend on the batch; ``memory``: the plan of a step on the longest
+    rows, unless several GPUs share the model.
     """
 
     start: Start
-    train: Dataset
-    validation: Dataset | None
-    sources: list[tuple[str, Any]]
+    rows: Examples
     arguments: Any
     coverage: Coverage
     fixed: int
     memory: MemoryPlan | None = None
 
     @property
+    def train(self) -> Dataset:
+        return self.rows.train
+
+    @property
+    def validation(self) -> Dataset | None:
+        return self.rows.validation
+
+    @property
     def tokens(self) -> int | None:
         """Tokens of the training rows; None if the stage's trainer tokenizes."""
         if "input_ids" not in self.train.column_names:
             return None
-
-        # From the offsets of the mapped file, whose rows may be many; shuffled or not, all count.
-        return pc.sum(pc.list_value_length(self.train.data.column("input_ids"))).as_py()
+        return self.rows.lengths.train.tokens
 
     @property
     def steps(self) -> int:
@@ -220,7 +223,8 @@ def announce(inputs: Inputs) -> None:
     log.info("%s", describe_steps(recipe, arguments, len(inputs.train), inputs.tokens))
     needs = f"{inputs.fixed / GIB:.2f} GiB for weights, adapter and optimizer"
     if inputs.memory is not None:
-        needs = f"{inputs.memory.total / GIB:.2f} GiB, without libraries ({inputs.memory.moment})"
+        memory = inputs.memory
+        needs = f"{memory.total / GIB:.2f} GiB, without libraries ({memory.moment}: {memory.batch})"
     log.info("predicted peak memory: %s; this machine has %.1f GiB", needs, machine_bytes() / GIB)
     usual = steps < FEW_STEPS and "logging_steps" not in recipe.trainer
     too_few = arguments.logging_strategy == "steps" and arguments.logging_steps > steps

@@ -66,7 +66,7 @@ def train(recipe: Recipe, run: RunFolder, inputs: Inputs, resume: bool = False) 
     take = functools.partial(
         take_snapshot,
         model,
-        sample_examples(inputs.sources, recipe.data.max_length),
+        sample_examples(inputs.rows.sources, recipe.data.max_length),
         tokenizer=start.tokenizer,
         data="train" if inputs.validation is None else "validation",
     )

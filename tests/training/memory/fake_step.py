@@ -17,10 +17,12 @@ import trl.kernels.chunked_logprob as kernels
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
+from transformers import masking_utils
 from transformers.trainer_pt_utils import LabelSmoother
 from trl.kernels import ChunkedLogProbFunction
 
 from eval.bench.measured import LiveBytes
+from moe_finetune.data.row_lengths import LengthsOfData
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.objective import Objective
 from moe_finetune.models.class_structure import meta_model
@@ -30,8 +32,11 @@ from moe_finetune.moe.experts import grouped_products, sums_by_token
 from moe_finetune.moe.layers import backbone_of, causal_lm, in_mode, model_facts
 from moe_finetune.moe.recorder import hooks
 from moe_finetune.moe.recorder.hooks import Recorder
+from moe_finetune.moe.recorder.observed import observed
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES, checkpointing
+from moe_finetune.routing.sums import NEEDS
+from moe_finetune.training.memory.micro_batch import evaluation_batch, micro_batch
 from moe_finetune.training.memory.plan import MemoryPlan, plan_recipe, quiet
 from moe_finetune.training.memory.step_bytes import (
     AFTER_MEASURING,
@@ -40,8 +45,6 @@ from moe_finetune.training.memory.step_bytes import (
     EVALUATION,
     MEASURING,
     Device,
-    evaluation_batch,
-    micro_batch,
 )
 
 
@@ -61,12 +64,19 @@ def adapted_model(config: Any, recipe: Recipe, device: Device) -> Any:
     return model
 
 
-def step_peaks(model: Any, recipe: Recipe, device: Device, sharded: bool = False) -> dict[str, int]:
+def step_peaks(
+    model: Any,
+    recipe: Recipe,
+    device: Device,
+    sharded: bool = False,
+    lengths: LengthsOfData | None = None,
+) -> dict[str, int]:
     """Peak bytes above the model's, by moment of a step.
 
     Args:
         model: the result of :func:`adapted_model`; its tensors become fake ones.
         sharded: leave out gradients, which FSDP2 reduces layer by layer.
+        lengths: of the run's rows, if they are read.
     """
     # Some families ask the class on the meta device, whose tensors are not the step's.
     model_facts(model)
@@ -86,8 +96,12 @@ def step_peaks(model: Any, recipe: Recipe, device: Device, sharded: bool = False
             _backward_tile=lambda *_, **__: None,
             _addmm_fp32=lambda acc, a, b: acc,
         )
+    one_row: Any = nullcontext()
+    if micro_batch(recipe, lengths).rows == 1:  # has no padding, hence no mask of all pairs
+        one_row = patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None)
     with (
         quiet(),
+        one_row,
         FakeTensorMode(allow_non_fake_inputs=True),
         # A row is one sequence; fake positions have no values to show it.
         patch.object(hooks, "separate", lambda kwargs, *_: (kwargs, None, False)),
@@ -99,16 +113,21 @@ def step_peaks(model: Any, recipe: Recipe, device: Device, sharded: bool = False
         tiles,
         LiveBytes() as live,
     ):
-        return _run(model, recipe, device, live, sharded)
+        return _run(model, recipe, device, live, sharded, lengths)
 
 
 def _run(
-    model: Any, recipe: Recipe, device: Device, live: LiveBytes, sharded: bool
+    model: Any,
+    recipe: Recipe,
+    device: Device,
+    live: LiveBytes,
+    sharded: bool,
+    lengths: LengthsOfData | None,
 ) -> dict[str, int]:
     """One micro-batch: forward, reference, measurement, backward."""
     model.to_empty(device="cpu")  # fake tensors, which have a device
     causal_lm(model).tie_weights()
-    base, peaks, batch = live.now, dict[str, int](), micro_batch(recipe)
+    base, peaks, batch = live.now, dict[str, int](), micro_batch(recipe, lengths)
     live.reset()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if sharded:  # reduced layer by layer; each rank keeps its part
@@ -162,13 +181,16 @@ def _run(
         loss.backward()
         note(AFTER_MEASURING)
     del loss
-    if (scored := evaluation_batch(recipe)) is not None:
+    if (scored := evaluation_batch(recipe, lengths)) is not None:
         model.zero_grad()
         base = live.now  # what is left of a step is counted with it
         live.reset()
         ids = torch.zeros(scored.rows, scored.length, dtype=torch.int64)
         with in_mode(model, train=False), torch.no_grad():
             forward()
+        if STAGES[recipe.stage].form != "prompts":  # whose batches have no tokens
+            with observed(model, lambda *_: None, NEEDS, recorder=recorder):
+                model(input_ids=ids, use_cache=False, logits_to_keep=1)
         note(EVALUATION)
     return peaks
 
@@ -226,11 +248,13 @@ def _offloaded() -> Any:
     return torch.autograd.graph.saved_tensors_hooks(keep, give)
 
 
-def fake_plan(config: Any, recipe: Recipe, device: Device) -> MemoryPlan:
+def fake_plan(
+    config: Any, recipe: Recipe, device: Device, lengths: LengthsOfData | None = None
+) -> MemoryPlan:
     """The plan with the step's own bytes instead of the formula's."""
 
     def peaks(*_: Any) -> dict[str, int]:
-        return step_peaks(adapted_model(config, recipe, device), recipe, device)
+        return step_peaks(adapted_model(config, recipe, device), recipe, device, lengths=lengths)
 
     with patch("moe_finetune.training.memory.plan.step_bytes", peaks):
-        return plan_recipe(config, recipe, device)
+        return plan_recipe(config, recipe, device, lengths=lengths)

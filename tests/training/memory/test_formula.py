@@ -5,6 +5,7 @@ import json
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from moe_finetune.data.row_lengths import LengthsOfData, RowLengths
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.yaml_tree import Tree, merge_mappings
 from moe_finetune.training.memory.plan import BOUND, stored_bytes
@@ -34,6 +35,15 @@ SETTINGS = {
     "rank 256": {"lora": {"rank": 256}},
     "rank 256, whole": {"lora": {"rank": 256}, "trainer": {"gradient_checkpointing": False}},
     "attention alone": {"lora": {"rank": 64, "targets": ["attention"]}},
+    "attention alone, whole": {
+        "lora": {"rank": 64, "targets": ["attention"]},
+        "trainer": {"gradient_checkpointing": False},
+    },
+    "rows of 32k": {
+        "data": {"max_length": 32768},
+        "trainer": {"per_device_train_batch_size": 1},
+    },
+    "padded rows of 16k": {"data": {"max_length": 16384}},
     "evaluated": {"data": {"validation": "v"}, "trainer": {"per_device_train_batch_size": 1}},
     "evaluated, eager": {
         "model": {"attn_implementation": "eager"},
@@ -41,6 +51,18 @@ SETTINGS = {
         "trainer": {"per_device_train_batch_size": 1},
     },
 }
+SHORT = LengthsOfData(RowLengths(90, 312, 9000), RowLengths(7, 531, 2000))
+OF_ROWS = {
+    "sft": {"trainer": {"per_device_train_batch_size": 8}},
+    "dpo": {"stage": "dpo", "trainer": {"per_device_train_batch_size": 6}},
+    "grpo": {
+        "stage": "grpo", "rewards": ["exact_match"],
+        "trainer": {"per_device_train_batch_size": 8, "max_completion_length": 200, "beta": 0.1},
+    },
+    "dpo, evaluated": {
+        "stage": "dpo", "data": {"validation": "v"}, "trainer": {"per_device_train_batch_size": 1},
+    },
+}  # fmt: skip
 HYBRIDS = {"granite_4_0_h_tiny": 1024, "nemotron_3_nano": 1024, "lfm2_8b_a1b": 1024,
            "qwen3_next": 1024, "kimi_linear": 256, "jamba_v0_1": 128}  # fmt: skip
 """Their rows' length: without kernels, the longer take minutes."""
@@ -71,11 +93,17 @@ def test_mamba_and_linear_attention_are_within_the_bound(name, setting):
     check(name, {**SETTINGS[setting], "data": {"max_length": HYBRIDS[name]}})
 
 
-def check(name, setting):
+@pytest.mark.parametrize("setting", OF_ROWS)
+@pytest.mark.parametrize("name", FAMILIES[:4])
+def test_rows_that_are_read_are_within_the_bound(name, setting):
+    check(name, OF_ROWS[setting], SHORT)
+
+
+def check(name, setting, lengths=None):
     recipe = recipe_from_tree(Tree(merge_mappings(BASE, setting)))
     model = adapted_model(config_of(name), recipe, "cuda")
-    formula = step_bytes(model, recipe, "cuda", stored_bytes(model, recipe).gradients)
-    step = step_peaks(model, recipe, "cuda")
+    formula = step_bytes(model, recipe, "cuda", stored_bytes(model, recipe).gradients, lengths)
+    step = step_peaks(model, recipe, "cuda", lengths=lengths)
     if recipe.data.validation is not None:
         assert max(step, key=step.get) == max(formula, key=formula.get) == EVALUATION
     assert max(formula.values()) / max(step.values()) == pytest.approx(1, abs=BOUND)

@@ -17,6 +17,7 @@ from moe_finetune.lora.targets import add_lora
 from moe_finetune.models.class_structure import meta_model
 from moe_finetune.moe.layers import backbone_of
 from moe_finetune.recipe.schema import Recipe
+from moe_finetune.training.memory.micro_batch import MicroBatch, micro_batch
 from moe_finetune.training.memory.plan import (
     GIB,
     STATE_BYTES,
@@ -26,7 +27,7 @@ from moe_finetune.training.memory.plan import (
     state_bytes,
     stored_bytes,
 )
-from moe_finetune.training.memory.step_bytes import EVALUATION, MicroBatch, micro_batch
+from moe_finetune.training.memory.step_bytes import EVALUATION
 from tests.support import tiny
 
 
