@@ -69,7 +69,12 @@ ORDER = (
 
 
 _LAST_GIVEN: WeakKeyDictionary[Any, ref[SpecializationCallback]] = WeakKeyDictionary()
-"""The callback that each trainer's model was given last, for an object that replaces it."""
+"""The callback that each trainer's model was given last, for an object that replaces it.
+
+Of the module and not of a run: the replacing object is made by transformers from :meth:`state`
+alone, which is JSON, and the trainer has dropped the replaced one by then. The model is what both
+are handed. Keys and values are weak, so an ended run leaves nothing.
+"""
 
 
 def add_callbacks(trainer: Any, *callbacks: TrainerCallback) -> None:

@@ -120,6 +120,10 @@ def step_bytes(
     accumulates = int(trainer.get("gradient_accumulation_steps", 1)) > 1
     mask = mask_bytes(recipe, text, batch)
     start = activations + mask + (gradients if accumulates else 0)
+    # Without checkpointing all activations are there when the head's tile and the last layer's
+    # backward need theirs, and gradients grow as activations are freed: the larger end counts. With
+    # it one layer at a time is computed again, beside the inputs of all and what gradients there
+    # are.
     if whole:
         backward = max(start + max(head + size * outputs, size * scanning), gradients + layer)
     else:
