@@ -63,7 +63,7 @@ $(BROWSER): $(STAMP)
 test: $(STAMP) $(BROWSER)  ## All tests that need no GPU
 	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
 
-QUICK := losses metrics routing lora recipe io data/test_examples.py data/test_sources.py data/test_golden.py \
+QUICK := losses metrics routing lora recipe io data/test_prepared_rows.py data/test_sources.py data/test_golden.py \
   data/test_readers.py data/test_stage_conversations.py moe/test_hooks.py moe/test_tokens.py \
   moe/test_experts.py moe/test_bias.py training/gradients/test_callback.py \
   training/resume/test_checkpoint.py checkpoint/test_merge.py verbs/test_gate.py test_registry.py \

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moe_finetune.checkpoint.load import load_model
+    from moe_finetune.checkpoint.load_model import load_model
     from moe_finetune.recipe.schema import Recipe
     from moe_finetune.run import run_recipe
     from moe_finetune.training.callback.callback import SpecializationCallback
@@ -35,7 +35,7 @@ _HOMES = {
     "Recipe": "moe_finetune.recipe.schema",
     "Specialization": "moe_finetune.training.specialization",
     "SpecializationCallback": "moe_finetune.training.callback.callback",
-    "load_model": "moe_finetune.checkpoint.load",
+    "load_model": "moe_finetune.checkpoint.load_model",
     "measure_strength": "moe_finetune.training.specialization",
     "run_recipe": "moe_finetune.run",
 }

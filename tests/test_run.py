@@ -77,7 +77,7 @@ def test_the_base_is_opened_once(tiny_checkpoint, tmp_path, monkeypatch):
     from moe_finetune import models
     from moe_finetune.checkpoint import open as opened
     from moe_finetune.data import tokenize
-    from moe_finetune.models import loading
+    from moe_finetune.models import config_and_tokenizer
 
     base, calls, asked = tiny_checkpoint("qwen3_moe"), [], []
     find_family = models.find_family
@@ -101,7 +101,11 @@ def test_the_base_is_opened_once(tiny_checkpoint, tmp_path, monkeypatch):
             (opened, "read_headers"),
             (tokenize, "load_tokenizer"),
         ),
-        *((loading, "load_tokenizer"), (loading, "parse_config"), (loading, "read_config")),
+        *(
+            (config_and_tokenizer, "load_tokenizer"),
+            (config_and_tokenizer, "parse_config"),
+            (config_and_tokenizer, "read_config"),
+        ),
     ):
         counted(module, name)
     write_jsonl(tmp_path / "rows.jsonl", [{"text": f"word {n} " * 4} for n in range(4)])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moe_finetune import cli
-from moe_finetune.checkpoint.convert import convert_checkpoint
+from moe_finetune.checkpoint.convert_checkpoint import convert_checkpoint
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io import output_lock

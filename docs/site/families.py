@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
-from moe_finetune.io.config_file import SAME_CLASS
+from moe_finetune.io.check_config import SAME_CLASS
 from moe_finetune.models import FAMILIES, Family, find_family, newer_families
 from moe_finetune.models.class_structure import part_of, without_weights
 from moe_finetune.models.family import CORRECTION_BIASES

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_finetune.models.loading import load_config
+from moe_finetune.models.config_and_tokenizer import load_config
 from moe_finetune.recipe.schema import Recipe, load_recipe
 from moe_finetune.training.memory.plan import GIB, plan_recipe
 from tests.published import fixture

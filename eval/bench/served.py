@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from eval.bench.saved import add_save, finish
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.errors import EvaluationError
-from moe_finetune.models.loading import load_tokenizer
+from moe_finetune.models.config_and_tokenizer import load_tokenizer
 from moe_finetune.served.check import Sources, ask, measure
 from moe_finetune.served.client import Served
 from moe_finetune.served.prompts import fixed_prompts

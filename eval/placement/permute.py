@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe_finetune.checkpoint.load import load_model
+from moe_finetune.checkpoint.load_model import load_model
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io import check_output
-from moe_finetune.models.loading import local_folder
+from moe_finetune.models.config_and_tokenizer import local_folder
 from moe_finetune.moe.layers import MoeLayer, moe_layers
 
 Permutation = Mapping[int, Sequence[int]]

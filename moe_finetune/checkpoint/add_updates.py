@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from moe_finetune.checkpoint.adapter_files import Adapter
+from moe_finetune.checkpoint.dequantized_tensors import QuantizedTensors
 from moe_finetune.checkpoint.factor_layout import vectors_of_a, vectors_of_b
-from moe_finetune.checkpoint.stored_tensors import QuantizedTensors
 from moe_finetune.checkpoint.updates import LowRank, Part, Replace
 from moe_finetune.checkpoint.weight_files import (
     DTYPES,

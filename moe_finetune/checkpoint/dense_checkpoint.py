@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_finetune.checkpoint.load import read_weights
+from moe_finetune.checkpoint.load_model import read_weights
 from moe_finetune.checkpoint.open import check_folder
 from moe_finetune.errors import EvaluationError
 from moe_finetune.io.checkpoint_files import read_config, read_headers
+from moe_finetune.models.config_and_tokenizer import parse_config
 from moe_finetune.models.family_lookup import DENSE
-from moe_finetune.models.loading import parse_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

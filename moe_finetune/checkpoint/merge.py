@@ -11,16 +11,16 @@ from pathlib import Path
 
 from moe_finetune.checkpoint.adapter_files import Adapter
 from moe_finetune.checkpoint.add_updates import Factors, Merged
-from moe_finetune.checkpoint.export import (
+from moe_finetune.checkpoint.exported_bias import plan_bias
+from moe_finetune.checkpoint.open import Checkpoint, open_checkpoint, stale_head
+from moe_finetune.checkpoint.open_adapter import open_adapter
+from moe_finetune.checkpoint.small_files import (
     CARD_FILE,
     carried_files,
     is_hub_id,
     model_card,
     public_name,
 )
-from moe_finetune.checkpoint.exported_bias import plan_bias
-from moe_finetune.checkpoint.open import Checkpoint, open_checkpoint, stale_head
-from moe_finetune.checkpoint.open_adapter import open_adapter
 from moe_finetune.checkpoint.tokenizer_files import GENERATION, for_merge, is_tokenizer_file
 from moe_finetune.checkpoint.updates import OpenAdapter, Replace, parts_in_files
 from moe_finetune.checkpoint.weight_files import (
@@ -33,8 +33,8 @@ from moe_finetune.checkpoint.weight_files import (
 )
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io import check_output, one_writer
+from moe_finetune.io.check_config import QUANTIZATION
 from moe_finetune.io.checkpoint_files import COPY_AGAIN, INDEX, SINGLE, index_text
-from moe_finetune.io.config_file import QUANTIZATION
 from moe_finetune.io.counted import counted
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.safetensors_header import FLOATS, Header, TensorInfo, build_header

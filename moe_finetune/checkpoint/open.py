@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_finetune.checkpoint.unreadable_formats import check_readable
 from moe_finetune.errors import CheckpointError, did_you_mean
+from moe_finetune.io.check_config import QUANTIZATION
 from moe_finetune.io.checkpoint_files import (
     GENERATION,
     INDEX,
@@ -27,7 +28,6 @@ from moe_finetune.io.checkpoint_files import (
     read_headers,
     tensors_of,
 )
-from moe_finetune.io.config_file import QUANTIZATION
 from moe_finetune.io.counted import counted
 from moe_finetune.io.safetensors_header import FLOATS, INTEGERS, Header, TensorInfo, read_header
 from moe_finetune.models import Family, check_supported, family_of, find_family
@@ -37,7 +37,7 @@ from moe_finetune.models.module_places import Places
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from moe_finetune.checkpoint.stored_tensors import QuantizedTensors
+    from moe_finetune.checkpoint.dequantized_tensors import QuantizedTensors
     from moe_finetune.checkpoint.tensor_names import Names
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ def open_checkpoint(
     also accept a quantized checkpoint.
     """
     from moe_finetune.checkpoint.tensor_names import Names  # needs torch, this file does not
-    from moe_finetune.models.loading import parse_config
+    from moe_finetune.models.config_and_tokenizer import parse_config
 
     if isinstance(path, Checkpoint):
         if path.quantized is not None and not stored:
@@ -137,7 +137,7 @@ def open_checkpoint(
     tensors, quantized = tensors_of(files), None
     check_readable(folder, tensors, form)
     if form is not None:
-        from moe_finetune.checkpoint.stored_tensors import QuantizedTensors
+        from moe_finetune.checkpoint.dequantized_tensors import QuantizedTensors
 
         quantized = QuantizedTensors(tensors, form)
         tensors = quantized.tensors

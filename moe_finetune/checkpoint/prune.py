@@ -18,15 +18,15 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_finetune.checkpoint.export import CARD_FILE, carried_files, model_card, public_name
 from moe_finetune.checkpoint.merge import index_file
 from moe_finetune.checkpoint.open import MTP, Checkpoint, check_tensors, open_checkpoint
+from moe_finetune.checkpoint.small_files import CARD_FILE, carried_files, model_card, public_name
 from moe_finetune.checkpoint.tensor_names import Names
 from moe_finetune.checkpoint.weight_files import Content, Progress, copy_of, write_checkpoint
 from moe_finetune.errors import CheckpointError, DataError
 from moe_finetune.io import check_output, one_writer
+from moe_finetune.io.check_config import QUANTIZATION
 from moe_finetune.io.checkpoint_files import INDEX, PRUNED, SINGLE
-from moe_finetune.io.config_file import QUANTIZATION
 from moe_finetune.io.counted import counted
 from moe_finetune.io.safetensors_header import Header, TensorInfo, build_header
 from moe_finetune.models.class_structure import without_weights

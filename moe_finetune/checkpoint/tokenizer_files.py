@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_finetune.checkpoint.export import carried_files, json_text
+from moe_finetune.checkpoint.small_files import carried_files, json_text
 from moe_finetune.errors import AdapterError
 from moe_finetune.io.checkpoint_files import COPY_AGAIN, GENERATION, read_generation
 from moe_finetune.io.json_file import read_object
 from moe_finetune.models.chat_template import check_template
-from moe_finetune.models.loading import load_tokenizer
+from moe_finetune.models.config_and_tokenizer import load_tokenizer
 from moe_finetune.models.tiktoken_tokenizer import RANKS_FILE
 from moe_finetune.models.tokenizer import Tokenizer
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
+from moe_finetune.io.check_config import UNQUANTIZED
 from moe_finetune.io.checkpoint_files import COPY_AGAIN
-from moe_finetune.io.config_file import UNQUANTIZED
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.safetensors_header import TensorInfo
 

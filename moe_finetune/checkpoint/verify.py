@@ -20,10 +20,10 @@ from torch import Tensor
 
 from moe_finetune.checkpoint import verify_by_hand
 from moe_finetune.checkpoint.adapter_files import Adapter, read_adapter
+from moe_finetune.checkpoint.adapter_in_peft import peft_form, with_adapter
 from moe_finetune.checkpoint.exported_bias import plan_bias
 from moe_finetune.checkpoint.open import Checkpoint, only_weights, open_checkpoint
 from moe_finetune.checkpoint.open_adapter import open_adapter
-from moe_finetune.checkpoint.peft_form import peft_form, with_adapter
 from moe_finetune.checkpoint.peft_model import LoraModule, modules_of, wrap
 from moe_finetune.checkpoint.tensor_names import on_meta
 from moe_finetune.checkpoint.updates import OpenAdapter
@@ -34,7 +34,7 @@ from moe_finetune.io.counted import counted, in_number
 from moe_finetune.models.class_structure import class_of, meta_model
 from moe_finetune.models.family import CORRECTION_BIASES
 from moe_finetune.models.small_configs import first_layers, of_first_layers
-from moe_finetune.moe.recorder.observed import undisturbed
+from moe_finetune.moe.recorder.observe import undisturbed
 
 SLACK = 2.0**-20
 """Bound on the rounding of the float32 sum itself, over the sum's largest parts."""

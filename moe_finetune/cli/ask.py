@@ -42,8 +42,8 @@ def ask(
     if not words:
         example = f'moe-finetune ask {source} "What does a router do?"'
         raise typer.BadParameter(f"QUESTION is missing: add it in quotes, as in {example}")
+    from moe_finetune.models.config_and_tokenizer import existing_folder, local_folder
     from moe_finetune.models.family_lookup import warn_of_plugins
-    from moe_finetune.models.loading import existing_folder, local_folder
 
     existing_folder(source)  # before the libraries are imported
     from moe_finetune.cli.checkpoints import base_of

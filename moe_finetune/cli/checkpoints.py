@@ -147,7 +147,7 @@ def _inspect_adapter(source: Path, base: str | None) -> AdapterInspection:
 
 
 def _prove(checkpoint: str, recipe: Recipe | None) -> FamilyCheck:
-    from moe_finetune.models.loading import open_config
+    from moe_finetune.models.config_and_tokenizer import open_config
 
     if recipe is not None:
         from moe_finetune.training.self_test.prove_recipe import prove
@@ -204,9 +204,9 @@ def convert(
         if to == "vllm":
             _print_serve_line(checkpoint, base, folder)
         return
-    from moe_finetune.checkpoint.convert import convert_checkpoint
+    from moe_finetune.checkpoint.convert_checkpoint import convert_checkpoint
     from moe_finetune.errors import AdapterError
-    from moe_finetune.models.loading import local_folder
+    from moe_finetune.models.config_and_tokenizer import local_folder
 
     if base is not None or is_adapter(Path(checkpoint)):
         raise AdapterError(
@@ -232,7 +232,7 @@ def _print_serve_line(source: str, base: str | None, folder: Path) -> None:
 
 def adapter_and_base(source: Path, base: str | None) -> tuple[Path, Path]:
     """The adapter's folder, of a run's too, and the base's: ``base``, or what the adapter names."""
-    from moe_finetune.models.loading import local_folder
+    from moe_finetune.models.config_and_tokenizer import local_folder
 
     run = RunFolder(source)
     adapter = run.adapter if run.adapter.is_dir() else source
@@ -254,8 +254,8 @@ def _print_forms(source: Path, base: str | None) -> None:
 
 
 def _convert_adapter(source: Path, to: str, base: str | None, output: Path) -> Path:
+    from moe_finetune.checkpoint.convert_adapter import convert_adapter
     from moe_finetune.checkpoint.forms import FORMS
-    from moe_finetune.checkpoint.write_adapter import convert_adapter
     from moe_finetune.models.family_lookup import warn_of_plugins
 
     warn_of_plugins(source)
@@ -366,7 +366,7 @@ def base_of(adapter: Path) -> Path:
     """The folder of the base checkpoint and revision that an adapter names."""
     from moe_finetune.checkpoint.adapter_files import read_adapter
     from moe_finetune.errors import AdapterError, CheckpointError
-    from moe_finetune.models.loading import local_folder
+    from moe_finetune.models.config_and_tokenizer import local_folder
 
     config = read_adapter(adapter).config
     named = config.get("base_model_name_or_path")

@@ -112,7 +112,7 @@ def evaluate(
     if suite is None:
         raise typer.BadParameter("--suite: name the suite to evaluate, for example gsm8k")
     from moe_finetune.evaluation.suites import load_suite, select
-    from moe_finetune.models.loading import existing_folder
+    from moe_finetune.models.config_and_tokenizer import existing_folder
 
     chosen = load_suite(suite)
     if only:
@@ -121,7 +121,7 @@ def evaluate(
     checkpoint = str(checkpoint_in(checkpoint))
     if check:
         from moe_finetune.evaluation.what_can_run import check_suite, render_checks
-        from moe_finetune.models.loading import load_tokenizer
+        from moe_finetune.models.config_and_tokenizer import load_tokenizer
 
         existing_folder(checkpoint)
         checks = check_suite(

@@ -88,7 +88,7 @@ def analyze(
     from moe_finetune.io.next_commands import listed, program
     from moe_finetune.io.split_files import local_files
     from moe_finetune.metrics.words import word
-    from moe_finetune.models.loading import existing_folder
+    from moe_finetune.models.config_and_tokenizer import existing_folder
 
     domains = split_domains(data or [], domain or [])
     with output_lock(output):
@@ -288,7 +288,7 @@ def prune(
     """
     from moe_finetune.cli.missing import refuse_no_path
     from moe_finetune.errors import DataError
-    from moe_finetune.models.loading import existing_folder
+    from moe_finetune.models.config_and_tokenizer import existing_folder
 
     existing_folder(checkpoint_in(base))
     refuse_no_path(experts, DataError, "no such file; write one with 'moe-finetune select'")
@@ -298,7 +298,7 @@ def prune(
     from moe_finetune.checkpoint.prune import prune_experts
     from moe_finetune.io.checkpoint_files import PRUNED
     from moe_finetune.lora.select import ExpertSelection
-    from moe_finetune.models.loading import local_folder
+    from moe_finetune.models.config_and_tokenizer import local_folder
 
     selection = ExpertSelection.read(experts)
     opened = open_checkpoint(local_folder(checkpoint_in(base)), stored=True)

@@ -10,7 +10,7 @@ from moe_finetune.evaluation.suites import load_suite
 from moe_finetune.io.row_files import placed_rows
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.io.split_files import local_files
-from moe_finetune.models.loading import existing_folder
+from moe_finetune.models.config_and_tokenizer import existing_folder
 from moe_finetune.recipe.data import DataSection, DataSource
 from moe_finetune.recipe.early_check import early_sections
 from moe_finetune.recipe.explain_errors import placed

@@ -167,7 +167,7 @@ def _verify_served(
     from json import dumps
 
     from moe_finetune.errors import RecipeError
-    from moe_finetune.models.loading import load_tokenizer
+    from moe_finetune.models.config_and_tokenizer import load_tokenizer
     from moe_finetune.served.check import check_served
     from moe_finetune.served.client import Served
     from moe_finetune.served.prompts import file_prompts, fixed_prompts, run_prompts
@@ -210,7 +210,7 @@ def _sources(
     """What the server should answer with, and the folder of its tokenizer."""
     from moe_finetune.checkpoint.adapter_files import CONFIG
     from moe_finetune.checkpoint.tokenizer_files import has_tokenizer
-    from moe_finetune.models.loading import local_folder
+    from moe_finetune.models.config_and_tokenizer import local_folder
     from moe_finetune.served.check import Sources
     from moe_finetune.served.client import Served
 

@@ -19,8 +19,8 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from moe_finetune.data.examples import Examples, load_examples, said, unread_lines
 from moe_finetune.data.held_out import warn_of_few
+from moe_finetune.data.prepared_rows import Examples, load_examples, said, unread_lines
 from moe_finetune.data.row_forms import columns_of, renamed, with_values
 from moe_finetune.data.row_lengths import LengthsOfData, RowLengths
 from moe_finetune.data.sources import SourceReader, files_line, listed, rows_of

@@ -16,7 +16,7 @@ from moe_finetune.data.answers import answers_of, without_thoughts
 from moe_finetune.data.chat import Conversation, RenderingError, Span, tagging_template
 from moe_finetune.errors import DataError, did_you_mean
 from moe_finetune.io.row_files import Row
-from moe_finetune.models.loading import load_tokenizer
+from moe_finetune.models.config_and_tokenizer import load_tokenizer
 from moe_finetune.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from moe_finetune.errors import MachineError, OutputExistsError, RecipeError
 from moe_finetune.io import one_writer, write_atomic
+from moe_finetune.io.child_progress import RunProgress, Watch
 from moe_finetune.io.children import run_children
 from moe_finetune.io.folder import is_taken
-from moe_finetune.io.progress import RunProgress, Watch
 from moe_finetune.io.run_folder import RESULTS_FILE, RunFolder
 from moe_finetune.io.terminal import terminal
 from moe_finetune.recipe.yaml_tree import recipes_folder

@@ -12,14 +12,14 @@ import torch
 from transformers import TextStreamer
 
 from moe_finetune.checkpoint.adapter_files import CONFIG
-from moe_finetune.checkpoint.load import forget_generation_defaults, load_model
+from moe_finetune.checkpoint.adapter_in_peft import with_adapter
+from moe_finetune.checkpoint.load_model import forget_generation_defaults, load_model
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.checkpoint.open_adapter import open_adapter
-from moe_finetune.checkpoint.peft_form import with_adapter
 from moe_finetune.checkpoint.tokenizer_files import has_tokenizer, reply_ends
 from moe_finetune.errors import DataError
 from moe_finetune.io.run_folder import RunFolder
-from moe_finetune.models.loading import load_tokenizer, local_folder
+from moe_finetune.models.config_and_tokenizer import load_tokenizer, local_folder
 from moe_finetune.models.tokenizer import Tokenizer
 from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.routing.tracing_checkpoint import stored_bias

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_finetune.errors import DependencyError, EvaluationError, did_you_mean
-from moe_finetune.io.config_file import DTYPES
+from moe_finetune.io.check_config import DTYPES
 from moe_finetune.io.hashes import checkpoint_hash, sha256_json
 from moe_finetune.io.terminal import terminal
 from moe_finetune.vllm.engine import open_vllm, shutdown
@@ -112,7 +112,7 @@ def open_backend(
     from moe_finetune.checkpoint.dense_checkpoint import is_dense, open_dense, refuse_adapter
     from moe_finetune.checkpoint.open import open_checkpoint
     from moe_finetune.checkpoint.open_adapter import check_adapter
-    from moe_finetune.models.loading import local_folder
+    from moe_finetune.models.config_and_tokenizer import local_folder
 
     folder = local_folder(checkpoint)
     base: Checkpoint | DenseCheckpoint

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from lm_eval.models.huggingface import HFLM
 
+from moe_finetune.checkpoint.adapter_in_peft import with_adapter
 from moe_finetune.checkpoint.dense_checkpoint import DenseCheckpoint
-from moe_finetune.checkpoint.load import forget_generation_defaults, load_model
+from moe_finetune.checkpoint.load_model import forget_generation_defaults, load_model
 from moe_finetune.checkpoint.open import Checkpoint
-from moe_finetune.checkpoint.peft_form import with_adapter
 from moe_finetune.checkpoint.tokenizer_files import reply_ends
 from moe_finetune.checkpoint.updates import OpenAdapter
 from moe_finetune.io.environment import package_versions

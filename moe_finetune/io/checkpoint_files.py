@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import CheckpointError
-from moe_finetune.io.config_file import SAME_CLASS, check_config
+from moe_finetune.io.check_config import SAME_CLASS, check_config
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.safetensors_header import Header, TensorInfo, read_header
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_finetune.errors import CheckpointError, RecipeError, did_you_mean
+from moe_finetune.io.check_config import check_config
 from moe_finetune.io.checkpoint_files import read_config
-from moe_finetune.io.config_file import check_config
 from moe_finetune.models import Family, check_supported
 from moe_finetune.models.class_structure import class_of
-from moe_finetune.models.loading import local_folder, open_config
+from moe_finetune.models.config_and_tokenizer import local_folder, open_config
 from moe_finetune.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from moe_finetune.losses.inject import Joins
 from moe_finetune.losses.objective import LayerLoss, Objective
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.moe.experts.dense_router import DenseRouter
-from moe_finetune.moe.sequences import Sequences
+from moe_finetune.moe.packed_sequences import Sequences
 from moe_finetune.moe.tokens import Tokens
 
 CONTEXT_KEY = "moe_finetune_context"

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
-from moe_finetune.io.config_file import QUANTIZATION, UNQUANTIZED, quantization_name
+from moe_finetune.io.check_config import QUANTIZATION, UNQUANTIZED, quantization_name
 from moe_finetune.io.safetensors_header import FLOATS, INTEGERS, TensorInfo
 
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)

@@ -8,8 +8,8 @@ from pydantic import BaseModel, create_model
 
 from moe_finetune.errors import RecipeError
 from moe_finetune.recipe.explain_errors import check_trainer, from_tree, placed
+from moe_finetune.recipe.fields_of_trl import section_in_source
 from moe_finetune.recipe.stages import STAGES
-from moe_finetune.recipe.trainer_source import section_in_source
 from moe_finetune.recipe.yaml_tree import Tree
 
 _AFTER_IMPORT = ("method", "trainer")

@@ -8,8 +8,8 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from moe_finetune.errors import MoeFinetuneError, RecipeError, did_you_mean
+from moe_finetune.recipe.fields_of_trl import trainer_keys
 from moe_finetune.recipe.stages import CHECKPOINTING, OWNED, STAGES, Stage, trainer_section
-from moe_finetune.recipe.trainer_source import trainer_keys
 from moe_finetune.recipe.yaml_tree import Key, Tree, dotted
 
 Model = TypeVar("Model", bound=BaseModel)

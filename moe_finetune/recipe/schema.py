@@ -22,6 +22,7 @@ from moe_finetune.recipe.conflicts import conflicts
 from moe_finetune.recipe.data import DataSection, Paths
 from moe_finetune.recipe.early_check import check_early
 from moe_finetune.recipe.explain_errors import check_trainer, from_tree
+from moe_finetune.recipe.fields_of_trl import trainer_keys
 from moe_finetune.recipe.method import Method, resolve_method, without_unusable_share
 from moe_finetune.recipe.section_base import WholeRecipe
 from moe_finetune.recipe.sections import (
@@ -34,7 +35,6 @@ from moe_finetune.recipe.sections import (
     RouterSection,
 )
 from moe_finetune.recipe.stages import STAGES, Name, trainer_section
-from moe_finetune.recipe.trainer_source import trainer_keys
 from moe_finetune.recipe.yaml_tree import Tree, load_tree, merge_mappings
 
 

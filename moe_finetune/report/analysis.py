@@ -87,7 +87,7 @@ def analyze(
         return RunFolder(output).page
     from moe_finetune.checkpoint.open import open_checkpoint
     from moe_finetune.checkpoint.open_adapter import check_adapter
-    from moe_finetune.models.loading import load_tokenizer, local_folder
+    from moe_finetune.models.config_and_tokenizer import load_tokenizer, local_folder
     from moe_finetune.routing.tracing_checkpoint import record
 
     base = open_checkpoint(local_folder(source), values=True)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from moe_finetune.checkpoint.export import CARD_FILE
+from moe_finetune.checkpoint.small_files import CARD_FILE
 from moe_finetune.evaluation.score import Score
 from moe_finetune.io import write_atomic
 from moe_finetune.io.run_folder import RunFolder

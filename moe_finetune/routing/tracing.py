@@ -15,7 +15,7 @@ from moe_finetune.losses.objective import LayerLoss
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.moe.layers import causal_lm, family_in, model_facts
 from moe_finetune.moe.perturbation import Perturbation
-from moe_finetune.moe.recorder.observed import observed
+from moe_finetune.moe.recorder.observe import observed
 from moe_finetune.routing.measures_of_model import Measures
 from moe_finetune.routing.sums import NEEDS
 from moe_finetune.routing.trace_writer import TraceWriter

@@ -29,8 +29,8 @@ def record(
     """Record ``base``, opened with its values, and ``adapter``; see :func:`trace_model`."""
     import torch
 
-    from moe_finetune.checkpoint.load import load_model
-    from moe_finetune.checkpoint.peft_form import with_adapter
+    from moe_finetune.checkpoint.adapter_in_peft import with_adapter
+    from moe_finetune.checkpoint.load_model import load_model
     from moe_finetune.routing.tracing import trace_model
 
     device = "cuda" if torch.cuda.is_available() else None

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from moe_finetune.errors import MachineError, MoeFinetuneError, OutputBusyError, StudyError
 from moe_finetune.io import output_lock, write_atomic
+from moe_finetune.io.child_progress import RunProgress, Watch
 from moe_finetune.io.children import run_child
-from moe_finetune.io.progress import RunProgress, Watch
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.io.terminal import terminal
 from moe_finetune.study import folder as disk

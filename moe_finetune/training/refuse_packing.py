@@ -12,7 +12,7 @@ from moe_finetune.models.composites import PARTS
 from moe_finetune.models.small_configs import shrunk_config
 from moe_finetune.moe.layers import causal_lm
 from moe_finetune.moe.recorder.hooks import Recorder
-from moe_finetune.moe.recorder.observed import generators_kept, undisturbed
+from moe_finetune.moe.recorder.observe import generators_kept, undisturbed
 
 BOUND = 1e-4
 """Bound on the relative difference of float32 logits; leaks cause more than 1e-2."""

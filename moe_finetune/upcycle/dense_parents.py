@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_finetune.checkpoint.load import read_weights
+from moe_finetune.checkpoint.load_model import read_weights
 from moe_finetune.checkpoint.open import check_folder
 from moe_finetune.errors import UnsupportedModelError
 from moe_finetune.io.checkpoint_files import read_config
+from moe_finetune.models.config_and_tokenizer import local_folder, parse_config
 from moe_finetune.models.family_lookup import MOE_OF
-from moe_finetune.models.loading import local_folder, parse_config
 from moe_finetune.models.tokenizer import Tokenizer
 
 _SHARED = (

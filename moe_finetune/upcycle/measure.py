@@ -87,7 +87,7 @@ def measure(
     Perplexity of a text is ``exp`` of its mean loss per token, over its first
     ``texts.max_length`` tokens.
     """
-    from moe_finetune.checkpoint.load import load_model
+    from moe_finetune.checkpoint.load_model import load_model
     from moe_finetune.moe.layers import model_facts
     from moe_finetune.upcycle.dense_parents import load_dense
 
@@ -125,7 +125,7 @@ def _of_split(
 ) -> dict[str, Any]:
     from moe_finetune.data.batches import fill
     from moe_finetune.moe.layers import model_facts
-    from moe_finetune.moe.recorder.observed import observed
+    from moe_finetune.moe.recorder.observe import observed
 
     length, section = recipe.texts.max_length, recipe.evaluation
     categories = range(len(texts.categories))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_finetune.checkpoint.export import CARD_FILE, carried_files, model_card
+from moe_finetune.checkpoint.small_files import CARD_FILE, carried_files, model_card
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io import check_output, one_writer
 from moe_finetune.io.checkpoint_files import INDEX, index_text

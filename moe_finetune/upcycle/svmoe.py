@@ -26,7 +26,7 @@ from moe_finetune.io.folder import enter_folder
 from moe_finetune.io.hashes import KnownDigests, checkpoint_hash
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.run_folder import RECIPE_FILE, RunFolder
-from moe_finetune.models.loading import load_tokenizer, local_folder
+from moe_finetune.models.config_and_tokenizer import load_tokenizer, local_folder
 from moe_finetune.recipe.method import resolve_method
 from moe_finetune.upcycle.categories import Category, read_categories, remark_on_repetitions
 from moe_finetune.upcycle.clustering import cluster_categories, sizes_of

@@ -63,9 +63,9 @@ def run_job(job: Job, work_folder: Path, output: Path, curve: Path | None = None
     """
     from transformers import set_seed
 
-    from moe_finetune.checkpoint.load import load_model
+    from moe_finetune.checkpoint.load_model import load_model
     from moe_finetune.lora.targets import add_lora
-    from moe_finetune.models.loading import load_tokenizer
+    from moe_finetune.models.config_and_tokenizer import load_tokenizer
     from moe_finetune.training.callback.callback import add_callbacks
     from moe_finetune.training.callback.early_ends import StopOnSignal
     from moe_finetune.training.save_and_resume.resumable_trainer import find_checkpoint

@@ -29,7 +29,7 @@ VLLM = "vllm.entrypoints.cli.main"
 def open_merged(source: str | Path) -> Checkpoint:
     """The checkpoint to serve: a run's ``merged/``, a folder, or a hub id's local copy."""
     from moe_finetune.checkpoint.open import open_checkpoint
-    from moe_finetune.models.loading import local_folder
+    from moe_finetune.models.config_and_tokenizer import local_folder
 
     return open_checkpoint(local_folder(checkpoint_in(source)), values=True)
 

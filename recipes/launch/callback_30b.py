@@ -26,7 +26,7 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from moe_finetune import SpecializationCallback, load_model
-from moe_finetune.models.loading import load_tokenizer
+from moe_finetune.models.config_and_tokenizer import load_tokenizer
 
 
 class StepTimes(TrainerCallback):

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moe_finetune.checkpoint.adapter_files import write_metadata
-from moe_finetune.checkpoint.load import load_model
+from moe_finetune.checkpoint.load_model import load_model
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.open import check_folder
 from moe_finetune.checkpoint.weight_files import check_values

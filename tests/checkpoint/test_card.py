@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from moe_finetune.checkpoint.adapter_files import write_metadata
-from moe_finetune.checkpoint.export import license_of, write_card
 from moe_finetune.checkpoint.merge import merge_adapter
+from moe_finetune.checkpoint.small_files import license_of, write_card
 from moe_finetune.losses.presets import PAPERS, PRESETS
 from tests.checkpoint import helpers
 

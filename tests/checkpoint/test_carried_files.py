@@ -5,10 +5,10 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from moe_finetune.checkpoint.export import carried_files
+from moe_finetune.checkpoint.small_files import carried_files
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io.checkpoint_files import read_config
-from moe_finetune.models.loading import load_tokenizer
+from moe_finetune.models.config_and_tokenizer import load_tokenizer
 from tests.support import tiny
 
 

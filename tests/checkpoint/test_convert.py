@@ -11,12 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_finetune import cli
-from moe_finetune.checkpoint.convert import convert_checkpoint
+from moe_finetune.checkpoint.convert_checkpoint import convert_checkpoint
 from moe_finetune.errors import CheckpointError, OutputExistsError
 from moe_finetune.io.safetensors_header import build_header
 from moe_finetune.models import deepseek_moe
 from moe_finetune.models.class_structure import shapes_on_disk
-from moe_finetune.models.loading import load_config, load_tokenizer
+from moe_finetune.models.config_and_tokenizer import load_config, load_tokenizer
 from tests.models import moonlight_files
 from tests.published import fixture
 from tests.support import tiny

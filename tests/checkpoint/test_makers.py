@@ -18,11 +18,11 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from moe_finetune.checkpoint import open_adapter
+from moe_finetune.checkpoint.convert_adapter import convert_adapter
 from moe_finetune.checkpoint.factor_layout import as_a
 from moe_finetune.checkpoint.forms import FORMS
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.verify import verify_merge
-from moe_finetune.checkpoint.write_adapter import convert_adapter
 from moe_finetune.cli import main
 from moe_finetune.errors import AdapterError, NumericsError
 from tests.checkpoint import helpers

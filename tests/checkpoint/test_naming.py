@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from moe_finetune.checkpoint.convert import convert_checkpoint
-from moe_finetune.checkpoint.load import load_model
+from moe_finetune.checkpoint.convert_checkpoint import convert_checkpoint
+from moe_finetune.checkpoint.load_model import load_model
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.models import FAMILIES
 from moe_finetune.models.class_structure import class_of
-from moe_finetune.models.loading import load_config
+from moe_finetune.models.config_and_tokenizer import load_config
 from tests.checkpoint.golden import check_changed
 from tests.quantization.models import check_quantized
 from tests.support import tiny

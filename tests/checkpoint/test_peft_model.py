@@ -5,9 +5,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_finetune.checkpoint.adapter_files import read_adapter
+from moe_finetune.checkpoint.adapter_in_peft import with_adapter
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.checkpoint.open_adapter import open_adapter
-from moe_finetune.checkpoint.peft_form import with_adapter
 from moe_finetune.errors import AdapterError
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.models.class_structure import class_of

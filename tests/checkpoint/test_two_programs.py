@@ -7,11 +7,11 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from moe_finetune.checkpoint.adapter_files import WEIGHTS, write_metadata
+from moe_finetune.checkpoint.convert_adapter import convert_adapter
 from moe_finetune.checkpoint.forms import FORMS
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.checkpoint.verify import verify_merge
-from moe_finetune.checkpoint.write_adapter import convert_adapter
 from moe_finetune.errors import AdapterError
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.moe.experts.lora_on_chosen import for_all_experts

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import MinistralConfig
 
-from moe_finetune.checkpoint.load import load_model
+from moe_finetune.checkpoint.load_model import load_model
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.errors import AdapterError, CheckpointError, UnsupportedModelError

@@ -1,17 +1,17 @@
-"""What :mod:`moe_finetune.data.examples` returns, as most tests look at it."""
+"""What :mod:`moe_finetune.data.prepared_rows` returns, as most tests look at it."""
 
-from moe_finetune.data import examples
+from moe_finetune.data import prepared_rows
 
 
 def load_dataset_for(*arguments, **options):
     """Training and validation rows."""
-    loaded = examples.load_examples(*arguments, **options)
+    loaded = prepared_rows.load_examples(*arguments, **options)
     return loaded.train, loaded.validation
 
 
 def prepare(*arguments, **options):
     """The rows without their counts."""
-    return examples.prepare(*arguments, **options)[0]
+    return prepared_rows.prepare(*arguments, **options)[0]
 
 
 CHAT = [

@@ -6,9 +6,9 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from moe_finetune.data.examples import load_examples
 from moe_finetune.data.held_out import HeldOut
 from moe_finetune.data.preference_and_prompt_rows import load_stage_rows
+from moe_finetune.data.prepared_rows import load_examples
 from moe_finetune.errors import DataError
 from moe_finetune.recipe.sections import DataSection
 from moe_finetune.recipe.stages import STAGES

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_finetune.data import examples
+from moe_finetune.data import prepared_rows
 from moe_finetune.errors import DataError
 from moe_finetune.recipe.sections import DataSection
 from tests.data.loading import prepare
@@ -34,13 +34,13 @@ def source(tmp_path):
 @pytest.fixture
 def tokenized(monkeypatch):
     """How many rows have been tokenized so far."""
-    real, count = examples.tokenize_row, []
+    real, count = prepared_rows.tokenize_row, []
 
     def counting(row, *args):
         count.append(row)
         return real(row, *args)
 
-    monkeypatch.setattr(examples, "tokenize_row", counting)
+    monkeypatch.setattr(prepared_rows, "tokenize_row", counting)
     return lambda: len(count)
 
 
@@ -119,7 +119,7 @@ def test_a_source_that_changes_meanwhile_is_not_kept_as_what_it_was(
     """Else the rows of the new content would be found under the old content's name for ever."""
     other, before = tmp_path / "other.jsonl", source.read_text()
     other.write_text('{"prompt": "p", "completion": "c"}\n')
-    real = examples.rows_of
+    real = prepared_rows.rows_of
 
     def edited(*args):
         source.write_text(before.replace("say 3", "say 4"))
@@ -128,7 +128,7 @@ def test_a_source_that_changes_meanwhile_is_not_kept_as_what_it_was(
     both = [str(other), str(source)]
     section = DataSection(train=both)
     with monkeypatch.context() as meanwhile, pytest.raises(DataError, match=r"rows\.jsonl changed"):
-        meanwhile.setattr(examples, "rows_of", edited)
+        meanwhile.setattr(prepared_rows, "rows_of", edited)
         prepare(both, section, tiny.tokenizer(), "train")
     assert not list(cache.rglob("*.arrow"))
     source.write_text(before)

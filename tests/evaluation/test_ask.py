@@ -5,7 +5,7 @@ import torch
 
 from moe_finetune import cli
 from moe_finetune.checkpoint.merge import merge_adapter
-from moe_finetune.models.loading import load_tokenizer
+from moe_finetune.models.config_and_tokenizer import load_tokenizer
 from tests.checkpoint.helpers import adapter, load
 from tests.support import tiny
 

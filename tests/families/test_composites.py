@@ -14,7 +14,7 @@ from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.errors import AdapterError, CheckpointError, UnsupportedModelError
 from moe_finetune.models import composites
 from moe_finetune.models.class_structure import class_of
-from moe_finetune.models.loading import load_config
+from moe_finetune.models.config_and_tokenizer import load_config
 from moe_finetune.moe.recorder.hooks import Recorder
 from tests.checkpoint.helpers import randomize
 from tests.quantization.models import check_quantized

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_finetune.checkpoint.load import load_model
+from moe_finetune.checkpoint.load_model import load_model
 from moe_finetune.errors import CaptureError, RecipeError
 from moe_finetune.lora.select import ExpertSelection
 from moe_finetune.losses.record import scores_of
@@ -12,8 +12,8 @@ from moe_finetune.moe.experts.dense_router import DenseRouter, DenseScores, Draw
 from moe_finetune.moe.experts.forward import run_experts
 from moe_finetune.moe.layers import model_facts, moe_layers, stacks
 from moe_finetune.moe.recorder.hooks import Recorder
+from moe_finetune.moe.recorder.layer_hooks import LayerVisits
 from moe_finetune.moe.recorder.router_results import named_results
-from moe_finetune.moe.recorder.visit import LayerVisits
 from moe_finetune.quantization.weight import quantized
 from moe_finetune.recipe.method import resolve_method
 from moe_finetune.recipe.sections import LoraSection

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_finetune.checkpoint.adapter_files import BIAS_FILE
-from moe_finetune.checkpoint.load import load_model
+from moe_finetune.checkpoint.load_model import load_model
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.moe.layers import model_facts
 from moe_finetune.moe.recorder.hooks import Recorder

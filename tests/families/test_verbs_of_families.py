@@ -10,7 +10,7 @@ from moe_finetune.lora.select import ExpertSelection, select_experts
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.models import FAMILIES
 from moe_finetune.moe.experts.lora_on_chosen import SelectedExpertsLora
-from moe_finetune.moe.recorder.observed import observed
+from moe_finetune.moe.recorder.observe import observed
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.routing.trace import RoutingTrace
 from moe_finetune.routing.tracing import trace_model

@@ -9,11 +9,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
 from moe_finetune.checkpoint.adapter_files import write_metadata
+from moe_finetune.checkpoint.convert_adapter import convert_adapter
 from moe_finetune.checkpoint.forms import FORMS
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.checkpoint.verify import verify_merge
-from moe_finetune.checkpoint.write_adapter import convert_adapter
 from moe_finetune.errors import AdapterError, RecipeError
 from moe_finetune.lora.coverage import lora_coverage
 from moe_finetune.lora.targets import add_lora

@@ -4,7 +4,7 @@ import pytest
 
 from moe_finetune.errors import CheckpointError
 from moe_finetune.models.chat_template import check_template
-from moe_finetune.models.loading import load_tokenizer
+from moe_finetune.models.config_and_tokenizer import load_tokenizer
 from tests.support import tiny
 
 DATED = (

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_finetune.checkpoint.load import load_model
+from moe_finetune.checkpoint.load_model import load_model
 from moe_finetune.errors import CheckpointError, RecipeError, UnsupportedModelError
 from moe_finetune.models import family_of
+from moe_finetune.models.config_and_tokenizer import load_tokenizer
 from moe_finetune.models.from_scratch import check_vocabulary, fresh_config, fresh_model
-from moe_finetune.models.loading import load_tokenizer
 from moe_finetune.recipe.schema import Recipe, recipe_from_tree
 from moe_finetune.recipe.yaml_tree import Tree
 from moe_finetune.run import run_recipe

@@ -7,7 +7,7 @@ import pytest
 import tiktoken
 
 from moe_finetune.errors import CheckpointError
-from moe_finetune.models.loading import load_tokenizer
+from moe_finetune.models.config_and_tokenizer import load_tokenizer
 from moe_finetune.models.tiktoken_tokenizer import PATTERN, load_tiktoken
 from tests.models import moonlight_files
 

@@ -12,7 +12,7 @@ from moe_finetune.errors import DataError
 from moe_finetune.lora.coverage import lora_coverage
 from moe_finetune.lora.select import ExpertSelection
 from moe_finetune.lora.targets import add_lora
-from moe_finetune.models.loading import load_tokenizer
+from moe_finetune.models.config_and_tokenizer import load_tokenizer
 from moe_finetune.moe.experts.lora_on_chosen import SelectedExpertsLora, selected_experts
 from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.recipe.schema import load_recipe

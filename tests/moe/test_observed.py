@@ -8,7 +8,7 @@ import torch
 
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.moe.recorder.hooks import Recorder
-from moe_finetune.moe.recorder.observed import observed
+from moe_finetune.moe.recorder.observe import observed
 from moe_finetune.recipe.sections import LoraSection
 from tests.support import tiny
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from moe_finetune.errors import RecipeError
+from moe_finetune.recipe.fields_of_trl import section_in_source
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.stages import STAGES, trainer_section
-from moe_finetune.recipe.trainer_source import section_in_source
 from moe_finetune.recipe.yaml_tree import Tree
 from moe_finetune.training.before.refuse_recipe import check_trainer_keys
 from moe_finetune.training.run.step_count import DEFAULTS

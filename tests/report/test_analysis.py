@@ -8,9 +8,9 @@ import torch
 
 from moe_finetune import cli
 from moe_finetune.checkpoint import open_adapter
-from moe_finetune.checkpoint.load import load_model
+from moe_finetune.checkpoint.adapter_in_peft import with_adapter
+from moe_finetune.checkpoint.load_model import load_model
 from moe_finetune.checkpoint.open import open_checkpoint
-from moe_finetune.checkpoint.peft_form import with_adapter
 from moe_finetune.errors import (
     AdapterError,
     DataError,
@@ -20,7 +20,7 @@ from moe_finetune.errors import (
 )
 from moe_finetune.losses.functional import erc_loss
 from moe_finetune.metrics import conditional_activation
-from moe_finetune.models.loading import load_tokenizer
+from moe_finetune.models.config_and_tokenizer import load_tokenizer
 from moe_finetune.report.analysis import analyze, find_trace
 from moe_finetune.routing.measures_of_model import router_geometry
 from moe_finetune.routing.trace import RoutingTrace

@@ -5,7 +5,7 @@ import json
 import pytest
 from huggingface_hub import ModelCard
 
-from moe_finetune.checkpoint.export import write_card
+from moe_finetune.checkpoint.small_files import write_card
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.report.card import TITLE, add_scores
 

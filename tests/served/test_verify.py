@@ -13,7 +13,7 @@ import torch
 from moe_finetune import cli
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.errors import EvaluationError
-from moe_finetune.models.loading import load_tokenizer
+from moe_finetune.models.config_and_tokenizer import load_tokenizer
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.yaml_tree import Tree
 from moe_finetune.served import client

@@ -175,7 +175,7 @@ def test_a_run_under_accelerate_shows_its_steps(
     )
     for name in ("SILENT", "STATUS_EVERY", "EVERY"):  # before the process has begun, too
         monkeypatch.setattr(f"moe_finetune.io.terminal.{name}", 0.1)
-    monkeypatch.setattr("moe_finetune.io.progress.EVERY", 0.1)
+    monkeypatch.setattr("moe_finetune.io.child_progress.EVERY", 0.1)
     plain = {**ingredients, "evaluation": None, "export": {"merge": False}}
     plain["trainer"] = {**plain["trainer"], "max_steps": 200, "save_steps": 1000}
     file = write_study(

@@ -7,7 +7,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from moe_finetune.checkpoint.load import load_model
+from moe_finetune.checkpoint.load_model import load_model
 from moe_finetune.errors import RecipeError
 from moe_finetune.upcycle.clustering import sizes_of
 from moe_finetune.upcycle.schema import load_upcycle_recipe

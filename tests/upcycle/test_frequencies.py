@@ -6,7 +6,7 @@ from safetensors.numpy import save_file
 
 from moe_finetune.errors import CheckpointError, DataError
 from moe_finetune.losses.supervised_routing import load_token_frequencies
-from moe_finetune.models.loading import load_tokenizer
+from moe_finetune.models.config_and_tokenizer import load_tokenizer
 from moe_finetune.upcycle.frequencies import FrequencyTable, count_table, tokenizer_hash
 from tests.support import tiny
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import yaml
 
-from moe_finetune.checkpoint.load import load_model
+from moe_finetune.checkpoint.load_model import load_model
 from moe_finetune.data.batches import fill
 from moe_finetune.errors import DataError
 from moe_finetune.io.row_files import write_jsonl

@@ -6,10 +6,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from moe_finetune.checkpoint.load import load_model
+from moe_finetune.checkpoint.load_model import load_model
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
-from moe_finetune.models.loading import load_tokenizer
+from moe_finetune.models.config_and_tokenizer import load_tokenizer
 from moe_finetune.upcycle import merge_experts
 from tests.support import vllm_server
 from tests.upcycle import dense

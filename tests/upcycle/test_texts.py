@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from moe_finetune.errors import CheckpointError, DataError
-from moe_finetune.models.loading import load_tokenizer
+from moe_finetune.models.config_and_tokenizer import load_tokenizer
 from moe_finetune.upcycle.categories import read_categories, remark_on_repetitions
 from moe_finetune.upcycle.judgement import check_answers
 from moe_finetune.upcycle.schema import TextSection, load_upcycle_recipe

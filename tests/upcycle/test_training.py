@@ -5,7 +5,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from moe_finetune.checkpoint.load import load_model
+from moe_finetune.checkpoint.load_model import load_model
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.functional import supervised_routing_loss
 from moe_finetune.moe.layers import backbone_of

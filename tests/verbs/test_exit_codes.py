@@ -51,7 +51,8 @@ def test_a_path_that_cannot_be_used_is_a_wrong_input(tmp_path, capsys):
     [
         ("evaluation.engine.evaluate", "eval BASE -s demo -o OUT", "the same command continues"),
         ("report.analysis.analyze", "analyze BASE -d ROWS -o OUT", "nothing was written"),
-        ("checkpoint.convert.convert_checkpoint", "convert BASE -o OUT", "nothing was written"),
+        ("checkpoint.convert_checkpoint.convert_checkpoint", "convert BASE -o OUT",
+         "nothing was written"),
         ("demo.demo.run_demo", "demo --output OUT", "the same command continues"),
         ("study.commands.carry_out_study", "study paper4 -o OUT", "with --resume"),
         ("run.run_recipe", "train RECIPE -o OUT", "nothing was written; repeat"),

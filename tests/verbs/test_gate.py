@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_finetune.checkpoint.adapter_files import BASE_KEY
-from moe_finetune.checkpoint.load import load_model
+from moe_finetune.checkpoint.load_model import load_model
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.checkpoint.open_adapter import check_adapter
 from moe_finetune.checkpoint.weight_files import fingerprint

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from moe_finetune.checkpoint.adapter_files import read_adapter
+from moe_finetune.checkpoint.convert_adapter import convert_adapter
 from moe_finetune.checkpoint.forms import FORMS
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.weight_files import read_tensor
-from moe_finetune.checkpoint.write_adapter import convert_adapter
 from tests.support import tiny, vllm_server
 from tests.support.maker_formulas import ALPHA, MAKERS, RANK, Experts, save, tinker
 

@@ -6,7 +6,7 @@ import pytest
 
 from moe_finetune.io.row_files import write_jsonl
 from moe_finetune.io.run_folder import RunFolder
-from moe_finetune.models.loading import load_tokenizer
+from moe_finetune.models.config_and_tokenizer import load_tokenizer
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.yaml_tree import Tree
 from moe_finetune.run import run_recipe

@@ -6,8 +6,8 @@ checkpoints in turn."""
 import pytest
 import torch
 
-from moe_finetune.checkpoint.convert import convert_checkpoint
-from moe_finetune.checkpoint.load import load_model
+from moe_finetune.checkpoint.convert_checkpoint import convert_checkpoint
+from moe_finetune.checkpoint.load_model import load_model
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.recipe.sections import LoraSection

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_finetune.checkpoint.load import load_model
+from moe_finetune.checkpoint.load_model import load_model
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.checkpoint.prune import prune_experts
 from tests.support import tiny, tiny_families, vllm_server

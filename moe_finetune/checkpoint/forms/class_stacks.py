@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from moe_finetune.checkpoint.adapter_files import CONFIG, Adapter
+from moe_finetune.checkpoint.adapter_in_peft import config_for_peft, takes_parameter
 from moe_finetune.checkpoint.factor_layout import as_a, as_b
 from moe_finetune.checkpoint.forms.expert_keys import ROLES, WITHOUT_GATE, Role
 from moe_finetune.checkpoint.open import Checkpoint
-from moe_finetune.checkpoint.peft_form import config_for_peft, takes_parameter
 from moe_finetune.checkpoint.weight_files import computed
 from moe_finetune.errors import AdapterError
 from moe_finetune.io.safetensors_header import TensorInfo

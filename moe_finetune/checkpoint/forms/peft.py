@@ -1,7 +1,7 @@
 """PEFT's own form over transformers' classes: a pair of factors for each stack of experts."""
 
+from moe_finetune.checkpoint.adapter_in_peft import peft_form
 from moe_finetune.checkpoint.forms.form import Form, Written
-from moe_finetune.checkpoint.peft_form import peft_form
 from moe_finetune.checkpoint.updates import OpenAdapter
 
 

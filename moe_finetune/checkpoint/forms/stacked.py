@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_finetune.checkpoint.adapter_files import BIAS_FILE, Adapter
+from moe_finetune.checkpoint.adapter_in_peft import OF_PACKING, OF_TARGETS, peft_form
 from moe_finetune.checkpoint.factor_layout import vectors_of_a, vectors_of_b
 from moe_finetune.checkpoint.forms.class_stacks import (
     ClassExperts,
@@ -27,7 +28,6 @@ from moe_finetune.checkpoint.forms.class_stacks import (
 from moe_finetune.checkpoint.forms.expert_keys import ExpertKey, Role, expert_keys
 from moe_finetune.checkpoint.forms.form import Form, Written
 from moe_finetune.checkpoint.open import Checkpoint
-from moe_finetune.checkpoint.peft_form import OF_PACKING, OF_TARGETS, peft_form
 from moe_finetune.checkpoint.updates import LowRank, OpenAdapter
 from moe_finetune.checkpoint.weight_files import computed, read_tensor
 from moe_finetune.errors import AdapterError

@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 from moe_finetune.checkpoint.adapter_files import BIAS_FILE
+from moe_finetune.checkpoint.adapter_in_peft import peft_form
 from moe_finetune.checkpoint.forms.form import Form, Written
-from moe_finetune.checkpoint.peft_form import peft_form
 from moe_finetune.checkpoint.updates import OpenAdapter
 from moe_finetune.errors import AdapterError
 

@@ -49,10 +49,16 @@ from moe_finetune.moe.layers import (
     stacks,
 )
 from moe_finetune.moe.layout import read_layout
+from moe_finetune.moe.packed_sequences import (
+    InLayer,
+    is_packed,
+    runs_alone,
+    separate,
+    tell_positions,
+)
 from moe_finetune.moe.perturbation import Perturbation
 from moe_finetune.moe.recorder.foreign_kernels import check_kernels
-from moe_finetune.moe.recorder.visit import LayerVisits
-from moe_finetune.moe.sequences import InLayer, is_packed, runs_alone, separate, tell_positions
+from moe_finetune.moe.recorder.layer_hooks import LayerVisits
 from moe_finetune.moe.tokens import read_tokens
 
 log = logging.getLogger(__name__)

@@ -136,7 +136,7 @@ class DenseInspection:
 def inspect_dense(source: str) -> DenseInspection | None:
     """Describe a dense checkpoint, by its headers; None if ``source`` is not one."""
     from moe_finetune.checkpoint.dense_checkpoint import is_dense, open_dense
-    from moe_finetune.models.loading import local_folder, parse_config
+    from moe_finetune.models.config_and_tokenizer import local_folder, parse_config
 
     is_local = Path(source).exists()
     if not is_local and source.startswith((".", "/", "~")):
@@ -164,7 +164,7 @@ def inspect_checkpoint(
 
     ``gpu``: GiB of one GPU; ``gpus``: how many share the weights by FSDP2.
     """
-    from moe_finetune.models.loading import open_config
+    from moe_finetune.models.config_and_tokenizer import open_config
 
     memory = None
     checkpoint = _opened(source)

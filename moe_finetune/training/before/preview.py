@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from moe_finetune.data.examples import load_examples
 from moe_finetune.data.preference_and_prompt_rows import ANSWERS, ids_of, load_for_stage
+from moe_finetune.data.prepared_rows import load_examples
 from moe_finetune.data.tokenize import IGNORED, run_tokenizer
 from moe_finetune.io.counted import counted
-from moe_finetune.models.loading import local_folder
+from moe_finetune.models.config_and_tokenizer import local_folder
 from moe_finetune.models.tokenizer import Tokenizer
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES

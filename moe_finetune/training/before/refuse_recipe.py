@@ -11,10 +11,10 @@ import torch
 from transformers import Trainer
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from moe_finetune.checkpoint.export import carried_files
 from moe_finetune.checkpoint.exported_bias import bias_config
 from moe_finetune.checkpoint.open import stale_head
 from moe_finetune.checkpoint.open_adapter import check_adapter
+from moe_finetune.checkpoint.small_files import carried_files
 from moe_finetune.errors import DependencyError, RecipeError, UnsupportedModelError, did_you_mean
 from moe_finetune.evaluation.suite_lines import ready_lines
 from moe_finetune.evaluation.suites import load_suite, select

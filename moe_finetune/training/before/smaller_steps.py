@@ -8,7 +8,7 @@ from functools import cache, reduce
 from typing import Any
 
 from moe_finetune.errors import RecipeError
-from moe_finetune.models.loading import open_config
+from moe_finetune.models.config_and_tokenizer import open_config
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.yaml_tree import Tree
 from moe_finetune.training.memory.plan import MemoryPlan, plan_recipe

@@ -24,7 +24,7 @@ from moe_finetune.io.row_files import Row
 from moe_finetune.io.split_files import has_validation
 from moe_finetune.io.terminal import terminal
 from moe_finetune.losses.presets import PRESETS
-from moe_finetune.models.loading import load_tokenizer, local_folder, open_config
+from moe_finetune.models.config_and_tokenizer import load_tokenizer, local_folder, open_config
 from moe_finetune.recipe.data import DataSection
 from moe_finetune.recipe.method import WEIGHTED, resolve_method
 from moe_finetune.recipe.schema import recipe_from_tree

@@ -307,7 +307,7 @@ def _toy(recipe: Recipe, tokenizer: Tokenizer) -> Any:
 def main() -> None:
     """Read a request from standard input, and print the verdict."""
     from moe_finetune.data.tokenize import set_chat_template
-    from moe_finetune.models.loading import load_tokenizer
+    from moe_finetune.models.config_and_tokenizer import load_tokenizer
     from moe_finetune.plugins import use_inherited
 
     request = json.load(sys.stdin)

@@ -27,7 +27,7 @@ from moe_finetune.io.next_commands import program
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.io.terminal import terminal
 from moe_finetune.lora.coverage import experts_line
-from moe_finetune.models.loading import load_tokenizer
+from moe_finetune.models.config_and_tokenizer import load_tokenizer
 from moe_finetune.moe.layers import backbone_of, causal_lm
 from moe_finetune.recipe.data import DataSection
 from moe_finetune.recipe.method import Method

@@ -29,7 +29,7 @@ from moe_finetune.models.tokenizer import Tokenizer
 from moe_finetune.moe.layers import model_facts
 from moe_finetune.moe.perturbation import Perturbation
 from moe_finetune.moe.recorder.hooks import Recorder
-from moe_finetune.moe.recorder.observed import observed
+from moe_finetune.moe.recorder.observe import observed
 from moe_finetune.routing.measures_of_model import Measures
 from moe_finetune.routing.snapshot_file import PASSAGE, PASSAGES, passage, routing_path, snapshot
 from moe_finetune.routing.sums import NEEDS

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_finetune.checkpoint.load import forget_generation_defaults, load_model
+from moe_finetune.checkpoint.load_model import forget_generation_defaults, load_model
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.data.tokenize import run_tokenizer
 from moe_finetune.io.counted import counted
 from moe_finetune.io.folder import check_space
 from moe_finetune.lora.targets import adapts
 from moe_finetune.models import check_supported, opened_as
+from moe_finetune.models.config_and_tokenizer import local_folder
 from moe_finetune.models.from_scratch import check_vocabulary, fresh_config, fresh_model
-from moe_finetune.models.loading import local_folder
 from moe_finetune.models.tokenizer import Tokenizer
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training.memory.plan import GIB, MemoryPlan, machine_bytes, state_bytes
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
     from moe_finetune.checkpoint.open import Checkpoint
-    from moe_finetune.data.examples import Examples
+    from moe_finetune.data.prepared_rows import Examples
     from moe_finetune.io.run_folder import RunFolder
     from moe_finetune.lora.coverage import Coverage
     from moe_finetune.models import Family

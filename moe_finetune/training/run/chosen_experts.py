@@ -23,7 +23,7 @@ from moe_finetune.lora.select import ExpertSelection, share_of, top_experts, top
 from moe_finetune.losses.objective import LayerLoss
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.moe.layers import family_in, model_facts
-from moe_finetune.moe.recorder.observed import observed
+from moe_finetune.moe.recorder.observe import observed
 from moe_finetune.recipe.sections import ChosenExperts
 from moe_finetune.training import ranks
 from moe_finetune.training.measures.routing_samples import Example, first_rows, forward_all

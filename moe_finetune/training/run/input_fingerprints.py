@@ -176,7 +176,7 @@ def _of_slices(tensors: Iterable[TensorInfo]) -> str:
 
 
 def _tokenizer(start: Start) -> str:
-    from moe_finetune.models.loading import local_folder
+    from moe_finetune.models.config_and_tokenizer import local_folder
 
     recipe, folder = start.recipe, start.folder
     if recipe.model.tokenizer is not None:

@@ -171,7 +171,7 @@ def continue_adapter(model: Any, path: Path, checkpoint: Checkpoint) -> None:
     The model then computes the same as base and adapter. Directions that the adapter does not have
     start fresh; so do factors on parts that it does not adapt.
     """
-    from moe_finetune.checkpoint.peft_form import peft_form
+    from moe_finetune.checkpoint.adapter_in_peft import peft_form
     from moe_finetune.checkpoint.peft_model import modules_of
 
     adapter = peft_form(check_adapter(path, checkpoint))

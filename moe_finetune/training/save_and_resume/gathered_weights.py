@@ -94,7 +94,7 @@ def model_weights(folder: Path, model: nn.Module) -> dict[str, Tensor]:
     """``model``'s trained tensors from an ordinary checkpoint, whole, on the CPU."""
     from transformers import AutoModelForCausalLM
 
-    from moe_finetune.checkpoint.load import load_model
+    from moe_finetune.checkpoint.load_model import load_model
 
     inner: Any = getattr(model, "module", model)
     # Dense models, which become experts of a mixture, have no family.

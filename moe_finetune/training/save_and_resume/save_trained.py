@@ -15,9 +15,9 @@ from moe_finetune.checkpoint.adapter_files import (
     write_metadata,
 )
 from moe_finetune.checkpoint.adapter_files import WEIGHTS as ADAPTER_FILE
-from moe_finetune.checkpoint.export import carried_files, public_name, write_card
 from moe_finetune.checkpoint.open import Checkpoint, open_checkpoint
 from moe_finetune.checkpoint.saved_names import keep_names
+from moe_finetune.checkpoint.small_files import carried_files, public_name, write_card
 from moe_finetune.checkpoint.tokenizer_files import (
     GENERATION,
     differences,
@@ -31,9 +31,9 @@ from moe_finetune.checkpoint.weight_files import fingerprint
 from moe_finetune.data.tokenize import TRAINING
 from moe_finetune.errors import MoeFinetuneError
 from moe_finetune.io import output_folder, sync, write_small
-from moe_finetune.io.config_file import QUANTIZATION
+from moe_finetune.io.check_config import QUANTIZATION
 from moe_finetune.io.run_folder import RunFolder
-from moe_finetune.models.loading import load_tokenizer, local_folder
+from moe_finetune.models.config_and_tokenizer import load_tokenizer, local_folder
 from moe_finetune.models.tokenizer import Tokenizer
 from moe_finetune.moe.choice.loss_free_bias import BiasBalancer
 from moe_finetune.moe.experts.lora_on_chosen import for_all_experts, selected_experts

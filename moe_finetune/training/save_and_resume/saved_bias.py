@@ -20,7 +20,7 @@ from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.io.json_file import read_object
 from moe_finetune.moe.choice.loss_free_bias import BiasBalancer
 from moe_finetune.moe.layers import MoeLayer, moe_layers
-from moe_finetune.moe.recorder.visit import LayerVisits
+from moe_finetune.moe.recorder.layer_hooks import LayerVisits
 from moe_finetune.training.save_and_resume.state_files import save_state
 
 log = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from moe_finetune.models.small_configs import shrunk_config
 from moe_finetune.moe.choice.select_again import correction_bias
 from moe_finetune.moe.layers import moe_layers
 from moe_finetune.moe.recorder.hooks import Recorder
-from moe_finetune.moe.recorder.observed import generators_kept, observed, undisturbed
+from moe_finetune.moe.recorder.observe import generators_kept, observed, undisturbed
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.refuse_packing import BOUND as PACKED
 from moe_finetune.training.refuse_packing import packed_difference, random_model

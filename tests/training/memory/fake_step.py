@@ -32,7 +32,7 @@ from moe_finetune.moe.experts import grouped_products, sums_by_token
 from moe_finetune.moe.layers import backbone_of, causal_lm, in_mode, model_facts
 from moe_finetune.moe.recorder import hooks
 from moe_finetune.moe.recorder.hooks import Recorder
-from moe_finetune.moe.recorder.observed import observed
+from moe_finetune.moe.recorder.observe import observed
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES, checkpointing
 from moe_finetune.routing.sums import NEEDS

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from moe_finetune.checkpoint.load import load_model
+from moe_finetune.checkpoint.load_model import load_model
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.recipe.schema import load_recipe
 from moe_finetune.training import ranks

@@ -5,10 +5,10 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from moe_finetune import SpecializationCallback
-from moe_finetune.checkpoint.load import load_model
+from moe_finetune.checkpoint.load_model import load_model
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.lora.targets import add_lora
-from moe_finetune.models.loading import load_tokenizer
+from moe_finetune.models.config_and_tokenizer import load_tokenizer
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.save_and_resume.gathered_weights import live_weights, model_weights
 from moe_finetune.training.save_and_resume.resumable_trainer import ResumableTrainer

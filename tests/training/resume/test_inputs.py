@@ -13,7 +13,7 @@ from moe_finetune.errors import CheckpointError, RecipeError
 from moe_finetune.io.hub import continue_with
 from moe_finetune.io.row_files import write_jsonl
 from moe_finetune.io.run_folder import RunFolder
-from moe_finetune.models import loading
+from moe_finetune.models import config_and_tokenizer
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.yaml_tree import Tree
 from moe_finetune.run import plan_run, run_recipe
@@ -267,10 +267,10 @@ def test_a_hub_id_is_read_at_the_commit_of_the_start(tmp_path, monkeypatch, tiny
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text(old)
     monkeypatch.setattr("moe_finetune.io.hub._commits", {})
-    assert loading.local_folder("some/model").name == old
+    assert config_and_tokenizer.local_folder("some/model").name == old
     (cached / "refs" / "main").write_text(new)
-    assert loading.local_folder("some/model").name == old
+    assert config_and_tokenizer.local_folder("some/model").name == old
     monkeypatch.setattr("moe_finetune.io.hub._commits", {})
-    assert loading.local_folder("some/model").name == new
+    assert config_and_tokenizer.local_folder("some/model").name == new
     continue_with({"some/model@": old})
-    assert loading.local_folder("some/model").name == old
+    assert config_and_tokenizer.local_folder("some/model").name == old

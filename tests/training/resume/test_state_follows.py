@@ -277,7 +277,7 @@ def layers(model):
 
 
 def test_a_whole_model_is_saved_with_the_bias_where_it_has_a_place(tmp_path, caplog):
-    from moe_finetune.checkpoint.load import load_model
+    from moe_finetune.checkpoint.load_model import load_model
 
     model, callback = tiny.model("deepseek_v3"), SpecializationCallback(WRITTEN)
     made, _ = stock(tmp_path / "run", model, callback, max_steps=2, learning_rate=1e-4)

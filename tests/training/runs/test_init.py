@@ -8,7 +8,7 @@ import yaml
 
 from moe_finetune import cli
 from moe_finetune.cli.app import split_items
-from moe_finetune.models.loading import open_config
+from moe_finetune.models.config_and_tokenizer import open_config
 from moe_finetune.recipe.schema import load_recipe
 from moe_finetune.training.memory.plan import GIB, plan_recipe
 

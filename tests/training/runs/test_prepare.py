@@ -8,9 +8,9 @@ import pytest
 from transformers import TrainerCallback
 
 from moe_finetune import cli
-from moe_finetune.data.examples import load_examples
+from moe_finetune.data.prepared_rows import load_examples
 from moe_finetune.errors import RecipeError
-from moe_finetune.models.loading import parse_config
+from moe_finetune.models.config_and_tokenizer import parse_config
 from moe_finetune.recipe.schema import load_recipe
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.run import plan_run

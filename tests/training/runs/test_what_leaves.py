@@ -12,14 +12,14 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from moe_finetune import cli
-from moe_finetune.checkpoint.load import load_model
+from moe_finetune.checkpoint.load_model import load_model
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.tokenizer_files import without_generation
 from moe_finetune.data.tokenize import CHAT_TEMPLATES
 from moe_finetune.errors import AdapterError, CheckpointError, DataError
 from moe_finetune.io.row_files import write_jsonl
 from moe_finetune.io.run_folder import RunFolder
-from moe_finetune.models.loading import load_tokenizer
+from moe_finetune.models.config_and_tokenizer import load_tokenizer
 from moe_finetune.run import plan_run, run_recipe
 from tests.checkpoint.helpers import adapter
 from tests.support import tiny

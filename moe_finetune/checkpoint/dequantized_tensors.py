@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_finetune.checkpoint.weight_files import DAMAGED, finite, not_finite, read_tensor
 from moe_finetune.errors import CheckpointError
-from moe_finetune.io.config_file import QUANTIZATION
+from moe_finetune.io.check_config import QUANTIZATION
 from moe_finetune.io.safetensors_header import Header, TensorInfo, build_header
 from moe_finetune.quantization.formats import Format
 

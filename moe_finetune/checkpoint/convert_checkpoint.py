@@ -5,7 +5,8 @@ import os
 import shutil
 from pathlib import Path
 
-from moe_finetune.checkpoint.export import (
+from moe_finetune.checkpoint.open import open_checkpoint
+from moe_finetune.checkpoint.small_files import (
     json_text,
     public_name,
     refuse_foreign_links,
@@ -13,12 +14,11 @@ from moe_finetune.checkpoint.export import (
     write_card,
     write_tokenizer,
 )
-from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io import check_output, one_writer, output_folder, sync
 from moe_finetune.io.checkpoint_files import INDEX, SINGLE, index_text, read_config, tensors_of
 from moe_finetune.io.folder import check_space
-from moe_finetune.models.loading import load_config, local_folder
+from moe_finetune.models.config_and_tokenizer import load_config, local_folder
 
 _CARRIED = ("generation_config.json", "chat_template.jinja")
 _COPY_BYTES = 1 << 30

@@ -19,11 +19,11 @@ from moe_finetune.errors import (
     RecipeError,
     UnsupportedModelError,
 )
-from moe_finetune.io.config_file import check_kernel
+from moe_finetune.io.check_config import check_kernel
 from moe_finetune.io.terminal import terminal
 from moe_finetune.models import opened_as
 from moe_finetune.models.class_structure import class_of, meta_model
-from moe_finetune.models.loading import local_folder
+from moe_finetune.models.config_and_tokenizer import local_folder
 
 if TYPE_CHECKING:
     import torch

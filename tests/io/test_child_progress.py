@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from moe_finetune.io import terminal as terminal_module
-from moe_finetune.io.progress import RunProgress, Watch
+from moe_finetune.io.child_progress import RunProgress, Watch
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.io.terminal import Terminal, use_terminal
 from moe_finetune.io.terminal_board import Board, Phase

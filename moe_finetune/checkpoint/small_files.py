@@ -11,7 +11,7 @@ from typing import Any
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io.checkpoint_files import COPY_AGAIN, INDEX
 from moe_finetune.io.json_file import read_object
-from moe_finetune.models.loading import load_tokenizer
+from moe_finetune.models.config_and_tokenizer import load_tokenizer
 
 CARD_FILE = "README.md"
 _SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".spm", ".vocab")

@@ -8,11 +8,16 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from moe_finetune.checkpoint.export import write_tokenizer
-from moe_finetune.checkpoint.load import load_model
+from moe_finetune.checkpoint.load_model import load_model
+from moe_finetune.checkpoint.small_files import write_tokenizer
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.models import deepseek_moe
-from moe_finetune.models.loading import existing_folder, load_config, load_tokenizer, local_folder
+from moe_finetune.models.config_and_tokenizer import (
+    existing_folder,
+    load_config,
+    load_tokenizer,
+    local_folder,
+)
 from tests.support import tiny
 
 
@@ -78,7 +83,8 @@ def test_importing_the_families_is_quick():
     """No heavy library behind `import moe_finetune.models`, which every command needs."""
     heavy = "torch", "transformers", "vllm", "huggingface_hub"
     code = (
-        "import sys, moe_finetune.models.loading, moe_finetune.checkpoint.convert;"
+        "import sys, moe_finetune.models.config_and_tokenizer;"
+        "import moe_finetune.checkpoint.convert_checkpoint;"
         f"print([m for m in {heavy} if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

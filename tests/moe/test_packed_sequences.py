@@ -12,8 +12,8 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from moe_finetune.models import FAMILIES
 from moe_finetune.models.family import Rows
 from moe_finetune.moe.layout import read_layout
+from moe_finetune.moe.packed_sequences import separate
 from moe_finetune.moe.recorder.hooks import Recorder
-from moe_finetune.moe.sequences import separate
 from moe_finetune.training.specialization import Specialization
 from tests.support import tiny, tiny_adapter, tiny_families
 

@@ -10,8 +10,8 @@ from moe_finetune.errors import (
     did_you_mean,
     reason_of,
 )
+from moe_finetune.io.check_config import QUANTIZATION, SAME_CLASS, asks_for_a_package
 from moe_finetune.io.checkpoint_files import COPY_AGAIN, read_config
-from moe_finetune.io.config_file import QUANTIZATION, SAME_CLASS, asks_for_a_package
 from moe_finetune.io.hub import download
 from moe_finetune.io.json_file import read_object
 from moe_finetune.models import Family, check_supported, family_of
