@@ -157,7 +157,9 @@ def plan_pruning(base: Checkpoint, experts: Mapping[int, Sequence[int]], output:
 
 def _checked(base: Checkpoint, experts: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
     """``experts``, ascending, of every MoE layer; refused if no model of the class has them."""
-    family, config, places = base.family, base.model_config.get_text_config(), base.places
+    family = base.family
+    config = base.model_config.get_text_config()
+    places = base.places
     if by_token := family.fixed_layers(config):
         raise DataError(
             f"{family.title}: layers {by_token} look experts up by token, each of which needs its "

@@ -396,7 +396,9 @@ def _fitting(
     TRL's DPO truncates answers, and drops a row whose prompt leaves no token for them. Its GRPO
     truncates no prompt; one that leaves less than ``room`` tokens for its answer is dropped.
     """
-    fitting, counts, limit = [], Counter[str](largest_id=0), data.max_length
+    fitting = []
+    counts = Counter[str](largest_id=0)
+    limit = data.max_length
     twice = 2 * beginning_of(tokenizer)
     for index, (location, row) in enumerate(zip(locations, table, strict=True)):
         prompt, *answers = ids_of(row, tokenizer)

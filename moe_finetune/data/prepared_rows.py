@@ -166,7 +166,9 @@ def load_examples(data: DataSection, tokenizer: Tokenizer, seed: int) -> Example
     order = data.seed if data.seed is not None else seed
     rows, counts = prepare(data.train, data, tokenizer, "train", order)
     # The order takes 8 bytes per row in memory; on disk it would be one file per seed.
-    train, validation, measured = rows.shuffle(order, keep_in_memory=True), None, data.train
+    train = rows.shuffle(order, keep_in_memory=True)
+    validation = None
+    measured = data.train
     if data.validation_sources is not None:
         drawn = order if isinstance(data.validation, float) else 0
         rows, counts = prepare(data.validation_sources, data, tokenizer, "validation", drawn)

@@ -83,7 +83,9 @@ def places_in(model: nn.Module) -> Places:
 
 def moe_layers(model: nn.Module) -> list[MoeLayer]:
     """All MoE layers of the model, in order."""
-    backbone, family, places = backbone_of(model), family_in(model), places_in(model)
+    backbone = backbone_of(model)
+    family = family_in(model)
+    places = places_in(model)
     layers = []
     for index in places.moe_layers:
         decoder_layer = inside(backbone.layers[index])

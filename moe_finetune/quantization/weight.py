@@ -91,7 +91,9 @@ class QuantizedWeight(Tensor):
 
     def dequantize(self, experts: slice | Sequence[int] | Tensor | None = None) -> Tensor:  # type: ignore[override]
         """Return the weight as an ordinary tensor; of a stack only ``experts``, in their order."""
-        packed, scales, layout = self._packed, self._scales, self._layout
+        packed = self._packed
+        scales = self._scales
+        layout = self._layout
         if experts is not None:
             packed, scales = packed[experts], scales[experts]
         values = dequantize(packed.contiguous(), scales.contiguous(), *layout.stored, self.dtype)

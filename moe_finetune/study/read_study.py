@@ -204,7 +204,9 @@ def load_results(output: str | Path) -> StudyResults:
 
 def _run(output: Path, row: dict[str, Any]) -> RunResult:
     name = f"{row['arm']}/seed_{row['seed']}"
-    run, state, reason = disk.run_folder(output, name), disk.state_of(output, name), ""
+    run = disk.run_folder(output, name)
+    state = disk.state_of(output, name)
+    reason = ""
     if state == "finished":
         disk.check_evidence(run)
     if state == "failed":

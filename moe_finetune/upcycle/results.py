@@ -18,7 +18,9 @@ from moe_finetune.study.table import Table
 from moe_finetune.upcycle.schema import UpcycleRecipe
 from moe_finetune.upcycle.texts import SPLITS, Split
 
-CLUSTERS, MEASURED, CURVES = "clusters.json", "measured.json", "curves"
+CLUSTERS = "clusters.json"
+MEASURED = "measured.json"
+CURVES = "curves"
 REMEDY = "delete its folder and repeat the command with --resume"
 ROUTING = ("cmr_1", "cmr_2", "s_rl", "score_entropy")
 METRICS = dict.fromkeys(("perplexity", *ROUTING), "lower")

@@ -105,7 +105,9 @@ def run_experts(
     The input's float dtype is converted to the experts' and back. With ``dense`` the backward also
     gives the weights of unselected experts their gradient.
     """
-    gate_up, lora_up, lora_down = experts.gate_up_E2DH, experts.lora_up, experts.lora_down
+    gate_up = experts.gate_up_E2DH
+    lora_up = experts.lora_up
+    lora_down = experts.lora_down
     call = Call(
         num_experts=gate_up.shape[0],
         activation=experts.activation,
@@ -196,7 +198,9 @@ class _Experts(torch.autograd.Function):
                 y_TKH.view(-1, hidden).index_copy_(0, part.slots_P, y)
                 if groups.bounds is None:
                     # The one part is the whole.
-                    rows_S2D, p_up_Sr, p_down_Sr = rows, p_up, p_down
+                    rows_S2D = rows
+                    p_up_Sr = p_up
+                    p_down_Sr = p_down
                 del x, rows, z, y
 
             out_TH, y_gram = combine(weights_TK, y_TKH, "outputs_gram" in call.needs)

@@ -127,7 +127,9 @@ class Groups:
         first = 0
         for last in range(1, experts + 1):
             if last < experts:
-                begin, middle, end = self.bounds[first], self.bounds[last], self.bounds[last + 1]
+                begin = self.bounds[first]
+                middle = self.bounds[last]
+                end = self.bounds[last + 1]
                 if not begin < middle < end or end - begin <= limit:
                     continue
             parts.append(self._part(self.bounds[first : last + 1], slice(first, last)))

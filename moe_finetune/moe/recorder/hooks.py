@@ -278,7 +278,9 @@ class Recorder:
         # Decided once, here, so that a recomputation cannot decide otherwise. Gradients are the
         # sign: TRL computes its reference in train mode without them, and that is no training.
         train = module.training and torch.is_grad_enabled()
-        labels, ids, plan = self._labels, self._ids, self.plan
+        labels = self._labels
+        ids = self._ids
+        plan = self.plan
         if train:
             use_cache = kwargs.get("use_cache")
             if use_cache is None:

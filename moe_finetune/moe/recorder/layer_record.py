@@ -50,9 +50,13 @@ def projection_factors(
     spread = spread_of(experts)
     gate_up, down_proj = map(local, stacks(experts))
     if name == "down":
-        weight, lora, rows = down_proj, down, slice(None)
+        weight = down_proj
+        lora = down
+        rows = slice(None)
     else:
-        weight, lora, rows = gate_up, up, _rows_of(experts, name, gate_up.shape[1])
+        weight = gate_up
+        lora = up
+        rows = _rows_of(experts, name, gate_up.shape[1])
     weight = weight[:, rows] if spread is None else spread.all(weight[:, rows])
     if lora is None:
         return ProjectionFactors(weight)

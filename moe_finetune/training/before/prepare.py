@@ -205,7 +205,9 @@ def blamed(recipe: Recipe, build: Callable[[Recipe], Built]) -> Built:
     except MoeFinetuneError:
         raise
     except Exception as error:
-        words, culprit, remedy = in_one_line(error), "trainer:", ""
+        words = in_one_line(error)
+        culprit = "trainer:"
+        remedy = ""
         if recipe.trainer:
             name = max(recipe.trainer, key=lambda name: likeness(words, name, recipe.trainer[name]))
             others = {key: value for key, value in recipe.trainer.items() if key != name}

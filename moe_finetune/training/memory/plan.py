@@ -138,7 +138,9 @@ def stored_bytes(model: nn.Module, recipe: Recipe, gpus: int = 1) -> Stored:
     item = 4 if recipe.lora is None or recipe.model.dtype == "float32" else 2
     weights_by: Counter[str] = Counter()
     # Of each layer, or None outside: expert stacks; what FSDP2 gathers; gradients that it reduces.
-    stacks, gathered, reduced = Counter[Any](), Counter[Any](), Counter[Any]()
+    stacks = Counter[Any]()
+    gathered = Counter[Any]()
+    reduced = Counter[Any]()
     adapter = dequantized = trained = measured = parameters = 0
     for name, parameter in model.named_parameters():
         shape, count = tuple(parameter.shape), parameter.numel()

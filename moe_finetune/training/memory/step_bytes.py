@@ -56,11 +56,17 @@ def step_bytes(
     """
     from moe_finetune.losses import TERMS
 
-    config, places, named = causal_lm(model).config, places_in(model), [*model.named_parameters()]
-    text, trainer, method = config.get_text_config(), recipe.trainer, recipe.method
+    config = causal_lm(model).config
+    places = places_in(model)
+    named = [*model.named_parameters()]
+    text = config.get_text_config()
+    trainer = recipe.trainer
+    method = recipe.method
     batch = micro_batch(recipe, lengths)
     tokens, item = batch.tokens, 4 if recipe.model.dtype == "float32" else 2
-    hidden, chosen, width = text.hidden_size, family_in(model).top_k(config), places.expert_width
+    hidden = text.hidden_size
+    chosen = family_in(model).top_k(config)
+    width = places.expert_width
     losses = any(
         "gram" in need or need == "outputs" for term in method.terms for need in TERMS[term].needs
     )
@@ -188,7 +194,9 @@ def _kept_by_lora(model: nn.Module, experts: str, share: float, tokens: int, ite
 
 def _activations(layer: nn.Module, text: Any, experts: str, mixer: nn.Module | None) -> float:
     """Numbers for each token that a layer keeps outside its routed experts and its ``mixer``."""
-    heads, hidden, sizes = text.num_attention_heads, text.hidden_size, text.to_dict()
+    heads = text.num_attention_heads
+    hidden = text.hidden_size
+    sizes = text.to_dict()
     queries = heads * (sizes.get("qk_head_dim") or sizes.get("head_dim") or hidden // heads)
     scanned = {id(parameter) for parameter in mixer.parameters()} if mixer else set()
     skipped = re.compile(rf"{re.escape(experts)}\.|\.lora_")

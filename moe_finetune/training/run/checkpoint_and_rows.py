@@ -199,7 +199,9 @@ class Inputs:
 
     def check_disk(self, run: RunFolder) -> None:
         """Refuse a run whose adapter, checkpoints and merged weights do not fit on the disk."""
-        recipe, base, merged = self.start.recipe, self.start.checkpoint, 0
+        recipe = self.start.recipe
+        base = self.start.checkpoint
+        merged = 0
         if recipe.export.merge and self.start.adapted and base is not None:
             merged = sum(info.size for info in base.tensors.values())
         trained = self.coverage.total.trained_parameters
@@ -213,7 +215,9 @@ class Inputs:
 
 def announce(inputs: Inputs) -> None:
     """Log the run's steps and memory, and settings that have no effect in a run of its length."""
-    recipe, arguments, steps = inputs.start.recipe, inputs.arguments, inputs.steps
+    recipe = inputs.start.recipe
+    arguments = inputs.arguments
+    steps = inputs.steps
     check_batches(recipe, arguments, len(inputs.train), inputs.tokens or 0)
     if recipe.trainer.get("save_only_model"):
         log.warning(

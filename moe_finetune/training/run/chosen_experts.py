@@ -151,7 +151,9 @@ def _plan_again(inputs: Inputs, options: ChosenExperts, selection: ExpertSelecti
     """Log the memory with the experts that ``top_p`` chose, which was planned as that of all."""
     if options.top_p is None or inputs.memory is None:
         return
-    start, device, lengths = inputs.start, inputs.memory.device, inputs.rows.lengths
+    start = inputs.start
+    device = inputs.memory.device
+    lengths = inputs.rows.lengths
     plan = plan_recipe(start.config, start.recipe, device, 1, selection.experts, lengths)
     log.info("memory with these experts: %.2f GiB, not %.2f of all", plan.total / GIB,
              inputs.memory.total / GIB)  # fmt: skip

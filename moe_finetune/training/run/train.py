@@ -181,7 +181,9 @@ def continue_adapter(model: Any, path: Path, checkpoint: Checkpoint) -> None:
         name.removeprefix(PREFIX): tensor.detach() for name, tensor in live_weights(model).items()
     }
     for lora in modules_of(model):
-        update, module, key = updates.get(lora.loaded), lora.module, lora.path
+        update = updates.get(lora.loaded)
+        module = lora.module
+        key = lora.path
         if update is None or lora.embedding:
             continue
         a, b = (read_tensor(adapter.tensors[factor]).float() for factor in (update.a, update.b))
