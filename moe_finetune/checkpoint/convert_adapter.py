@@ -6,7 +6,14 @@ The changes stay the same; ranks and scalings may differ.
 import json
 from pathlib import Path
 
-from moe_finetune.checkpoint.adapter_files import BIAS_FILE, CONFIG, METADATA, PREFIX, WEIGHTS
+from moe_finetune.checkpoint.adapter_files import (
+    BIAS_FILE,
+    CONFIG,
+    METADATA,
+    PREFIX,
+    SHARED_OUTER,
+    WEIGHTS,
+)
 from moe_finetune.checkpoint.forms import Form
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.checkpoint.open_adapter import check_adapter
@@ -32,6 +39,7 @@ def convert_adapter(path: str | Path, base: str | Path, output: str | Path, form
         small[BIAS_FILE] = (adapter.folder / BIAS_FILE).read_bytes()
     if (adapter.folder / METADATA).is_file():
         metadata = {"experts_dropout": adapter.metadata.experts_dropout, **adapter.metadata.extra}
+        metadata.pop(SHARED_OUTER, None)  # all factors are written
         small[METADATA] = json.dumps(metadata, indent=2).encode()
     layout = [(PREFIX + key, info.dtype, info.shape) for key, info in tensors.items()]
     header = build_header(Path(WEIGHTS), layout, {"format": "pt"})

@@ -158,6 +158,33 @@ def test_mixed_and_doubled_files_are_refused_with_the_keys(made, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("maker", "key", "second"),
+    [
+        ("tinker", "experts.w1", "experts.gate_proj"),
+        ("tinker", "experts.w1", "experts.gate_up_proj"),
+        ("megatron", "experts.gate_proj", "experts.w1"),
+        ("megatron", "experts.4.down_proj", "experts.4.w2"),
+    ],
+)
+def test_a_projection_under_two_names_is_refused_with_both(made, maker, key, second, tmp_path):
+    experts, tensors, config = made(maker)
+    path = f"model.layers.1.mlp.{key}.lora_"
+    other = f"model.layers.1.mlp.{second}.lora_"
+    added = {k.replace(path, other): 2 * v for k, v in tensors.items() if k.startswith(path)}
+    assert added
+    if "gate_up" in second:
+        added = {k: torch.cat([v, v], 1) if "_B" in k else v for k, v in added.items()}
+    refused(save(tmp_path / "adapter", tensors | added, config), experts.base, path, other)
+
+
+@pytest.mark.parametrize(("option", "value"), [("alpha_pattern", 30.0), ("rank_pattern", 5)])
+def test_a_pattern_of_one_expert_in_a_stack_is_refused_with_its_key(made, option, value, tmp_path):
+    experts, tensors, config = made("megatron")
+    adapter = save(tmp_path / "one", tensors, config | {option: {r"experts\.3\.down_proj": value}})
+    refused(adapter, experts.base, "experts.3.down_proj.lora_A", option, str(value))
+
+
+@pytest.mark.parametrize(
     ("key", "change", "part"),
     [
         ("w1.lora_B", lambda v: v[:-1], "factors of 9 experts; the base has 10"),

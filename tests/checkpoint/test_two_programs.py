@@ -19,7 +19,7 @@ from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.run.train import continue_adapter
 from moe_finetune.training.save_and_resume.gathered_weights import trained_weights
-from moe_finetune.training.save_and_resume.save_trained import write_adapter
+from moe_finetune.training.save_and_resume.save_trained import describe_adapter, write_adapter
 from tests.support import tiny_families
 from tests.support.maker_formulas import MAKERS, RANK, Experts, logits, save
 from tests.support.tiny_adapter import random_factors
@@ -152,3 +152,19 @@ def test_a_damaged_gate_is_refused_with_its_key(train, damage, words, tmp_path):
         merge_adapter(base, adapter, tmp_path / "merged")
     assert "layers.0.mlp.shared_expert_gate" in str(refused.value)
     assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("form", ["peft", "stacked", "shared-outer"])
+def test_a_training_state_with_factors_stored_once_is_read_in_each_form(form, tmp_path):
+    tiny_families.model("qwen3_moe").save_pretrained(tmp_path / "base")
+    section = LoraSection(rank=RANK, alpha=9.0, targets=["experts"], shared_outer=True)
+    model = add_lora(tiny_families.model("qwen3_moe"), section, "frozen")
+    random_factors(model, 0.1)
+    state = tmp_path / "state"
+    state.mkdir()
+    write_adapter(model.peft_config["default"], trained_weights(model), state)
+    describe_adapter(model, state, 0.0, None)
+    convert_adapter(state, tmp_path / "base", tmp_path / form, FORMS[form])
+    merge_adapter(tmp_path / "base", tmp_path / form, tmp_path / "merged")
+    merged = tiny_families.model("qwen3_moe").from_pretrained(tmp_path / "merged")
+    same(logits(merged), logits(model.eval()))

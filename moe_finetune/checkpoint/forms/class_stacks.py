@@ -9,7 +9,7 @@ a stack, Z inputs or outputs.
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -61,6 +61,27 @@ class _Rows(NamedTuple):
     parameter: str
     rows: slice
     size: int
+
+
+Place = tuple[int, Role, str]
+"""Layer, role, and "A" or "B"."""
+
+
+class Sides(dict[Place, Vectors]):
+    """The factors of a file by place; one place under two names is refused with both."""
+
+    def __init__(self, stored: Adapter):
+        super().__init__()
+        self._stored = stored
+
+    def __setitem__(self, place: Place, vectors: Vectors) -> None:
+        if place in self:
+            raise _error(
+                self._stored,
+                vectors.key,
+                f"the file also has '{self[place].key}' for the same projection; use one of them",
+            )
+        super().__setitem__(place, vectors)
 
 
 class ClassExperts:
@@ -151,15 +172,17 @@ def in_class(
 
 
 def read_projections(
-    stored: Adapter, experts: ClassExperts, sides: Mapping[tuple[int, Role, str], Vectors]
+    stored: Adapter, experts: ClassExperts, sides: Mapping[Place, Vectors]
 ) -> list[Projection]:
-    """The projections by layer and role, with every shape checked against the base and the config.
-
-    ``sides``: by layer, role, and "A" or "B".
-    """
+    """The projections by layer and role, each shape checked against the base and the config."""
+    check_choice(stored, experts, sides)
     projections = []
     for layer, role in dict.fromkeys((layer, role) for layer, role, _ in sides):
         a, b = (sides.get((layer, role, side)) for side in "AB")
+        fused = sides.get((layer, "gate and up", "A"))
+        if role in ("gate", "up") and a is not None and fused is not None:
+            problem = f"the file also has '{fused.key}' of gate and up; use one of them"
+            raise _error(stored, a.key, problem)
         if a is None or b is None:
             present = a or b
             assert present is not None
@@ -201,6 +224,7 @@ def _check_rank(stored: Adapter, a: Vectors, b: Vectors) -> None:
             stored, a.key, f"has rank {a.shape[1]}, and '{b.key}' {b.shape[1]}; copy the adapter "
             "again"
         )  # fmt: skip
+    check_one_pattern(stored, (a.key, b.key))
     declared = _pattern(stored, "rank_pattern", a.key, stored.config["r"])
     if declared != a.shape[1]:
         raise _error(
@@ -241,6 +265,25 @@ def _chosen_layers(stored: Adapter, layers: Iterable[int]) -> list[int]:
     chosen = stored.config.get("layers_to_transform")
     only = {chosen} if isinstance(chosen, int) else set(chosen or layers)
     return [layer for layer in layers if layer in only]
+
+
+def check_choice(stored: Adapter, experts: ClassExperts, used: Iterable[Place]) -> None:
+    """Refuse layers in the config that are none, or that lack some of the tensors' layers."""
+    chosen, where = stored.config.get("layers_to_transform"), stored.folder / CONFIG
+    if chosen is None:
+        return
+    listed = chosen if isinstance(chosen, list) else [chosen]
+    layers = range(experts.base.model_config.get_text_config().num_hidden_layers)
+    if wrong := [layer for layer in listed if type(layer) is not int or layer not in layers]:
+        raise AdapterError(
+            f"{where}: layers_to_transform has {wrong[0]!r}, which is no layer from 0 to "
+            f"{layers[-1]}; list the numbers of layers"
+        )
+    if other := sorted({layer for layer, _, _ in used} - {*listed}):
+        raise AdapterError(
+            f"{where}: layers_to_transform lacks layer {other[0]}, which has factors; add it, or "
+            "remove the key"
+        )
 
 
 def _by_stack(
@@ -326,26 +369,46 @@ def _other_targets(
         for path, lora, _ in (key.partition(".lora_") for key in tensors)
         if lora and f"{path}.weight" in shapes
     )
-    kinds: dict[tuple[str, str], set[int]] = {}
-    for match in filter(None, map(_LAYER.fullmatch, paths)):
-        kinds.setdefault((match[1], match[3]), set()).add(int(match[2]))
-    for (head, end), layers in kinds.items():
-        in_base = [
-            int(match[2])
-            for match in map(_LAYER.fullmatch, shapes)
-            if match and match[1] == head and match[3] == f"{end}.weight"
-        ]
-        for layer in _chosen_layers(stored, in_base):
+    for (head, end), layers in layers_of_parts(paths).items():
+        for layer in _chosen_layers(stored, layers_in_base(experts.base, head, end)):
             if layer not in layers:
                 raise _missing(stored, f"{head}{layer}.{end}.lora_A.weight")
     parameters = [path for path in paths if experts.takes_parameter(path)]
     return [p for p in paths if p not in parameters], [f"{p}.weight" for p in parameters]
 
 
+def layers_of_parts(paths: Iterable[str]) -> dict[tuple[str, str], set[int]]:
+    """The layers in which each part is, by its path before and after the layer's number."""
+    parts: dict[tuple[str, str], set[int]] = {}
+    for match in filter(None, map(_LAYER.fullmatch, paths)):
+        parts.setdefault((match[1], match[3]), set()).add(int(match[2]))
+    return parts
+
+
+def layers_in_base(base: Checkpoint, head: str, end: str) -> list[int]:
+    """The layers in which the base has the weight of a part."""
+    matches = map(_LAYER.fullmatch, base.names.shapes)
+    return [int(m[2]) for m in matches if m and m[1] == head and m[3] == f"{end}.weight"]
+
+
 def _scale(stored: Adapter, part: Projection) -> float:
     alpha = _pattern(stored, "alpha_pattern", part.a.key, stored.config["lora_alpha"])
     rank = part.a.shape[1]
     return float(alpha) / (math.sqrt(rank) if stored.config.get("use_rslora") else rank)
+
+
+def check_one_pattern(stored: Adapter, keys: Sequence[str]) -> None:
+    """Refuse a rank or alpha of the config that only some factors of a projection match."""
+    for option in ("rank_pattern", "alpha_pattern"):
+        first = _pattern(stored, option, keys[0], None)
+        for key in keys[1:]:
+            if (own := _pattern(stored, option, key, None)) != first:
+                raise _error(
+                    stored,
+                    key,
+                    f"{option} of {CONFIG} says {own}, and {first} of '{keys[0]}', but all "
+                    "experts of a projection have one; correct the pattern",
+                )
 
 
 def _pattern(stored: Adapter, option: str, key: str, default: Any) -> Any:

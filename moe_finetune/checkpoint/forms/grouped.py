@@ -10,11 +10,12 @@ from torch import Tensor
 from moe_finetune.checkpoint.adapter_files import Adapter
 from moe_finetune.checkpoint.forms.class_stacks import (
     ClassExperts,
+    Sides,
     Vectors,
     in_class,
     read_projections,
 )
-from moe_finetune.checkpoint.forms.expert_keys import ExpertKey, Role, expert_keys
+from moe_finetune.checkpoint.forms.expert_keys import ExpertKey, expert_keys
 from moe_finetune.checkpoint.forms.form import Form
 from moe_finetune.checkpoint.forms.stacked import role_of
 from moe_finetune.checkpoint.open import Checkpoint
@@ -26,7 +27,7 @@ from moe_finetune.io.safetensors_header import TensorInfo
 def read(stored: Adapter, base: Checkpoint) -> Adapter:
     """``stored`` with PEFT's stacks in place of its grouped factors."""
     experts = ClassExperts(base)
-    sides = dict[tuple[int, Role, str], Vectors]()
+    sides = Sides(stored)
     used = list[str]()
     for key in expert_keys(stored):
         used.append(key.key)

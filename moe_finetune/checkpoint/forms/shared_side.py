@@ -13,11 +13,14 @@ from torch import Tensor
 from moe_finetune.checkpoint.adapter_files import Adapter
 from moe_finetune.checkpoint.forms.class_stacks import (
     ClassExperts,
+    Place,
+    Sides,
     Vectors,
+    check_one_pattern,
     in_class,
     read_projections,
 )
-from moe_finetune.checkpoint.forms.expert_keys import ExpertKey, Role, expert_keys
+from moe_finetune.checkpoint.forms.expert_keys import ExpertKey, expert_keys
 from moe_finetune.checkpoint.forms.form import Form
 from moe_finetune.checkpoint.forms.stacked import role_of, vectors_of
 from moe_finetune.checkpoint.open import Checkpoint
@@ -26,24 +29,24 @@ from moe_finetune.errors import AdapterError
 
 
 def read(stored: Adapter, base: Checkpoint) -> Adapter:
-    """``stored`` with PEFT's stacks in projection_side of its projections."""
-    experts, sides = ClassExperts(base), dict[tuple[int, Role, str], Vectors]()
+    """``stored`` with PEFT's stacks in place of its projections."""
+    experts = ClassExperts(base)
+    sides = Sides(stored)
     keys = expert_keys(stored)
-    single: dict[tuple[int, Role, str], dict[int, ExpertKey]] = {}
+    single: dict[Place, dict[int, ExpertKey]] = {}
     for key in keys:
-        projection_side = key.layer, role_of(stored, experts, key), key.side
+        place = key.layer, role_of(stored, experts, key), key.side
         if key.expert is None:
-            sides[projection_side] = vectors_of(stored, key, stored.tensors[key.key])
-        else:
-            single.setdefault(projection_side, {})[key.expert] = key
-    for projection_side, of_experts in single.items():
-        first = next(iter(of_experts.values()))
-        if projection_side in sides:
+            sides[place] = vectors_of(stored, key, stored.tensors[key.key])
+            continue
+        other = single.setdefault(place, {}).setdefault(key.expert, key)
+        if other is not key:
             raise AdapterError(
-                f"{stored.folder}: adapter tensor '{first.key}': the file also has "
-                f"'{sides[projection_side].key}' of all experts; use one of them"
+                f"{stored.folder}: adapter tensor '{key.key}': the file also has '{other.key}' for "
+                "the same projection; use one of them"
             )
-        sides[projection_side] = _stacked(stored, experts.total, of_experts)
+    for place, of_experts in single.items():
+        sides[place] = _stacked(stored, experts.total, of_experts)
     used = [key.key for key in keys]
     return in_class(stored, experts, read_projections(stored, experts, sides), used)
 
@@ -63,6 +66,7 @@ def _stacked(stored: Adapter, total: int, keys: dict[int, ExpertKey]) -> Vectors
             f"{stored.folder}: adapter tensor '{keys[max(keys)].key}': the base has {total} "
             "experts; the adapter was trained on another base"
         )
+    check_one_pattern(stored, [keys[expert].key for expert in range(total)])
     infos = [stored.tensors[keys[expert].key] for expert in range(total)]
     shape = infos[0].shape
     wrong = next((info for info in infos if info.shape != shape or len(shape) != 2), None)

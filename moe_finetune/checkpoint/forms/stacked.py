@@ -8,7 +8,7 @@ these are A of gate and up, and B of down. Read in tinker-cookbook (``weights/_a
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +20,11 @@ from moe_finetune.checkpoint.adapter_in_peft import OF_PACKING, OF_TARGETS, peft
 from moe_finetune.checkpoint.factor_layout import vectors_of_a, vectors_of_b
 from moe_finetune.checkpoint.forms.class_stacks import (
     ClassExperts,
+    Sides,
     Vectors,
     in_class,
+    layers_in_base,
+    layers_of_parts,
     ranks_of,
     read_projections,
 )
@@ -38,7 +41,7 @@ def read(stored: Adapter, base: Checkpoint) -> Adapter:
     """``stored`` with PEFT's stacks in place of its projections."""
     stored = _under_class_names(stored, base)
     experts = ClassExperts(base)
-    sides = dict[tuple[int, Role, str], Vectors]()
+    sides = Sides(stored)
     used = list[str]()
     for key in expert_keys(stored):
         used.append(key.key)
@@ -207,9 +210,37 @@ def _config(form: OpenAdapter, scales: Mapping[str, tuple[int, float]]) -> dict[
         "lora_alpha": scale * float(rank) ** root,
         "target_modules": sorted({path.rpartition(".")[2] for path in scales}),
         "target_parameters": None,
+        **_layers(form, scales),
         "rank_pattern": {path: r for path, (r, _) in others.items()},
         "alpha_pattern": {path: s * float(r) ** root for path, (r, s) in others.items()},
     }
+
+
+def _in_base(experts: ClassExperts, head: str, end: str) -> Iterable[int]:
+    stack, _, projection = end.rpartition(".")
+    if projection in experts.roles and stack == experts.base.places.experts_path:
+        return experts.layers
+    return layers_in_base(experts.base, head, end)
+
+
+def _layers(form: OpenAdapter, paths: Iterable[str]) -> dict[str, list[int]]:
+    """``layers_to_transform`` where not all layers of the base have what some have."""
+    experts = ClassExperts(form.base)
+    parts = {
+        (head, end): (layers, _in_base(experts, head, end))
+        for (head, end), layers in layers_of_parts(paths).items()
+    }
+    if all(layers == {*in_base} for layers, in_base in parts.values()):
+        return {}
+    chosen = {layer for layers, _ in parts.values() for layer in layers}
+    for (head, end), (layers, in_base) in parts.items():
+        if layers != chosen & {*in_base}:
+            raise AdapterError(
+                f"{form.folder}: '{head}N.{end}' is adapted in layers {sorted(layers)}, other "
+                f"parts in {sorted(chosen)}, and this form has all parts of a layer; convert "
+                "--to peft"
+            )
+    return {"layers_to_transform": sorted(chosen)}
 
 
 FORM = Form(
