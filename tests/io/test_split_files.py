@@ -52,6 +52,10 @@ def test_files_are_of_a_split_by_the_words_in_their_names(tmp_path, names, split
         (["a.jsonl", "data/b.jsonl"], "train", "and so has its folder 'data'"),
         (["main/train.jsonl", "socratic/train.jsonl"], "train", "its folders: main, socratic"),
         (["README.md"], "train", "has no files of type"),
+        ([f"train-{i}.jsonl" for i in range(5)], "validation",
+         r"0\.jsonl, .*-3\.jsonl, train-4\.jsonl; list"),
+        ([f"train-{i}.jsonl" for i in range(6)], "validation",
+         r"0\.jsonl, .*-3\.jsonl and 2 more; list"),
     ],
 )  # fmt: skip
 def test_what_is_not_clear_is_refused(tmp_path, names, split, message):
