@@ -158,6 +158,17 @@ def test_mixed_and_doubled_files_are_refused_with_the_keys(made, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("layers", "part"),
+    [([99], "99, which is no layer"), ("1", "'1', which is no layer"), ([1.5], "1.5, which is no"),
+     ([0, 1], "lacks layer 2"), (3, "lacks layer 0")],
+)  # fmt: skip
+def test_layers_of_the_config_are_those_of_the_tensors(made, layers, part, tmp_path):
+    experts, tensors, config = made("tinker")
+    adapter = save(tmp_path / "adapter", tensors, config | {"layers_to_transform": layers})
+    refused(adapter, experts.base, "layers_to_transform", part)
+
+
+@pytest.mark.parametrize(
     ("maker", "key", "second"),
     [
         ("tinker", "experts.w1", "experts.gate_proj"),

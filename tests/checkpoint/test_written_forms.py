@@ -67,6 +67,35 @@ def test_stacked_to_peft_and_back(name, maker, form, dtype, tmp_path):
     assert not written["rank_pattern"] and not written["alpha_pattern"]
 
 
+@pytest.mark.parametrize(("maker", "form"), [("tinker", "shared-outer"),
+                                             ("tinker, nothing shared", "stacked")])  # fmt: skip
+def test_some_layers_there_and_back(maker, form, tmp_path):
+    write, options = MAKERS[maker]
+    experts = Experts("qwen3_moe", base=tmp_path / "base", **options)
+    tensors, config = write(experts)
+    tensors = {k: v for k, v in tensors.items() if ".layers.1." in k or ".layers.2." in k}
+    adapter = save(tmp_path / "adapter", tensors, config | {"layers_to_transform": [1, 2]})
+    middle = convert(adapter, experts.base, "peft", tmp_path / "peft")
+    back = convert(middle, experts.base, form, tmp_path / "back")
+    equal(tensors_of(back), tensors_of(adapter))
+    written = json.loads((back / "adapter_config.json").read_text())
+    assert written["layers_to_transform"] == [1, 2]
+    again = convert(back, experts.base, "peft", tmp_path / "again")
+    equal(tensors_of(again), tensors_of(middle))
+
+
+def test_parts_in_different_layers_have_no_place_in_stacks(tmp_path, capsys):
+    experts = Experts("qwen3_moe", base=tmp_path / "base", shared=False)
+    tensors, config = per_expert(experts)
+    tensors = {k: v for k, v in tensors.items() if ".experts." in k or ".layers.1." in k}
+    config["target_modules"] = [k.partition(".lora_A")[0] for k in tensors if ".lora_A" in k]
+    adapter = save(tmp_path / "adapter", tensors, config)
+    command = ["convert", str(adapter), "--to", "stacked", "--base", str(experts.base)]
+    assert main([*command, "--output", str(tmp_path / "out")]) == 2
+    assert "is adapted in layers [1], other parts in" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "out").exists()
+
+
 def per_expert(experts):
     """As with transformers 4: a pair for each expert's matrix; A of gate and up are their own."""
     tensors = experts.attention_tensors()

@@ -250,6 +250,23 @@ def test_a_training_state_that_lacks_a_factor_is_refused_with_its_key(side, tmp_
             read_adapter(state)
 
 
+@pytest.mark.parametrize("form", ["peft", "vllm", "stacked", "shared-outer"])
+def test_a_training_state_is_written_in_a_form_that_is_read(form, tmp_path):
+    base, state = tmp_path / "base", tmp_path / "state"
+    tiny_families.model("qwen3_moe").save_pretrained(base)
+    model = shared_model("qwen3_moe")
+    state.mkdir()
+    write_adapter(model.peft_config["default"], trained_weights(model), state)
+    describe_adapter(model, state, 0.0, None)
+    merge_adapter(base, state, tmp_path / "wanted")
+    convert_adapter(state, base, tmp_path / "written", FORMS[form])
+    merge_adapter(base, tmp_path / "written", tmp_path / "merged")
+    wanted = load_file(tmp_path / "wanted" / "model.safetensors")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(merged[name], tensor, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [family.name for family in OURS if family.name != "deepseek_moe"])
 def test_a_training_state_of_every_family_is_read(name, tmp_path):
