@@ -143,7 +143,7 @@ def read_weights(
 
         read = partial(load_spread, type(meta_model(config)), expert_ranks)
     try:
-        with _without_bar(), only_weights(folder) as weights:
+        with without_bar(), only_weights(folder) as weights:
             loaded: Any = read(
                 None if source is None else weights,
                 config=config,
@@ -168,7 +168,7 @@ def read_weights(
 
 
 @contextmanager
-def _without_bar() -> Iterator[None]:
+def without_bar() -> Iterator[None]:
     """Hide transformers' bar in a command line, which has its own progress."""
     from transformers.utils import logging as bars
 

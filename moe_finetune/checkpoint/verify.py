@@ -22,6 +22,7 @@ from moe_finetune.checkpoint import verify_by_hand
 from moe_finetune.checkpoint.adapter_files import Adapter, read_adapter
 from moe_finetune.checkpoint.adapter_in_peft import peft_form, with_adapter
 from moe_finetune.checkpoint.exported_bias import plan_bias
+from moe_finetune.checkpoint.load_model import without_bar
 from moe_finetune.checkpoint.open import Checkpoint, only_weights, open_checkpoint
 from moe_finetune.checkpoint.open_adapter import open_adapter
 from moe_finetune.checkpoint.peft_model import LoraModule, modules_of, wrap
@@ -242,9 +243,11 @@ def _judge(merged: Checkpoint, error: float, moved: float) -> str:
         return "the adapter does not move the logits"
     if nearer:
         return ""
+    effect = "hides" if error >= moved else "blurs"
     return (
-        f"rounding to {coarsest} hides the adapter: it moves the logits {error / moved:.1f} times "
-        "as far as the adapter does; `merge --dtype float32` writes the sums without this rounding"
+        f"rounding to {coarsest} {effect} the adapter: it moves the logits by "
+        f"{100 * error / moved:.0f} % of what the adapter moves them; `merge --dtype float32` "
+        "writes the sums without this rounding"
     )
 
 
@@ -383,10 +386,11 @@ def load(checkpoint: Checkpoint, layers: int) -> Any:
         if checkpoint.quantized is not None:
             state = checkpoint.quantized.slices(torch.float32)
             kind = type(meta_model(config))
-            return kind.from_pretrained(
-                None, config=config, dtype=torch.float32, state_dict=state
-            ).eval()
-        with only_weights(checkpoint.folder) as weights:
+            with without_bar():
+                return kind.from_pretrained(
+                    None, config=config, dtype=torch.float32, state_dict=state
+                ).eval()
+        with without_bar(), only_weights(checkpoint.folder) as weights:
             return kind.from_pretrained(weights, config=config, dtype=torch.float32).eval()
     finally:
         transformers_log.set_verbosity(verbosity)

@@ -150,9 +150,8 @@ def _following(answers: "Answers", recipe: Path, gpu: float | None) -> str:
         ("see whether it fits", fits),
         ("train", [*train, "--output", first]),
     ]
-    if answers.stage == "sft":  # for which shares are measured
-        second = new_run(Path("runs"), first)
-        lines += other_method([str(recipe)], answers.preset == "none", first, second)
+    second, plain = new_run(Path("runs"), first), answers.preset == "none"
+    lines += other_method([str(recipe)], answers.stage, plain, first, second)
     return listed(lines)
 
 

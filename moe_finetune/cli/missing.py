@@ -4,8 +4,8 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_finetune.data.row_forms import renamed
-from moe_finetune.errors import DataError, MoeFinetuneError, did_you_mean
+from moe_finetune.data.row_forms import STAGE_FIELDS, check_fields, renamed
+from moe_finetune.errors import CheckpointError, DataError, MoeFinetuneError, did_you_mean
 from moe_finetune.evaluation.suites import load_suite
 from moe_finetune.io.row_files import placed_rows
 from moe_finetune.io.run_folder import RunFolder
@@ -14,7 +14,9 @@ from moe_finetune.models.config_and_tokenizer import existing_folder
 from moe_finetune.recipe.data import DataSection, DataSource
 from moe_finetune.recipe.early_check import early_sections
 from moe_finetune.recipe.explain_errors import placed
+from moe_finetune.recipe.method import refuse_unknown_preset
 from moe_finetune.recipe.schema import Recipe
+from moe_finetune.recipe.stages import STAGES
 from moe_finetune.recipe.yaml_tree import Tree
 
 
@@ -36,27 +38,44 @@ def refuse_missing(tree: Tree, run: RunFolder | None = None, resume: bool = Fals
     sections = early_sections(tree, Recipe)
     if run is not None:
         run.has_run(resume)
-    existing_folder(sections.model.path, sections.model.revision)
+    refuse_unknown_preset(tree)
+    try:
+        existing_folder(sections.model.path, sections.model.revision)
+    except CheckpointError as error:
+        raise CheckpointError(placed(tree, f"model.path: {error}")) from error
     data = sections.data
+    form = STAGES[sections.stage].form
     for paths in (data.train, data.validation_sources):
         for source in paths if isinstance(paths, list) else [paths] if paths else ():
             rows = DataSource(path=source) if isinstance(source, str) else source
             files = local_files(rows.path, rows.split or data.split)
             try:
-                _check_first_row(files or [], rows, data)
+                _check_first_row(files or [], rows, data, form)
             except DataError as error:
                 raise DataError(placed(tree, str(error))) from error
     if sections.evaluation is not None:
         load_suite(sections.evaluation.suite)
 
 
-def _check_first_row(files: Sequence[Path], source: DataSource, data: DataSection) -> None:
-    """Refuse names in ``data.columns`` that the first row does not have, unless it may be left out.
+def _check_first_row(
+    files: Sequence[Path], source: DataSource, data: DataSection, form: str
+) -> None:
+    """Refuse a first row without the names in ``data.columns``, or without a field of dpo and grpo.
 
-    The rules of a template are checked where rows are formed.
+    One that may be left out is not looked at, and the rules of a template are checked where rows
+    are formed.
     """
     settings = source if source.columns or source.template else data
-    if source.where or data.malformed == "drop" or settings.template or not settings.columns:
+    if source.where or data.malformed == "drop" or settings.template:
+        return
+    columns = settings.columns or {}
+    if not columns and form not in STAGE_FIELDS:
         return
     for location, row in itertools.islice(placed_rows(files[0], finite=False), 1) if files else ():
-        renamed(location, row, settings.columns)
+        mapped_row = renamed(location, row, columns)
+        # TRL takes the prompt from two conversations that begin alike.
+        alike = all(
+            isinstance(mapped_row.get(name), list | dict) for name in ("chosen", "rejected")
+        )
+        if form in STAGE_FIELDS and not (alike and "prompt" not in mapped_row):
+            check_fields(location, list(row), mapped_row, form, columns)

@@ -21,7 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 from moe_finetune.data.held_out import warn_of_few
 from moe_finetune.data.prepared_rows import Examples, load_examples, said, unread_lines
-from moe_finetune.data.row_forms import columns_of, renamed, with_values
+from moe_finetune.data.row_forms import (
+    STAGE_FIELDS,
+    check_fields,
+    columns_of,
+    renamed,
+    with_values,
+)
 from moe_finetune.data.row_lengths import LengthsOfData, RowLengths
 from moe_finetune.data.sources import SourceReader, files_line, listed, rows_of
 from moe_finetune.data.template_fields import field_reader
@@ -38,10 +44,6 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 log = logging.getLogger(__name__)
-FIELDS: dict[str, tuple[str, ...]] = {
-    "preference": ("prompt", "chosen", "rejected"),
-    "prompts": ("prompt",),
-}
 ANSWERS = ("chosen", "rejected")
 READ_BY = {"exact_match": "answer", "boxed": "answer", "code": "tests"}
 """Reward -> the field that it reads in a row."""
@@ -65,7 +67,7 @@ class StageFormer:
         self.tokenizer = tokenizer
         self.rewards = {READ_BY[name]: name for name in rewards if name in READ_BY}
         self.any_column = any(name not in READ_BY for name in rewards)
-        self.form, self.columns, self.fields = stage.form, columns or {}, FIELDS[stage.form]
+        self.form, self.columns, self.fields = stage.form, columns or {}, STAGE_FIELDS[stage.form]
         self.unread: set[str] = set()
         self.turns = TurnCounts()
         for field in self.columns:
@@ -94,14 +96,7 @@ class StageFormer:
                     f"{location}: 'chosen' and 'rejected' must start with the same turns and then "
                     "differ; add the field 'prompt'"
                 )
-        for field in self.fields:
-            if field not in row:
-                raise DataError(
-                    f"{location}: no field '{field}'; a row needs {', '.join(self.fields)}, "
-                    f"and this one has {', '.join(map(str, names)) or 'no fields'}. Map your "
-                    "fields with data.columns"
-                    + (", or set stage: sft" if {"messages", "completion"} & set(names) else "")
-                )
+        check_fields(location, names, row, self.form, self.columns)
         if len({type(row[field]) for field in self.fields}) > 1:
             raise DataError(
                 f"{location}: {', '.join(self.fields)} mix texts and turns; use only texts, or "
@@ -235,7 +230,7 @@ def fields_read(stage: Stage, rewards: Sequence[str | None]) -> set[str] | None:
     """The fields of a formed row that the stage's trainer reads; None for all."""
     if stage.form == "preference" or any(name not in READ_BY for name in rewards):
         return None
-    return {*FIELDS[stage.form], *(READ_BY[name] for name in rewards if name in READ_BY)}
+    return {*STAGE_FIELDS[stage.form], *(READ_BY[name] for name in rewards if name in READ_BY)}
 
 
 def load_for_stage(recipe: Recipe, tokenizer: Any) -> Examples:
@@ -330,7 +325,7 @@ def _read(
             f"data.{name}: all rows{added} are longer than data.max_length {data.max_length}; "
             f"{remedy}"
         )
-    log.info("%s data: %d rows of %s", name, len(fitting), ", ".join(FIELDS[stage.form]))
+    log.info("%s data: %d rows of %s", name, len(fitting), ", ".join(STAGE_FIELDS[stage.form]))
     reads, length = field_reader(tokenizer), data.max_length
     lines = [line for reader in readers for line in reader.former.turns.lines(reads)]
     if counts["begun"]:

@@ -7,7 +7,7 @@ A row that has none of them is refused with its file and line; nothing is skippe
 
 import math
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from moe_finetune.data.turns import COLUMNS, conversation, unlearned
@@ -21,6 +21,11 @@ FIELDS: dict[Form, tuple[str, ...]] = {
     "prompt_completion": ("prompt", "completion"),
     "text": ("text",),
 }
+STAGE_FIELDS: dict[str, tuple[str, ...]] = {
+    "preference": ("prompt", "chosen", "rejected"),
+    "prompts": ("prompt",),
+}
+"""Form of a stage's rows -> the fields that each has; see :mod:`moe_finetune.recipe.stages`."""
 QUESTION_TEMPLATE = {"prompt": "Question: {question}\nAnswer:", "completion": " {answer}"}
 """GSM8K's prompt in lm-evaluation-harness, for ``question``/``answer`` rows."""
 _ASKED = {"prompt": "{question}\nAnswer:", "completion": " {answer}"}
@@ -216,6 +221,36 @@ def _remedy(row: Row) -> str:
         return f"Map your fields with data.columns: data.columns={{text: {example}}}"
     columns = f"{{prompt: {texts[0]}, completion: {texts[1]}}}"
     return f"Map your fields with data.columns, for example data.columns={columns}"
+
+
+def check_fields(
+    location: str, names: Sequence[str], row: Row, form: str, columns: Mapping[str, str]
+) -> None:
+    """Refuse a row without a field of its stage's form, and guess the columns to set.
+
+    Args:
+        names: the file's own fields; ``row`` also has those of ``columns``.
+    """
+    fields = STAGE_FIELDS[form]
+    missing = [field for field in fields if field not in row]
+    if not missing:
+        return
+    remedy = "Map your fields with data.columns"
+    if {"messages", "completion"} & set(names):
+        remedy += ", or set stage: sft"
+    else:
+        reserved = {*fields, *columns_of(columns), "answer", "tests"}  # rewards read the last two
+        texts = [
+            name for name in names if name not in reserved and isinstance(row[name], str | list)
+        ]
+        if len(texts) >= len(missing):
+            pairs = {**columns, **dict(zip(missing, texts, strict=False))}
+            mapped = ", ".join(f"{ours}: {pairs[ours]}" for ours in fields if ours in pairs)
+            remedy += f", for example data.columns={{{mapped}}}"
+    raise DataError(
+        f"{location}: no field '{missing[0]}'; a row needs {', '.join(fields)}, and this one has "
+        f"{', '.join(map(str, names)) or 'no fields'}. {remedy}"
+    )
 
 
 def _is_chat(row: Row) -> bool:

@@ -85,9 +85,10 @@ def load_results(path: str | Path) -> Results:
     if not path.is_file():
         run, how = RunFolder(path.parent), "run 'moe-finetune eval' first"
         if run.recipe.is_file():
+            path = run.results
             how = (
                 f"score the run with 'moe-finetune eval {run.path} --suite NAME', which writes "
-                f"{run.results}"
+                f"{run.evaluation}"
             )
         raise EvaluationError(f"no results at {path}; {how}")
     content = read_object(path, EvaluationError, "evaluate again", finite=False)

@@ -1,10 +1,11 @@
 """A folder that appears whole or not at all: written under a hidden name, synced, renamed."""
 
+import difflib
 import errno
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +20,13 @@ _OVERHEAD = 4 << 20
 def is_taken(folder: Path) -> bool:
     """Return whether ``folder`` exists and is not an empty folder."""
     return folder.exists() and (not folder.is_dir() or bool(contents(folder)))
+
+
+def like(path: Path, others: Iterable[Path]) -> str:
+    """``"; did you mean 'runs/first'?"`` for the nearest name of ``others``, or ``""``."""
+    by_name = {other.name: other for other in others}
+    near = difflib.get_close_matches(path.name, by_name, n=1)
+    return f"; did you mean '{by_name[near[0]]}'?" if near else ""
 
 
 def enter_folder(output: Path, mark: Path, what: str, resume: bool) -> bool:

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 PROGRAM = "moe-finetune"
-LOSSES = ("method=orthogonal_variance", "method.share=recommended")
-"""Overrides of the run that one without added losses is compared with."""
 Line = tuple[str, Sequence[str]]
 """What a command is for, and its words."""
 
@@ -34,7 +32,18 @@ def new_run(folder: Path, *avoided: str) -> str:
     return next(path for path in paths if path not in avoided and not Path(path).exists())
 
 
-def other_method(recipe: Sequence[str], plain: bool, run: str, other: str) -> list[Line]:
+def losses(stage: str) -> tuple[str, str]:
+    """Overrides of the run that one without added losses is compared with.
+
+    The recommended shares were measured in stage sft.
+    """
+    share = "recommended" if stage == "sft" else "0.1"
+    return ("method=orthogonal_variance", f"method.share={share}")
+
+
+def other_method(
+    recipe: Sequence[str], stage: str, plain: bool, run: str, other: str
+) -> list[Line]:
     """The run with losses for one without, or without for one with; and the report of both.
 
     Args:
@@ -42,7 +51,7 @@ def other_method(recipe: Sequence[str], plain: bool, run: str, other: str) -> li
         plain: whether ``run`` has no added losses.
         other: the folder of the second run.
     """
-    changes = LOSSES if plain else ("method=none",)
+    changes = losses(stage) if plain else ("method=none",)
     baseline, compared = (run, other) if plain else (other, run)
     both = str(Path(run).parent / "both")
     return [

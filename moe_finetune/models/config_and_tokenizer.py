@@ -12,6 +12,7 @@ from moe_finetune.errors import (
 )
 from moe_finetune.io.check_config import QUANTIZATION, SAME_CLASS, asks_for_a_package
 from moe_finetune.io.checkpoint_files import COPY_AGAIN, read_config
+from moe_finetune.io.folder import like
 from moe_finetune.io.hub import download
 from moe_finetune.io.json_file import read_object
 from moe_finetune.models import Family, check_supported, family_of
@@ -39,13 +40,15 @@ def existing_folder(path: str | Path, revision: str | None = None) -> Path | Non
         return folder
     parts = str(path).split("/")
     if folder.is_absolute() or len(parts) != 2 or parts[0] in ("", ".", "..", "~"):
-        raise CheckpointError(
-            f"{path}: no such folder; give a checkpoint folder, or a hub id such as "
-            "Qwen/Qwen3-30B-A3B"
-        )
-    runs = sorted(run.parent.name for run in Path(parts[0]).glob("*/recipe.yaml"))
+        siblings = folder.parent.iterdir() if folder.parent.is_dir() else ()
+        nearest = like(folder, (sibling for sibling in siblings if sibling.is_dir()))
+        relative = "" if folder.is_absolute() else f" (relative to {Path.cwd()})"
+        remedy = nearest or "; give a checkpoint folder, or a hub id such as Qwen/Qwen3-30B-A3B"
+        raise CheckpointError(f"{path}: no such folder{relative}{remedy}")
+    runs = sorted(file.parent for file in Path(parts[0]).glob("*/recipe.yaml"))
     if runs:  # a folder of runs, and no organization of the hub
-        raise CheckpointError(f"{path}: no such run; {parts[0]} has {', '.join(runs)}")
+        all_runs = f"; {parts[0]} has {', '.join(run.name for run in runs)}"
+        raise CheckpointError(f"{path}: no such run{like(folder, runs) or all_runs}")
     return None
 
 

@@ -1,6 +1,7 @@
 """The ``method:`` section: from a preset and its changes to validated losses and perturbations."""
 
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -9,7 +10,7 @@ from pydantic.functional_serializers import field_serializer
 
 from moe_finetune.errors import RecipeError, did_you_mean
 from moe_finetune.io.terminal import terminal
-from moe_finetune.recipe.explain_errors import describe
+from moe_finetune.recipe.explain_errors import describe, placed
 from moe_finetune.recipe.section_base import Section
 from moe_finetune.recipe.yaml_tree import Tree, merge_mappings, recipes_folder
 
@@ -140,8 +141,25 @@ def _preset(name: str) -> dict[str, Any]:
     from moe_finetune.losses.presets import PRESETS
 
     if name not in PRESETS:
-        raise RecipeError(f"method.preset: unknown preset '{name}'{_hint(name, PRESETS)}")
+        raise RecipeError(_unknown_preset(name, PRESETS))
     return PRESETS[name].method()
+
+
+def _unknown_preset(name: str, presets: Iterable[str]) -> str:
+    return f"method.preset: unknown preset '{name}'{_hint(name, presets)}"
+
+
+def refuse_unknown_preset(tree: Tree) -> None:
+    """Refuse a preset that has no file in ``recipes/methods``, before the losses are imported.
+
+    Does nothing where they are imported already, as by a plugin that registers presets.
+    """
+    method = tree.values.get("method")
+    name = method.get("preset") if isinstance(method, dict) else None
+    if isinstance(name, str) and "moe_finetune.losses.presets" not in sys.modules:
+        presets = [file.stem for file in (recipes_folder() / "methods").glob("*.yaml")]
+        if name not in presets:
+            raise RecipeError(placed(tree, _unknown_preset(name, presets)))
 
 
 WEIGHTED = ("load_balance", "z_loss")

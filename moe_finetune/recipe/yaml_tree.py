@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from moe_finetune.errors import RecipeError
+from moe_finetune.io.folder import like
 from moe_finetune.io.yaml_file import YamlError, parse_file, parse_yaml
 
 Key = tuple[str | int, ...]
@@ -124,7 +125,8 @@ def _parse(path: Path) -> Tree:
     if path.is_dir():
         raise RecipeError(f"{path} is a folder; give a recipe file ('moe-finetune init' makes one)")
     if not path.is_file():
-        raise RecipeError(f"there is no recipe file {path}")
+        files = (file for folder in (Path(), path.parent) for file in sorted(folder.glob("*.y*ml")))
+        raise RecipeError(f"there is no recipe file {path}{like(path, files)}")
     if path.suffix in _DATA:
         raise RecipeError(
             f"{path} is data, not a recipe; give a recipe and data.train={path} ('moe-finetune "

@@ -96,18 +96,17 @@ def next_commands(
 def second_run(run: Path, recipe: Sequence[str]) -> list[Line]:
     """The run to compare ``run`` with, and the report of both; only the report if it is there.
 
-    Nothing but for stage sft, for which the losses' strength is measured.
-
     Args:
         recipe: files and overrides that ``run`` was started with.
     """
     this = read_run(run, "")
-    if this.stage != "sft":
-        return []
     plain = this.method in (None, "none")
     for file in sorted(run.parent.glob(f"*/{RECIPE_FILE}")):
         other = read_run(file.parent, "")
-        same = all(this.recipe.get(key) == other.recipe.get(key) for key in ("model", "data"))
+        same = other.stage == this.stage and all(
+            this.recipe.get(key) == other.recipe.get(key) for key in ("model", "data")
+        )
         if same and (other.method in (None, "none")) is not plain:
-            return other_method(recipe, plain, str(run), str(file.parent))[1:]
-    return other_method(recipe, plain, str(run), new_run(run.parent, str(run)))
+            return other_method(recipe, this.stage, plain, str(run), str(file.parent))[1:]
+    new = new_run(run.parent, str(run))
+    return other_method(recipe, this.stage, plain, str(run), new)

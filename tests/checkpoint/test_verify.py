@@ -1,6 +1,7 @@
 """Verification accepts what was merged and sees every kind of damage."""
 
 import math
+import re
 import shutil
 
 import pytest
@@ -13,6 +14,7 @@ from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.checkpoint.open_adapter import open_adapter
 from moe_finetune.checkpoint.verify import compare_logits, verify_merge
 from moe_finetune.errors import CheckpointError, NumericsError
+from moe_finetune.io.terminal import terminal
 from moe_finetune.models.small_configs import first_layers
 from tests.checkpoint import helpers
 from tests.checkpoint.helpers import select
@@ -194,7 +196,27 @@ def test_a_small_change_in_half_precision(in_bfloat16, family):
     report = verify_merge(folder / "base", folder / "adapter", folder / "merged")
     assert report.off_by_a_step <= 1e-3 * report.elements
     # What 16 bits cannot tell apart is said, not hidden.
-    assert report.moved > 10 * report.error or "hides the adapter" in report.text()
+    assert report.moved > 10 * report.error or "rounding to BF16" in report.text()
+
+
+@pytest.mark.parametrize(
+    ("error", "note"),
+    [(0.0009, ""), (0.0013, ".*blurs the adapter: .*by 13 % of"), (0.012, ".*hides .*by 120 % of")],
+)
+def test_rounding_is_named_by_its_share_of_the_adapter(in_bfloat16, monkeypatch, error, note):
+    """A tenth of the change was called hidden, and 13 % was written as 0.1."""
+    monkeypatch.setattr(verify, "compare_logits", lambda *_: (error, 0.01))
+    folder = in_bfloat16("glm4_moe")
+    found = verify_merge(folder / "base", folder / "adapter", folder / "merged").note
+    assert re.fullmatch(f"{note}.*float32.*" if note else "", found)
+
+
+def test_a_command_shows_no_bar_of_transformers(in_bfloat16, monkeypatch, capsys):
+    monkeypatch.setattr(terminal(), "capture", True)
+    merged = open_checkpoint(in_bfloat16("glm4_moe") / "merged")
+    capsys.readouterr()
+    verify.load(merged, 1)
+    assert "Loading" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "gpt_oss", "qwen3_vl_moe"])

@@ -117,6 +117,8 @@ def test_a_run_that_is_not_there_is_no_hub_id(tmp_path, monkeypatch):
         (tmp_path / "runs" / name / "recipe.yaml").write_text("")
     with pytest.raises(CheckpointError, match="runs/nope: no such run; runs has first, second"):
         existing_folder("runs/nope")
+    with pytest.raises(CheckpointError, match="runs/firts: no such run; did you mean 'runs/first'"):
+        existing_folder("runs/firts")
     assert existing_folder("runs/first") is not None
     (tmp_path / "Qwen").mkdir()
     assert existing_folder("Qwen/Qwen3-30B-A3B") is None

@@ -44,7 +44,15 @@ def test_the_source_shows_the_fields_of_the_class(stage):
 MISSING = [
     (["train", "r.yaml", "data.train=gone.jsonl", "-o", "new"], "no data file or folder gone"),
     (["train", "r.yaml", "data.validation=[gone.jsonl]", "-o", "new"], "gone.jsonl"),
-    (["train", "r.yaml", "model.path=./gone", "-o", "new"], "./gone: no such folder"),
+    (
+        ["train", "r.yaml", "model.path=./gone", "-o", "new"],
+        "override 'model.path=./gone': model.path: ./gone: no such folder (relative to /",
+    ),
+    (["train", "m.yaml", "-o", "new"], "no recipe file m.yaml; did you mean 'r.yaml'?"),
+    (
+        ["train", "r.yaml", "method=orthogonal_varience", "-o", "new"],
+        "method.preset: unknown preset 'orthogonal_varience'; did you mean 'orthogonal_variance'?",
+    ),
     (["train", "r.yaml", "evaluation.suite=gsm9k", "-o", "new"], "did you mean 'gsm8k'"),
     (["train", "r.yaml", "-o", "done"], "done already contains a run"),
     (["train", "r.yaml", "-o", "new", "--resume"], "--resume: new contains no run"),
@@ -57,6 +65,7 @@ MISSING = [
     (["eval", "./gone", "--suite", "gsm8k", "-o", "new"], "./gone: no such folder"),
     (["eval", "m", "--suite", "gsm9k", "-o", "new"], "did you mean 'gsm8k'"),
     (["ask", "./gone", "Why?"], "./gone: no such folder"),
+    (["ask", "./doen", "Why?"], "did you mean 'done'?"),
     (["analyze", "./gone", "--domain", "a=t.jsonl", "-o", "new"], "./gone: no such folder"),
     (["analyze", "m", "--domain", "a=gone.jsonl", "-o", "new"], "gone.jsonl"),
     (
@@ -89,6 +98,26 @@ MISSING = [
             "data.columns={prompt: ask}",
         ],
         "t.jsonl:1: no field 'ask' (data.columns.prompt)",
+    ),
+    (
+        ["init", "m", "--data", "p.jsonl", "--stage", "dpo", "-o", "new.yaml"],
+        "p.jsonl:1: no field 'prompt'; a row needs prompt, chosen, rejected, and this one has id, "
+        "question, good, bad. Map your fields with data.columns, for example "
+        "data.columns={prompt: question, chosen: good, rejected: bad}",
+    ),
+    (
+        [
+            *("train", "r.yaml", "stage=dpo", "data.train=p.jsonl", "-o", "new"),
+            "data.columns={rejected: bad}",
+        ],
+        "data.columns={prompt: question, chosen: good, rejected: bad}",
+    ),
+    (
+        [
+            *("train", "r.yaml", "stage=grpo", "rewards=[exact_match]", "-o", "new"),
+            "data.train=p.jsonl",
+        ],
+        "for example data.columns={prompt: question}",
     ),
 ]
 """Commands that name what is not there, or write where something is."""
@@ -124,11 +153,14 @@ def test_what_is_missing_ends_without_the_heavy_imports(tmp_path):
     for file in ("r.yaml", "done/recipe.yaml"):
         (tmp_path / file).write_text(recipe)
     (tmp_path / "t.jsonl").write_text('{"text": "a b"}\n')
+    pairs = '{"id": 7, "question": "2+2", "good": "4", "bad": "5"}\n'
+    (tmp_path / "p.jsonl").write_text(pairs)
     for (arguments, said), (code, shown) in zip(
         MISSING, ends_of([arguments for arguments, _ in MISSING], tmp_path), strict=True
     ):
         assert code == 2 and said in shown, (arguments, shown)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["done", "m", "r.yaml", "t.jsonl"]
+    kept = ["done", "m", "p.jsonl", "r.yaml", "t.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == kept
 
 
 def ends_of(commands, folder):

@@ -119,4 +119,6 @@ def test_a_run_ends_with_the_run_to_compare_it_with(tmp_path):
     assert "train my.yaml method=none --output" in train
     assert report.index("alone/first") < report.index("a b'")
     (lonely / "recipe.yaml").write_text("stage: dpo\nmethod: {preset: none}\n")
-    assert second_run(lonely, ["my.yaml"]) == []
+    train, _ = (shlex.join(words) for _, words in second_run(lonely, ["my.yaml"]))
+    # The recommended shares were measured in stage sft.
+    assert "my.yaml method=orthogonal_variance method.share=0.1 --output" in train

@@ -178,5 +178,7 @@ def test_a_damaged_row_of_samples_is_named(tmp_path, key):
 def test_a_run_without_scores_is_told_how_to_get_them(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "recipe.yaml").write_text("model: {path: m}")
-    with pytest.raises(EvaluationError, match=r"moe-finetune eval .*run --suite NAME.*run/eval"):
+    with pytest.raises(
+        EvaluationError, match=r"at .*run/eval/results\.json; .*eval .*run --suite NAME.*run/eval"
+    ):
         compare([tmp_path / "run", tmp_path / "run"])

@@ -13,13 +13,14 @@ import torch
 import yaml
 
 from moe_finetune.data.held_out import FEW
-from moe_finetune.data.preference_and_prompt_rows import FIELDS, READ_BY, StageFormer
+from moe_finetune.data.preference_and_prompt_rows import READ_BY, StageFormer
+from moe_finetune.data.row_forms import STAGE_FIELDS
 from moe_finetune.data.sources import SourceReader, listed
 from moe_finetune.errors import RecipeError, did_you_mean
 from moe_finetune.evaluation.suites import load_suite
 from moe_finetune.io.atomic import refuse_existing, write_new
 from moe_finetune.io.counted import counted, in_number
-from moe_finetune.io.next_commands import LOSSES
+from moe_finetune.io.next_commands import losses
 from moe_finetune.io.row_files import Row
 from moe_finetune.io.split_files import has_validation
 from moe_finetune.io.terminal import terminal
@@ -122,7 +123,7 @@ class Answers:
     def layout(self) -> str:
         """The detected layout of the rows."""
         if (form := STAGES[self.stage].form) != "tokens":
-            return ", ".join(FIELDS[form])
+            return ", ".join(STAGE_FIELDS[form])
         assert self.rows  # reading them detects it
         formers = [reader.former for reader in self._readers]
         return "; ".join(dict.fromkeys(former.detected or former.form for former in formers))
@@ -354,8 +355,8 @@ def write_starter(answers: Answers, output: Path, gpu: float | None = None) -> s
     device: Device = "cuda" if gpu or torch.cuda.is_available() else "cpu"
     gib = gpu or machine_bytes() / GIB
     values = tree.values
-    if answers.stage == "sft" and answers.preset == "none":  # whose second run has to fit as well
-        values = merge_mappings(values, load_tree([], LOSSES).values)
+    if answers.preset == "none":  # whose second run has to fit as well
+        values = merge_mappings(values, load_tree([], losses(answers.stage)).values)
     with terminal().announced("init"):
         user_keys = [key for key, _ in _leaves(answers.overridden.values)]
         changes, fits = memory_changes(values, gib, device, user_keys)

@@ -205,6 +205,9 @@ def test_preferences_get_a_recipe_of_stage_dpo(tiny_checkpoint, rows, tmp_path, 
     assert (recipe.stage, recipe.method.preset, recipe.router.train) == ("dpo", "none", "frozen")
     assert recipe.trainer["beta"] == 0.1 and "prompt, chosen, rejected" in output.read_text()
     assert "1 step of 1 row, which changes little" in output.read_text()
+    second = following(capsys.readouterr().out)["with the other method"]
+    changed = load_recipe(*split_items(second[2:-2]))
+    assert changed.stage == "dpo" and changed.method.terms["orthogonality"].share == 0.1
     assert cli.main([*command[:-1], "x.yaml", "--stage", "kto"]) == 2
     assert "--stage kto: init writes recipes for sft, dpo, grpo" in capsys.readouterr().err
 
