@@ -105,10 +105,18 @@ def inspect(
     from moe_finetune.training.before.inspect_checkpoint import inspect_checkpoint, inspect_dense
 
     if is_adapter(Path(checkpoint)):
+        given = {"--recipe": recipe, "--prove": prove, "--gpu": gpu is not None, "--gpus": gpus > 1}
+        if unread := [option for option, value in given.items() if value]:
+            raise RecipeError(
+                f"{unread[0]}: of a checkpoint, and {checkpoint} is an adapter; give its base, or "
+                "leave the option out"
+            )
         facts = _inspect_adapter(Path(checkpoint), base)
         print(dumps(facts.to_mapping(), indent=2) if json else facts.text())
         return
     checkpoint = str(checkpoint_in(checkpoint))
+    if base is not None:
+        raise RecipeError(f"--base: an adapter's, and {checkpoint} is none; leave it out")
     if prove:
         read = load_recipe(recipe, changes) if recipe else None  # may declare the family
         proof = _prove(checkpoint, read)

@@ -207,6 +207,14 @@ def test_inspect_names_maker_form_and_parts(maker, named, form, tmp_path, capsys
     assert facts["forms"]["peft"][1].startswith("nothing")
     assert main(["inspect", str(adapter), "--base", str(experts.base)]) == 0
     assert "routed experts" in capsys.readouterr().out
+    for options, words in (
+        ([str(adapter), "--gpu", "24"], "--gpu: of a checkpoint"),
+        ([str(adapter), "--prove"], "--prove: of a checkpoint"),
+        ([str(experts.base), "--base", str(experts.base)], "--base: an adapter's"),
+    ):
+        capsys.readouterr()
+        assert main(["inspect", *options]) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_the_table_of_the_page_names_these_programs_and_forms():
