@@ -45,7 +45,7 @@ def micro_batch(recipe: Recipe, lengths: LengthsOfData | None = None) -> MicroBa
     batch = int(trainer.get("per_device_train_batch_size", 8))
     rows, length = _padded(recipe, batch, lengths and lengths.train)
     reference = stage.reference and not trainer.get("precompute_ref_log_probs", False)
-    if stage.form == "prompts":
+    if stage.form == "prompts" and recipe.lora is None:  # TRL's import, for its default
         reference = float(trainer_value(stage, trainer, "beta")) > 0
     return MicroBatch(rows, length, reference and recipe.lora is None, lengths is not None)
 
