@@ -51,8 +51,11 @@ class Row:
 
     @property
     def adapted(self) -> bool:
-        """Whether a LoRA on everything changes it: the matrices of four parts, not their biases."""
-        matrix = len(self.shape) > 1 and not self.names.endswith("bias")
+        """Whether a LoRA on everything changes it: the matrices of four parts, not their biases and
+        not a shared expert's gate, which has a key of its own."""
+        matrix = len(self.shape) > 1 and not self.names.endswith(
+            ("bias", "shared_expert_gate.weight")
+        )
         return matrix and self.part in ADAPTED
 
     @property

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from moe_finetune.models.loading import load_config
 
 from moe_finetune.checkpoint.merge import plan_merge
 from moe_finetune.checkpoint.open import Checkpoint, open_checkpoint
@@ -15,6 +14,7 @@ from moe_finetune.errors import MoeFinetuneError
 from moe_finetune.lora import targets
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.models.class_structure import meta_model
+from moe_finetune.models.config_and_tokenizer import load_config
 from moe_finetune.recipe.schema import Recipe, recipe_from_tree
 from moe_finetune.recipe.yaml_tree import Tree
 from moe_finetune.training.before.inspect_checkpoint import inspect_checkpoint
