@@ -152,10 +152,13 @@ def _unknown_preset(name: str, presets: Iterable[str]) -> str:
 def refuse_unknown_preset(tree: Tree) -> None:
     """Refuse a preset that has no file in ``recipes/methods``, before the losses are imported.
 
-    Does nothing where they are imported already, as by a plugin that registers presets.
+    Does nothing where they are imported already, or a plugin of the recipe, which may register
+    presets, is imported later.
     """
     method = tree.values.get("method")
     name = method.get("preset") if isinstance(method, dict) else None
+    if tree.values.get("plugins"):
+        return
     if isinstance(name, str) and "moe_finetune.losses.presets" not in sys.modules:
         presets = [file.stem for file in (recipes_folder() / "methods").glob("*.yaml")]
         if name not in presets:

@@ -168,6 +168,14 @@ def test_layers_of_the_config_are_those_of_the_tensors(made, layers, part, tmp_p
     refused(adapter, experts.base, "layers_to_transform", part)
 
 
+@pytest.mark.parametrize("layers", [None, [], [0, 1, 2, 3]])
+def test_a_config_of_all_layers_is_read(made, layers, tmp_path):
+    experts, tensors, config = made("tinker")
+    adapter = save(tmp_path / "adapter", tensors, config | {"layers_to_transform": layers})
+    opened = open_adapter(adapter, open_checkpoint(experts.base))
+    assert {update.name.split(".")[2] for update in opened.low_rank} == {"0", "1", "2", "3"}
+
+
 @pytest.mark.parametrize(
     ("maker", "key", "second"),
     [

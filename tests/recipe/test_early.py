@@ -9,6 +9,7 @@ import pytest
 
 from moe_finetune.errors import RecipeError
 from moe_finetune.recipe.fields_of_trl import section_in_source
+from moe_finetune.recipe.method import refuse_unknown_preset
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.stages import STAGES, trainer_section
 from moe_finetune.recipe.yaml_tree import Tree
@@ -227,3 +228,12 @@ def test_what_the_source_does_not_show_is_refused_before_a_run():
     wrong = recipe.model_copy(update={"trainer": {"optim": "adamm"}})
     with pytest.raises(RecipeError, match=r"trainer\.optim: must be .*'adamw_torch'"):
         check_trainer_keys(wrong)
+
+
+def test_a_preset_may_be_a_plugin_s(monkeypatch):
+    """A recipe's plugins are imported after the early check."""
+    monkeypatch.delitem(sys.modules, "moe_finetune.losses.presets", raising=False)
+    method = {"method": {"preset": "of_a_plugin"}}
+    with pytest.raises(RecipeError, match="unknown preset 'of_a_plugin'"):
+        refuse_unknown_preset(Tree(method))
+    refuse_unknown_preset(Tree({**method, "plugins": ["my_plugin"]}))

@@ -270,7 +270,7 @@ def _chosen_layers(stored: Adapter, layers: Iterable[int]) -> list[int]:
 def check_choice(stored: Adapter, experts: ClassExperts, used: Iterable[Place]) -> None:
     """Refuse layers in the config that are none, or that lack some of the tensors' layers."""
     chosen, where = stored.config.get("layers_to_transform"), stored.folder / CONFIG
-    if chosen is None:
+    if chosen is None or chosen == []:  # of either, PEFT reads all layers
         return
     listed = chosen if isinstance(chosen, list) else [chosen]
     layers = range(experts.base.model_config.get_text_config().num_hidden_layers)
