@@ -95,7 +95,9 @@ def test_failures_end_with_exit_code_1_and_their_reason(warm, ingredients, write
         [*STUDY, file, "--output", tmp_path / "out"], capture_output=True, text=True
     )
     assert found.returncode == 1
-    assert f"failed: bad seed 1: {tmp_path / 'gone'}: no such folder" in found.stdout
+    recipe = tmp_path / "out" / "recipes" / "bad" / "seed_1.yaml"
+    place = f"{recipe}:4: model.path: {tmp_path / 'gone'}"
+    assert f"bad seed 1 is failed: {place}: no such folder" in found.stdout
     assert "1 of 2 runs finished" in found.stdout
     assert "Traceback" not in found.stderr
 
