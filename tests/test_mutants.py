@@ -2,6 +2,7 @@
 
 import ast
 import shutil
+import subprocess
 
 import pytest
 
@@ -50,3 +51,77 @@ def test_a_draw_repeats_and_has_tests(room):
     for mutant in drawn:
         assert room in (None, mutant.room)
         assert all((ROOT / folder).exists() for folder in folders_of(mutant))
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A package of two rooms, whose tests reach ``losses/f.py`` over one import, two, and none."""
+    files = {
+        "moe_finetune/losses/f.py": "def f(a):\n    return a + 1\n",
+        "moe_finetune/losses/g.py": "from moe_finetune.losses.f import f\n",
+        "moe_finetune/losses/h.py": "",
+        "tests/losses/test_a_far.py": "def test():\n    pass\n",
+        "tests/losses/test_b_middle.py": "from moe_finetune.losses import g\ndef test(): g.f\n",
+        "tests/losses/test_c_near.py": "from moe_finetune.losses.f import f\ndef test(): f(1)\n",
+        "tests/losses/runs/test_d_deep.py": "import moe_finetune.losses.g\ndef test(): pass\n",
+        "tests/models/test_patches.py": "def test():\n    'moe_finetune.losses.f.f'\n",
+        "tests/models/test_other.py": "import moe_finetune.losses.h\ndef test():\n    pass\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "runs" / "of_a_user").mkdir(parents=True)
+    monkeypatch.setattr(mutants, "ROOT", tmp_path)
+    return tmp_path
+
+
+def test_tests_that_name_the_module_come_first(repository):
+    (first, *_) = mutants_of(repository / "moe_finetune/losses/f.py")
+    near, rest = mutants.ordered_tests(first)
+    assert near == ["tests/losses/test_c_near.py", "tests/models/test_patches.py"]
+    middle = ["tests/losses/runs/test_d_deep.py", "tests/losses/test_b_middle.py"]
+    assert rest == [*middle, "tests/losses/test_a_far.py"]
+
+
+def test_the_first_failure_is_named(repository):
+    assert mutants.first_failure(repository, ["tests/losses/test_a_far.py"], 120) is None
+    broken = repository / "tests/losses/test_a_far.py"
+    broken.write_text("def test_fine():\n    pass\ndef test():\n    assert False\n")
+    files = ["tests/losses/test_b_middle.py", "tests/losses/test_a_far.py"]
+    failed = mutants.first_failure(repository, files, 120)
+    assert failed == "tests/losses/test_a_far.py::test"
+    broken.write_text("import nothing_of_this_name\n")
+    assert mutants.first_failure(repository, files, 120) == "tests/losses/test_a_far.py"
+    with pytest.raises(RuntimeError, match=r"not found: .*test_gone\.py"):
+        mutants.first_failure(repository, ["tests/losses/test_gone.py"], 120)
+
+
+@pytest.mark.parametrize(
+    ("near", "rest", "result"),
+    [
+        (None, None, "**survived**"),
+        ("tests/a.py::test", None, "killed by tests/a.py::test"),
+        (None, "tests/b.py::test", "killed by tests/b.py::test"),
+        ("too long", None, "not decided"),
+        (None, "too long", "**survived** 2 near files; the room's others took too long"),
+    ],
+)
+def test_verdicts_of_near_tests_and_of_the_rooms(repository, monkeypatch, near, rest, result):
+    (first, *_) = mutants_of(repository / "moe_finetune/losses/f.py")
+    answers, given = iter((near, rest)), []
+
+    def answer(copy, files, seconds):
+        assert "a - 1" in (copy / "moe_finetune/losses/f.py").read_text() and seconds <= 60
+        given.extend(files)
+        assert all((copy / file).is_file() for file in files)
+        assert not (copy / "runs").exists()
+        text = next(answers)
+        if text == "too long":
+            raise subprocess.TimeoutExpired("pytest", seconds)
+        return text
+
+    monkeypatch.setattr(mutants, "first_failure", answer)
+    assert mutants.verdict(first, 60) == result
+    assert given == [
+        path for part in mutants.ordered_tests(first)[: 1 if near else 2] for path in part
+    ]
