@@ -270,12 +270,19 @@ class SavesBetweenGenerations(_Trainer):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
         if checkpoint is not None:
-            self._step = self.state.global_step * self.args.gradient_accumulation_steps
+            self._step = self._trained_micro_batches()
             if not self.can_save():
                 log.warning(
                     "the checkpoint is inside a generation batch, because its run ended there or "
                     "had another number of processes; the batch's completions are sampled again"
                 )
+
+    def _trained_micro_batches(self) -> int:
+        """Those of all steps so far; an epoch's last step may have fewer than the others."""
+        window = self.args.gradient_accumulation_steps
+        an_epoch = len(self.callback_handler.train_dataloader)
+        epochs, steps = divmod(self.state.global_step, math.ceil(an_epoch / window))
+        return epochs * an_epoch + steps * window
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         sampler = super()._get_train_sampler(*args, **kwargs)

@@ -153,10 +153,26 @@ class Stop(TrainerCallback):
             raise RuntimeError("stopped here")
 
 
-@pytest.mark.parametrize(("stop", "replay"), [(6, "old_policy"), (5, "off")])
-def test_a_run_stopped_inside_a_generation_batch_ends_like_the_straight_one(tmp_path, stop, replay):
-    """A rollout serves two steps, an epoch has four; saves wait for a rollout's end."""
-    options = {"max_steps": 7, "save_strategy": "steps", "save_steps": 1, "logging_steps": 2}
+# A rollout serves two steps of two micro-batches each, an epoch has four.
+WHOLE = {"logging_steps": 2}
+# An epoch is one rollout of three micro-batches, in steps of two micro-batches and of one.
+SHORT = {"steps_per_generation": 3, "num_iterations": 1}
+
+
+@pytest.mark.parametrize(
+    ("stop", "replay", "changes", "saved"),
+    [
+        (6, "old_policy", WHOLE, 2 * 4),
+        (5, "off", WHOLE, 2 * 4),
+        (5, "old_policy", SHORT, 3 * 2),
+        (5, "off", SHORT, 3 * 2),
+    ],
+)
+def test_a_run_stopped_inside_a_generation_batch_ends_like_the_straight_one(
+    tmp_path, stop, replay, changes, saved
+):
+    """Saves wait for a rollout's end."""
+    options = {"max_steps": 7, "save_strategy": "steps", "save_steps": 1, **changes}
     straight = trainer_for(tmp_path / "a", "qwen3_moe", replay, **options)
     straight.train()
     stopped = trainer_for(tmp_path / "b", "qwen3_moe", replay, **options)
@@ -170,7 +186,7 @@ def test_a_run_stopped_inside_a_generation_batch_ends_like_the_straight_one(tmp_
     wanted, got = weights_of(straight.model), weights_of(resumed.model)
     for name, value in wanted.items():
         assert torch.equal(value, got[name]), name
-    for one, two in zip(straight.seen[2 * 4 :], resumed.seen, strict=True):
+    for one, two in zip(straight.seen[saved:], resumed.seen, strict=True):
         assert torch.equal(one[0]["completion_ids"], two[0]["completion_ids"])
         assert torch.equal(one[0]["advantages"], two[0]["advantages"])
     timed = ("runtime", "per_second", "step_time")
