@@ -61,7 +61,10 @@ $(BROWSER): $(STAMP)
 	@touch $@
 
 test: $(STAMP) $(BROWSER)  ## All tests that need no GPU
-	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not gpu and not release" -n 2 --dist loadfile --no-loadscope-reorder
+
+test-release: $(STAMP)  ## The rest of the largest tables of tests; before a release
+	$(BIN)/python -m pytest -m release -n 2 --dist load
 
 QUICK := losses metrics routing lora recipe io data/test_prepared_rows.py data/test_sources.py data/test_golden.py \
   data/test_readers.py data/test_stage_conversations.py moe/test_hooks.py moe/test_tokens.py \
@@ -70,7 +73,7 @@ QUICK := losses metrics routing lora recipe io data/test_prepared_rows.py data/t
   test_layers.py test_names.py test_style.py test_documentation.py
 
 test-quick: $(STAMP)  ## While editing: formulas, options, hooks, a trainer, merge, files, the gate; one core
-	$(BIN)/python -m pytest -m "not gpu and not slow" $(addprefix tests/,$(QUICK))
+	$(BIN)/python -m pytest -m "not gpu and not slow and not release" $(addprefix tests/,$(QUICK))
 
 test-eval: $(STAMP)  ## Tests of eval/: what made the demo's files, and what measures
 	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile eval/tests
@@ -115,7 +118,7 @@ NEWEST_TESTS := tests/newest tests/test_foreign_names.py tests/families/test_pla
   tests/checkpoint/test_verify.py tests/checkpoint/test_makers.py tests/training/memory/test_formula.py
 
 test-newest: $(NEWEST)/.set-up  ## What reads transformers' classes, on the newest versions, without vLLM
-	$(NEWEST)/bin/python -m pytest -p no:cacheprovider -n 2 --dist loadfile -m "not gpu and not vllm" $(NEWEST_TESTS)
+	$(NEWEST)/bin/python -m pytest -p no:cacheprovider -n 2 --dist loadfile -m "not gpu and not vllm and not release" $(NEWEST_TESTS)
 	$(NEWEST)/bin/python -m pytest -p no:cacheprovider tests/families/test_every_family.py -k "qwen3_moe or deepseek_v3 or gpt_oss or granitemoehybrid or jamba"
 
 test-newest-families: $(NEWEST)/.set-up  ## Every family and all hooks on the newest versions; before a release

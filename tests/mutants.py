@@ -26,6 +26,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -101,10 +102,17 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
         yield Mutant(path, node.lineno, node.col_offset, node.end_col_offset, was, f"({text})")
 
 
+@cache
+def all_mutants(path: Path) -> tuple[Mutant, ...]:
+    """Every mutant of a file, read once."""
+    return tuple(mutants_of(path))
+
+
 def draw(seed: int, count: int, room: str | None = None) -> list[Mutant]:
     """A draw over all mutants of the package, or of one room; the same for the same seed."""
-    files = sorted((ROOT / PACKAGE).rglob("*.py"))
-    found = [m for path in files for m in mutants_of(path) if room in (None, m.room)]
+    folder = ROOT / PACKAGE / (room or "")
+    files = sorted(folder.rglob("*.py") if folder.is_dir() else [folder.with_suffix(".py")])
+    found = [m for path in files for m in all_mutants(path) if room in (None, m.room)]
     return random.Random(seed).sample(found, min(count, len(found)))
 
 

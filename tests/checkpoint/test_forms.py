@@ -35,16 +35,13 @@ from tests.support.maker_formulas import (
     save,
     tinker,
 )
+from tests.support.tables import table
 
 FEW = (
     "qwen3_moe", "deepseek_v3", "mixtral", "gpt_oss", "nemotron_h", "qwen3_5_moe", "gemma4",
     "granitemoe", "aria", "inkling_mm_model",
 )  # fmt: skip
-NAMES = [
-    name if name in FEW else pytest.param(name, marks=pytest.mark.slow)
-    for name in (family.name for family in OURS)
-    if name != "deepseek_moe"
-]
+NAMES = [family.name for family in OURS if family.name != "deepseek_moe"]
 
 
 def same(found, wanted):
@@ -58,8 +55,7 @@ def same_weights(model, expected):
         torch.testing.assert_close(found[key], tensor, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("maker", MAKERS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "maker"), table(NAMES, MAKERS, every=len(MAKERS), whole_rows=FEW))
 def test_merged_and_in_peft_it_is_the_maker_s_formula(name, maker, tmp_path):
     from peft import PeftModel
 

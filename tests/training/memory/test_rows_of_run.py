@@ -24,7 +24,7 @@ WORDS = [4, 31, 9, 17, 26, 12, 21, 7, 15, 11]
 ROWS = {
     "sft": [{"prompt": f"Say {n}: ", "completion": "well " * n} for n in WORDS],
     "dpo": [{"prompt": "Say: ", "chosen": "no", "rejected": "well " * n} for n in WORDS],
-    "grpo": [{"prompt": "well " * n, "answer": str(n)} for n in WORDS],
+    "grpo": [{"prompt": "well " * n, "answer": str(n)} for n in WORDS[:4]],
 }
 LONGER = [{**row, "rejected": row["rejected"] + "far" * 30} for row in ROWS["dpo"][:6]]
 SETTINGS = {
@@ -42,7 +42,7 @@ def test_the_plan_is_of_the_rows_that_the_trainer_batches(setting, tmp_path, mon
         REWARDS._values, "length", lambda completions, **_: [*map(len, completions)]
     )
     stage, data, trainer = SETTINGS[setting]
-    tiny.save("qwen3_moe", tmp_path / "base", num_hidden_layers=6)
+    tiny.save("qwen3_moe", tmp_path / "base", num_hidden_layers=4)
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS[stage]), encoding="utf-8")
     if "validation" in data:

@@ -38,7 +38,7 @@ SETTINGS = {
 def test_told_is_what_is_alive(setting):
     family, preset, targets, trainer, moment = copy.deepcopy(SETTINGS[setting])
     config = tiny.config(family)
-    config.num_hidden_layers = 6
+    config.num_hidden_layers = 4
     recipe = Recipe.model_validate(
         {
             "stage": trainer.pop("stage", "sft"),
