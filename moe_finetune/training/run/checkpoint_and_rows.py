@@ -206,6 +206,8 @@ class Inputs:
             merged = sum(info.size for info in base.tensors.values())
         trained = self.coverage.total.trained_parameters
         checkpoint = 4 * trained + state_bytes(recipe, trained)
+        if recipe.trainer.get("sync_ref_model"):
+            checkpoint += 4 * trained  # the reference, which follows the policy
         count = checkpoints_at_once(recipe.trainer, self.steps)
         check_space(run.adapter, 4 * trained + count * checkpoint + merged)
 

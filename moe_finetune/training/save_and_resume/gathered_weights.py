@@ -105,8 +105,17 @@ def model_weights(folder: Path, model: nn.Module) -> dict[str, Tensor]:
 
 
 def set_weights(model: nn.Module, weights: Mapping[str, Tensor], where: str) -> None:
-    """Put ``weights`` back into the model."""
-    live = live_weights(model)
+    """Put the tensors that train back into the model, as :func:`trained_weights` has them."""
+    _copy_into(live_weights(model), weights, where)
+
+
+def set_whole_model(model: nn.Module, weights: Mapping[str, Tensor], where: str) -> None:
+    """Put back every parameter and buffer, as :func:`whole_model` has them."""
+    state = getattr(model, "module", model).state_dict()
+    _copy_into({plain_name(name): tensor for name, tensor in state.items()}, weights, where)
+
+
+def _copy_into(live: Mapping[str, Tensor], weights: Mapping[str, Tensor], where: str) -> None:
     if live.keys() != weights.keys():
         missing, extra = sorted(live.keys() - weights.keys()), sorted(weights.keys() - live.keys())
         raise CheckpointError(

@@ -33,6 +33,7 @@ from moe_finetune.training.save_and_resume.gathered_weights import (
     live_weights,
     model_weights,
     set_weights,
+    set_whole_model,
     trained_weights,
     whole_model,
 )
@@ -55,6 +56,7 @@ from moe_finetune.training.save_and_resume.state_files import (
     rank_file,
     read_packed,
     read_rank,
+    save_state,
     set_random_state,
     unpack,
     write_packed,
@@ -70,6 +72,7 @@ from moe_finetune.training.save_and_resume.training_state import (
 # The other base, at run time any transformers Trainer; its attributes are used throughout.
 _Trainer: Any = object
 OPTIMIZER_FILE = f"{FOLDER}/optimizer.safetensors"
+REFERENCE_FILE = f"{FOLDER}/reference.safetensors"
 _PICKLED = "training_args.bin"
 log = logging.getLogger(__name__)
 
@@ -202,6 +205,17 @@ class ResumableTrainer(_Trainer):
         if self.args.should_save:
             with self._writing():
                 write_packed(folder / OPTIMIZER_FILE, packed, tensors)
+        if self._moving_reference is not None:
+            reference = whole_model(self._moving_reference)
+            if self.args.should_save:
+                with self._writing():
+                    save_state(folder / REFERENCE_FILE, reference)
+
+    @property
+    def _moving_reference(self) -> nn.Module | None:
+        """The model that DPO and GRPO measure from, where it follows the policy."""
+        follows = getattr(self.args, "sync_ref_model", False)
+        return getattr(self, "ref_model", None) if follows else None
 
     def _save_rng_state(self, output_dir: str) -> None:
         tokens = getattr(self, "_total_train_tokens", None)
@@ -297,6 +311,9 @@ class ResumableTrainer(_Trainer):
                     moments[name] = like(parameters[index], value)
         self.optimizer.load_state_dict(state["optimizer"])
         self.lr_scheduler.load_state_dict(state["scheduler"])
+        if self._moving_reference is not None:
+            file = Path(checkpoint) / REFERENCE_FILE
+            set_whole_model(self._moving_reference, read_packed(file)[1], str(file))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore this rank's random state; the Trainer calls this right before the first batch."""

@@ -10,12 +10,14 @@ from safetensors.torch import load_file
 
 from moe_finetune.data.preference_and_prompt_rows import StageFormer
 from moe_finetune.errors import DataError, RecipeError
+from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.metrics.words import word
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.sections import RewardSection
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.recipe.yaml_tree import Tree
 from moe_finetune.run import plan_run, run_recipe
+from moe_finetune.training.save_and_resume.training_state import checkpoints
 from moe_finetune.training.stages.rewards import REWARDS, reward_functions
 from tests.support import tiny
 
@@ -143,6 +145,37 @@ def test_a_preference_without_an_adapter_has_a_model_of_its_own_to_measure_from(
     output = run_recipe(recipe, tmp_path / "run")
     margins = logged(output, "rewards/margins")
     assert margins[0] == 0 and margins[-1] > 0
+
+
+@pytest.mark.parametrize("stage", ["dpo", "grpo"])
+def test_a_reference_that_follows_the_policy_is_resumed(made, checkpoint, tmp_path, stage):
+    """It is neither the base nor the policy: each time it moves by a share of the difference."""
+    keys = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.4}
+    trainer = {"learning_rate": 1e-3, "beta": 0.2, "gradient_accumulation_steps": 1, **keys}
+    recipe = made(
+        stage, 5, lora=None, router={"train": "full"}, export={"merge": False, "verify": False},
+        trainer={**OWN.get(stage, {}).get("trainer", {}), **trainer},
+    )  # fmt: skip
+    output = run_recipe(recipe, tmp_path / "run")
+    half = tmp_path / "half"
+    shutil.copytree(output, half)
+    newest, earlier = checkpoints(half / "checkpoints")
+    assert newest.name == "checkpoint-5"
+    shutil.rmtree(newest)
+    reference = load_file(earlier / "trainer" / "reference.safetensors")
+    base, policy = (
+        load_file(folder / "model.safetensors") for folder in (checkpoint / "model", earlier)
+    )
+    name = "model.layers.1.mlp.gate.weight"
+    for other in (base, policy):
+        assert not torch.equal(reference[name], other[name])
+    for path in RunFolder(half).weights:
+        shutil.rmtree(path, ignore_errors=True)
+    run_recipe(recipe, half, resume=True)
+    for name in ("loss", "grad_norm"):
+        assert len(logged(half, name)) == 5 and logged(half, name) == logged(output, name)
+    one, other = (load_file(run / "merged" / "model.safetensors") for run in (output, half))
+    assert one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
 
 
 def test_two_conversations_share_their_prompt():
