@@ -1,5 +1,7 @@
 """MTP heads as they are published: accepted, counted, carried byte for byte; strangers are not."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -49,6 +51,13 @@ def test_other_verbs_carry_the_head(family, tmp_path):
     assert f"not trained    {len(names)} tensors of the MTP head" in inspect_checkpoint(
         str(base)
     ).text().replace("  (", " (")
+
+
+def test_the_size_of_what_does_not_train_is_in_gib(tiny_checkpoint):
+    small = inspect_checkpoint(str(tiny_checkpoint("qwen3_moe")))
+    large = replace(small, untrained={"a vision tower": (2, 7 * 2**28), "a head": (1, 2**30)})
+    assert "not trained    2 tensors of a vision tower (1.75 GiB)" in large.text()
+    assert "not trained    1 tensor of a head (1.00 GiB)" in large.text()
 
 
 def test_a_value_head_is_called_by_its_name(tmp_path):
