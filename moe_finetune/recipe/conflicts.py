@@ -184,6 +184,8 @@ def check_resumable(
         same_trainer: whether a key of ``trainer:`` that only one recipe has is set to its default.
     """
     old, new = (dict(leaves(recipe.to_mapping())) for recipe in (saved, resumed))
+    _name_sources_alike(old, new)
+    _name_sources_alike(new, old)
     changed = sorted(key for key in {*old, *new} if old.get(key) != new.get(key))
     changed = [
         key
@@ -211,6 +213,17 @@ def check_resumable(
             "restore them, or choose another --output"
         )
     return changed
+
+
+def _name_sources_alike(values: dict[str, Any], others: Container[str]) -> None:
+    """Give a source's path the key that it has in ``others``: it may be a text or a mapping, and
+    alone or in a list.
+    """
+    for key in [key for key in values if _SOURCE.fullmatch(key) and key not in others]:
+        for longer in (f"{key}.path", f"{key}.0", f"{key}.0.path"):
+            if longer in others:
+                values[longer] = values.pop(key)
+                break
 
 
 def _short(values: dict[str, Any], key: str) -> str:

@@ -61,3 +61,36 @@ def test_another_training_is_refused_by_its_keys(recipe, override, line):
         check_resumable(recipe(), recipe(override, "trainer.save_steps=3"), "saved.yaml")
     lines = str(caught.value).splitlines()
     assert f"  {line}" in lines and not any("save_steps" in each for each in lines)
+
+
+MAPPING = "data.train=[{path: t.jsonl}]"
+LISTED = "data.train=[t.jsonl]"
+
+
+@pytest.mark.parametrize("started", [None, LISTED, MAPPING])
+@pytest.mark.parametrize("resumed", [None, LISTED, MAPPING])
+def test_a_source_may_be_written_in_each_of_its_ways(recipe, started, resumed):
+    """A path, a list of one, and a mapping of only a path read the same rows."""
+    earlier, now = (recipe(*filter(None, [form])) for form in (started, resumed))
+    assert check_resumable(earlier, now, "saved.yaml") == []
+    moved = recipe((resumed or "data.train=t.jsonl").replace("t.jsonl", "moved.jsonl"))
+    (changed,) = check_resumable(earlier, moved, "saved.yaml", by_content={"data.train"})
+    assert changed.startswith("data.train")
+    with pytest.raises(RecipeError, match=r"data\.train.*'t\.jsonl', now 'moved\.jsonl'"):
+        check_resumable(earlier, moved, "saved.yaml")
+
+
+@pytest.mark.parametrize("started", [None, LISTED, MAPPING])
+@pytest.mark.parametrize(
+    ("sources", "line"),
+    [
+        ("[{path: t.jsonl, limit: 4}]", r"data\.train\.0\.limit: .*, now 4"),
+        ("[t.jsonl, u.jsonl]", r"data\.train\.1: not set, now 'u\.jsonl'"),
+        ("[{path: t.jsonl}, u.jsonl]", r"data\.train\.1: not set, now 'u\.jsonl'"),
+    ],
+)
+def test_another_share_or_another_source_is_refused(recipe, started, sources, line):
+    earlier, now = recipe(*filter(None, [started])), recipe(f"data.train={sources}")
+    with pytest.raises(RecipeError, match=line) as caught:
+        check_resumable(earlier, now, "saved.yaml", by_content={"data.train"})
+    assert str(caught.value).count("data.train") == 1
