@@ -53,7 +53,7 @@ def config_for_peft(
     return options | changes | {"init_lora_weights": True, "peft_version": version("peft")}
 
 
-def with_adapter(model: Any, adapter: OpenAdapter, partial: bool = False) -> Any:
+def with_adapter(model: nn.Module, adapter: OpenAdapter, partial: bool = False) -> Any:
     """``model`` with ``adapter``, of any program, in PEFT and in eval mode.
 
     ``partial``: ``model`` has only the first layers.
@@ -183,7 +183,7 @@ def modules_to_save(
     return ends or None
 
 
-def takes_parameter(model: Any, path: str) -> bool:
+def takes_parameter(model: nn.Module, path: str) -> bool:
     """Whether PEFT has to adapt the weight of a module as a parameter.
 
     It takes some modules by their names for parts of the experts' stacks, and has no layer for a
@@ -192,7 +192,7 @@ def takes_parameter(model: Any, path: str) -> bool:
     return path.rpartition(".")[2] in _TAKEN or not _is_layer(model, path)
 
 
-def _is_layer(model: Any, path: str) -> bool:
+def _is_layer(model: nn.Module, path: str) -> bool:
     try:
         return type(model.get_submodule(path)) in (nn.Linear, nn.Embedding)
     except AttributeError:

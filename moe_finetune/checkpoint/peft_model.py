@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_finetune.checkpoint.adapter_files import CONFIG, PREFIX, Adapter
 from moe_finetune.checkpoint.tensor_names import on_meta
@@ -34,7 +34,7 @@ def lora_config(adapter: Adapter) -> Any:
         return LoraConfig(**options | {"init_lora_weights": True, "inference_mode": True})
 
 
-def wrap(model: Any, adapter: Adapter) -> Any:
+def wrap(model: nn.Module, adapter: Adapter) -> Any:
     """``model`` with PEFT's modules for the adapter's config, with initial values."""
     from peft import PeftModel, PeftModelForCausalLM
 

@@ -10,7 +10,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_finetune.checkpoint.open import Checkpoint
 
@@ -30,7 +30,7 @@ def keep_names(model: Any, checkpoint: Checkpoint) -> None:
 
 
 def _save(
-    model: Any,
+    model: nn.Module,
     checkpoint: Checkpoint,
     original: Any,
     save_directory: str | Path,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_finetune.errors import CheckpointError
 from moe_finetune.models.class_structure import class_of, without_weights
@@ -283,7 +283,7 @@ class _Part:
 
     def __init__(
         self,
-        model: Any,
+        model: nn.Module,
         conversions: list[Any],
         experts: int | None = None,
         size: int | None = None,

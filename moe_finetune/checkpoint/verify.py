@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_finetune.checkpoint import verify_by_hand
 from moe_finetune.checkpoint.adapter_files import Adapter, read_adapter
@@ -396,7 +396,7 @@ def load(checkpoint: Checkpoint, layers: int) -> Any:
         transformers_log.set_verbosity(verbosity)
 
 
-def logits_of(model: Any, ids: list[Tensor]) -> list[Tensor]:
+def logits_of(model: nn.Module, ids: list[Tensor]) -> list[Tensor]:
     """Float64 logits for each row of token ids."""
     with undisturbed(model):
         return [model(input_ids=row, use_cache=False).logits.double() for row in ids]
@@ -409,7 +409,7 @@ def _distance(logits: list[Tensor], reference: list[Tensor]) -> float:
     return error / norm if norm else math.inf if error else 0.0
 
 
-def _set_bias(model: Any, bias: Mapping[int, Sequence[float]]) -> None:
+def _set_bias(model: nn.Module, bias: Mapping[int, Sequence[float]]) -> None:
     for name, buffer in model.named_buffers():
         layer = re.search(r"\.layers\.(\d+)\.", name)
         if layer and name.endswith(CORRECTION_BIASES) and int(layer[1]) in bias:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from lm_eval.models.huggingface import HFLM
+from torch import nn
 
 from moe_finetune.checkpoint.adapter_in_peft import with_adapter
 from moe_finetune.checkpoint.dense_checkpoint import DenseCheckpoint
@@ -50,7 +51,7 @@ def open_transformers(
     cuda = torch.cuda.is_available()
     device, routing = "cuda" if cuda else None, None
     if isinstance(base, DenseCheckpoint):
-        model: Any = base.load(dtype, device)
+        model: nn.Module = base.load(dtype, device)
     else:
         model = load_model(base, dtype=dtype, device_map=device)
     if adapter is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_finetune.losses.objective import LayerLoss
 from moe_finetune.losses.record import RoutingRecord
@@ -25,7 +25,7 @@ AT_ONCE = 8192
 
 
 def trace_model(
-    model: Any,
+    model: nn.Module,
     sequences: Mapping[str, Sequence[np.ndarray]],
     folder: Path,
     *,

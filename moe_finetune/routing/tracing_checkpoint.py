@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+from torch import nn
 
 from moe_finetune.moe.choice.loss_free_bias import BiasBalancer
 
@@ -34,7 +35,7 @@ def record(
     from moe_finetune.routing.tracing import trace_model
 
     device = "cuda" if torch.cuda.is_available() else None
-    model: Any = load_model(base, dtype=dtype, device_map=device)
+    model: nn.Module = load_model(base, dtype=dtype, device_map=device)
     balancer = None
     if adapter is not None:
         model = with_adapter(model, adapter)
@@ -50,7 +51,7 @@ def record(
     )
 
 
-def stored_bias(model: Any, adapter: Path) -> BiasBalancer | None:
+def stored_bias(model: nn.Module, adapter: Path) -> BiasBalancer | None:
     """The loss-free bias that an adapter was trained with, for use on ``model``, or None."""
     import torch
 

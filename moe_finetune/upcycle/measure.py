@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from moe_finetune.metrics import conditional_mean_rank
 from moe_finetune.routing.snapshot_file import routing_path, snapshot
@@ -116,7 +117,7 @@ def accelerator() -> str:
 
 
 def _of_split(
-    model: Any,
+    model: nn.Module,
     texts: Texts,
     table: FrequencyTable,
     recipe: UpcycleRecipe,
@@ -168,7 +169,7 @@ def _of_split(
     return measured | ({"routing": pool.summary()} if pool is not None else {})
 
 
-def text_losses(model: Any, texts: Sequence[np.ndarray]) -> list[float]:
+def text_losses(model: nn.Module, texts: Sequence[np.ndarray]) -> list[float]:
     """Mean loss per predicted token of each text, in nats, computed in float32."""
     from moe_finetune.data.batches import mask, pad
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from moe_finetune.io import write_atomic
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.models.tokenizer import Tokenizer
@@ -78,7 +80,7 @@ def run_job(job: Job, work_folder: Path, output: Path, curve: Path | None = None
     # Updates at usual learning rates are below the resolution of bfloat16: fully trained weights
     # are float32 here, compute in the recipe's dtype, and are stored in it.
     dtype = job.dtype if job.routers_only else "float32"
-    model: Any
+    model: nn.Module
     if job.method is None:
         model = load_dense(job.start, dtype).requires_grad_(True)
     else:
@@ -143,7 +145,7 @@ def build(
 
         def compute_loss(
             self,
-            model: Any,
+            model: nn.Module,
             inputs: Any,
             return_outputs: Any = False,
             num_items_in_batch: Any = None,

@@ -59,19 +59,19 @@ class Nf4Quantizer(HfQuantizer):
     def is_serializable(self) -> bool:
         return False
 
-    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+    def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> None:
         self._names = quantized_names(model, self.quantization_config.family.places(model.config))
 
-    def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
+    def param_needs_quantization(self, model: nn.Module, param_name: str, **_: Any) -> bool:
         return param_name in self._names
 
-    def param_element_size(self, model: Any, param_name: str, param: torch.Tensor) -> float:
+    def param_element_size(self, model: nn.Module, param_name: str, param: torch.Tensor) -> float:
         return BITS / 8 if param_name in self._names else param.element_size()
 
     def get_quantize_ops(self) -> Quantize:
         return Quantize(self._overflowing)
 
-    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
+    def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> None:
         if self._overflowing:
             raise CheckpointError(
                 f"'{self._overflowing[0]}' has values that overflow the model's dtype; use a wider "

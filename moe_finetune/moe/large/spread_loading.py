@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 from transformers.distributed import DistributedConfig
 
 from moe_finetune.moe.large.spread_experts import place_experts
@@ -29,7 +29,7 @@ def load_spread(
     def prepare(cls: Any, config: Any, device_map: Any = None) -> tuple[Any, Any, None]:
         return config, device_map, None
 
-    def place(cls: Any, model: Any, config: Any, mesh: Any) -> Any:
+    def place(cls: Any, model: nn.Module, config: Any, mesh: Any) -> Any:
         return place_experts(model, ranks, device.type)
 
     methods = {

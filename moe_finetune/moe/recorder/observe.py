@@ -3,10 +3,10 @@
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from moe_finetune.moe.layers import in_mode
 from moe_finetune.moe.perturbation import Perturbation
@@ -15,7 +15,7 @@ from moe_finetune.moe.recorder.hooks import Observer, Recorder
 
 @contextmanager
 def observed(
-    model: Any,
+    model: nn.Module,
     observer: Observer,
     needs: frozenset[str] = frozenset(),
     *,
@@ -43,7 +43,7 @@ def observed(
 
 
 @contextmanager
-def undisturbed(model: Any) -> Iterator[None]:
+def undisturbed(model: nn.Module) -> Iterator[None]:
     """The same forwards of a model, or of its stock class, whose routing nobody reads."""
     with generators_kept(), in_mode(model, train=False), torch.no_grad():
         yield

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from moe_finetune.errors import DataError, NumericsError
@@ -54,7 +54,7 @@ class FiniteTrainer(_Trainer):
         self._finite = self._finite and bool(torch.isfinite(loss))
         return loss
 
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm)
         if ranks.any_rank(not self._finite or not math.isfinite(float(norm))):
             newest, _ = newest_checkpoint(Path(self.args.output_dir))

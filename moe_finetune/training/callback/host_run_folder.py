@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 import yaml
+from torch import nn
 from torch.utils.data import IterableDataset
 
 from moe_finetune.checkpoint.open import Checkpoint
@@ -168,7 +169,7 @@ class HostRun:
                 data=self._data,
             )
 
-    def _read_recipe(self, model: Any, args: Any) -> Recipe:
+    def _read_recipe(self, model: nn.Module, args: Any) -> Recipe:
         """A recipe that describes this training, as far as the model reveals it."""
         inner = causal_lm(model)
         name = getattr(inner.config, "_name_or_path", "") or getattr(
@@ -209,7 +210,7 @@ def _text(recipe: Recipe, args: Any, max_steps: int) -> str:
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
 
 
-def _lora_config(model: Any) -> Any:
+def _lora_config(model: nn.Module) -> Any:
     config = getattr(model, "peft_config", {}).get(getattr(model, "active_adapter", None))
     return config if getattr(config, "peft_type", None) == "LORA" else None
 

@@ -237,7 +237,7 @@ def evaluation_sample(recorder: Recorder, batches: Iterable[Any]) -> Sample | No
     Every rank runs the same undivided batches, because accelerate's division repeats rows, and
     because with a sharded model each takes part in the others' forwards.
     """
-    model: Any = recorder.model
+    model: nn.Module = recorder.model
     sample = Sample(model_facts(model))
     has_tokens = False
     with observed(model, sample, NEEDS, recorder=recorder):
@@ -248,12 +248,12 @@ def evaluation_sample(recorder: Recorder, batches: Iterable[Any]) -> Sample | No
     return sample if has_tokens else None
 
 
-def forward_all(model: Any, rows: list[list[int]]) -> None:
+def forward_all(model: nn.Module, rows: list[list[int]]) -> None:
     """Run rows of token ids through the model, padded."""
     _run(model, _batches(rows))
 
 
-def _run(model: Any, batches: Iterable[Mapping[str, Tensor]]) -> None:
+def _run(model: nn.Module, batches: Iterable[Mapping[str, Tensor]]) -> None:
     device = next(model.parameters()).device
     for inputs in batches:
         on_device = {name: values.to(device) for name, values in inputs.items()}

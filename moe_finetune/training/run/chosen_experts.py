@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any
 
 import numpy as np
 import torch
-from torch import distributed
+from torch import distributed, nn
 
 from moe_finetune.data.preference_and_prompt_rows import measured_row
 from moe_finetune.errors import CheckpointError
@@ -38,7 +37,7 @@ TOKENS = 1 << 18
 
 
 def chosen_experts(
-    model: Any, inputs: Inputs, run: RunFolder, resumed: bool
+    model: nn.Module, inputs: Inputs, run: RunFolder, resumed: bool
 ) -> dict[int, list[int]] | None:
     """Experts by decoder layer where ``lora.experts`` asks for a measurement, else None.
 
@@ -69,7 +68,7 @@ def chosen_experts(
     return selection.experts
 
 
-def measure(model: Any, inputs: Inputs, options: ChosenExperts) -> ExpertSelection:
+def measure(model: nn.Module, inputs: Inputs, options: ChosenExperts) -> ExpertSelection:
     """One forward of at most :data:`ROWS` training rows, divided among the ranks."""
     facts = model_facts(model)
     position = {layer: row for row, layer in enumerate(facts.moe_layers)}

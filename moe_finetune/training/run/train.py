@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from transformers import TrainerCallback, set_seed
 
 from moe_finetune.checkpoint.adapter_files import PREFIX
@@ -151,7 +152,7 @@ def trainable_model(
     return model
 
 
-def continued(start: Start, model: Any) -> None:
+def continued(start: Start, model: nn.Module) -> None:
     """Give ``model`` the factors of ``lora.start``, if the recipe has it."""
     lora = start.recipe.lora
     if start.checkpoint is not None and lora is not None and lora.start is not None:
@@ -165,7 +166,7 @@ def _differs(path: Path, key: str, side: str) -> AdapterError:
     )
 
 
-def continue_adapter(model: Any, path: Path, checkpoint: Checkpoint) -> None:
+def continue_adapter(model: nn.Module, path: Path, checkpoint: Checkpoint) -> None:
     """Copy the weights of any program's adapter into the factors that ``add_lora`` gave.
 
     The model then computes the same as base and adapter. Directions that the adapter does not have

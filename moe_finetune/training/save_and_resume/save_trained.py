@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from moe_finetune.checkpoint.adapter_files import (
     PREFIX,
@@ -55,7 +56,7 @@ _ADAPTER = "A LoRA adapter for {}, trained with moe-finetune; PEFT loads it."
 
 
 def save_trained(
-    model: Any,
+    model: nn.Module,
     tokenizer: Tokenizer,
     recipe: Recipe,
     output: Path,
@@ -180,7 +181,7 @@ def _data_names(recipe: Recipe) -> list[str]:
     return [public_name(s if isinstance(s, str) else s.path) for s in sources]
 
 
-def name_base(model: Any, recipe: Recipe) -> None:
+def name_base(model: nn.Module, recipe: Recipe) -> None:
     """Write the base's name into the adapter's config: hub id and revision, or absolute path."""
     config, folder = _peft_config(model), Path(recipe.model.path).expanduser()
     if folder.is_dir():

@@ -140,7 +140,7 @@ def compare(config: Any, family: Family, comparisons: Mapping[str, Comparison]) 
     return result
 
 
-def _facts(model: Any, family: Family) -> Iterator[Check]:
+def _facts(model: nn.Module, family: Family) -> Iterator[Check]:
     """What modules show without a forward."""
     family.places(model.config)
     yield Check("attention_targets")
@@ -149,7 +149,7 @@ def _facts(model: Any, family: Family) -> Iterator[Check]:
     yield Check("bias_export", problem=problem)
 
 
-def watch(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+def watch(model: Any) -> list[tuple[Tensor, Tensor]]:
     """Index and weights ``(T, K)`` of each layer of the stock model, run on :func:`batch`."""
     routings: list[tuple[Tensor, Tensor]] = []
 
@@ -259,7 +259,7 @@ def _merged(stock: Any, family: Family) -> Iterator[Check]:
     yield Check("merged = base + adapter", _difference(expected, actual), MERGED, problem)
 
 
-def _packed(model: nn.Module, family: Family) -> Iterator[Check]:
+def _packed(model: Any, family: Family) -> Iterator[Check]:
     difference = packed_difference(model)
     problem = ""
     if difference > PACKED:

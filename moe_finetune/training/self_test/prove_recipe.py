@@ -127,7 +127,7 @@ class _Proof:
         for group, difference in differences(expected, actual, places_in(model)).items():
             yield Check(f"{BY_HAND}, {group}", difference, GRADIENTS)
 
-    def _objective(self, model: nn.Module) -> Objective:
+    def _objective(self, model: Any) -> Objective:
         """The recipe's losses that this model can have, each with weight 1."""
         facts, possible = model_facts(model), {}
         for name, options in self.recipe.method.terms.items():
@@ -294,7 +294,7 @@ class _Proof:
 
     def _gradients(
         self,
-        model: Any,
+        model: nn.Module,
         method: Method,
         dropout: float,
         prepared: Callable[[Specialization], None],
