@@ -139,7 +139,8 @@ def _as_strided(
 ) -> Any:
     contiguous = tuple(stride) == self.stride() and not offset
     if not contiguous or tuple(size[1:]) != self.shape[1:]:
-        return NotImplemented
+        # Strides are those of a contiguous weight; a dequantized one has gaps after its blocks.
+        return self.dequantize().contiguous().as_strided(size, stride, offset)
     unit = self._layout.rows_per_unit
     return self._units(0, size[0] // unit)
 

@@ -92,6 +92,24 @@ def test_a_slice_takes_nothing_else_along():
         assert [len(tensor) for tensor in sent] == [2, 2]
 
 
+@pytest.mark.parametrize(
+    ("size", "stride", "offset", "packed"),
+    [
+        ((EXPERTS, ROWS, COLUMNS), (ROWS * COLUMNS, COLUMNS, 1), 0, True),
+        ((2, ROWS, COLUMNS), (ROWS * COLUMNS, COLUMNS, 1), 0, True),
+        ((2, ROWS, COLUMNS), (ROWS * COLUMNS, COLUMNS, 1), ROWS * COLUMNS, False),
+        ((EXPERTS, 3, COLUMNS), (ROWS * COLUMNS, COLUMNS, 1), 0, False),
+        ((EXPERTS, COLUMNS, ROWS), (ROWS * COLUMNS, 1, COLUMNS), 0, False),
+    ],
+)
+def test_a_strided_view_has_the_values_of_the_whole_weight(size, stride, offset, packed):
+    weight = QuantizedWeight.of(stack())
+    view = torch.as_strided(weight, size, stride, offset)
+    assert quantized(view) is packed
+    wanted = weight.dequantize().contiguous().as_strided(size, stride, offset)
+    assert torch.equal(view.dequantize() if packed else view, wanted)
+
+
 @pytest.mark.parametrize("shape", [(EXPERTS, ROWS, COLUMNS), (48, 24)])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_parts_of_ranks_gather_to_the_whole(shape, ranks):
