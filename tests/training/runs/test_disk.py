@@ -42,7 +42,9 @@ def test_the_checkpoints_that_lie_on_the_disk_at_once(trainer, steps, count):
     assert checkpoints_at_once({"save_total_limit": 2, **trainer}, steps) == count
 
 
-PAIRS = [{"prompt": f"{i}: ", "chosen": f"yes {i * i}", "rejected": f"no {7 - i}"} for i in range(9)]
+PAIRS = [
+    {"prompt": f"{i}: ", "chosen": f"yes {i * i}", "rejected": f"no {7 - i}"} for i in range(9)
+]
 STAGES = {
     "an adapter": (
         [{"text": f"word {i} " * 5} for i in range(9)],
@@ -67,9 +69,7 @@ def test_the_bytes_that_are_asked_for_are_those_that_the_run_writes(
     steps = {"max_steps": 3, "save_steps": 1, "save_total_limit": 9, "learning_rate": 1e-4}
     sections = {**sections, "trainer": {**steps, **sections.get("trainer", {})}}
     asked = []
-    monkeypatch.setattr(
-        checkpoint_and_rows, "check_space", lambda path, size: asked.append(size)
-    )
+    monkeypatch.setattr(checkpoint_and_rows, "check_space", lambda path, size: asked.append(size))
     recipe = recipe_of(tiny_checkpoint("qwen3_moe"), tmp_path / "rows.jsonl", **sections)
     run = run_recipe(recipe, tmp_path / "run")
     sizes = [path.stat().st_size for path in run.rglob("*.safetensors")]

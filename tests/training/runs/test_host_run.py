@@ -47,7 +47,9 @@ def test_every_verb_takes_the_folder_of_a_plain_trainer(base, tmp_path, capsys):
         trainer.train()
         shown = capsys.readouterr().err
         assert f"routing: {run}; to draw it: moe-finetune report {run}" in shown
-        assert "routed experts: " in shown and "parameters train (LoRA), which change 100 %" in shown
+        assert (
+            "routed experts: " in shown and "parameters train (LoRA), which change 100 %" in shown
+        )
         before, after = (
             json.loads((run / "routing" / f"{name}.json").read_text())
             for name in ("before", "after")

@@ -150,9 +150,7 @@ def test_measured_experts_are_planned_and_not_offloaded(tiny_checkpoint, rows, t
     assert plans[1].stored.adapter < plans[0].stored.adapter
 
 
-def test_training_the_whole_model_leaves_out_what_needs_an_adapter(
-    tiny_checkpoint, rows, tmp_path
-):
+def test_training_the_whole_model_leaves_out_what_needs_an_adapter(tiny_checkpoint, rows, tmp_path):
     output = tmp_path / "r.yaml"
     command = ["init", str(tiny_checkpoint("olmoe")), "--data", str(rows), "lora=null"]
     assert cli.main([*command, "--gpu", "0.0001", "--output", str(output)]) == 0
@@ -171,9 +169,7 @@ def test_training_the_whole_model_leaves_out_what_needs_an_adapter(
         ("other.yaml", "expected one checkpoint"),
     ],
 )
-def test_wrong_overrides_write_nothing(
-    tiny_checkpoint, rows, tmp_path, capsys, override, place
-):
+def test_wrong_overrides_write_nothing(tiny_checkpoint, rows, tmp_path, capsys, override, place):
     output = tmp_path / "r.yaml"
     command = ["init", str(tiny_checkpoint("olmoe")), override, "--data", str(rows)]
     assert cli.main([*command, "--output", str(output)]) == 2

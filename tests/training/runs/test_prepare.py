@@ -14,8 +14,8 @@ from moe_finetune.models.config_and_tokenizer import parse_config
 from moe_finetune.recipe.schema import load_recipe
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.run import plan_run
-from moe_finetune.training.run import trainer as stage_trainer
 from moe_finetune.training.before.prepare import prepare
+from moe_finetune.training.run import trainer as stage_trainer
 from moe_finetune.training.run.checkpoint_and_rows import open_start
 from moe_finetune.training.run.train import KeepSteps
 

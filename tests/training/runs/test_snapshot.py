@@ -14,8 +14,8 @@ from moe_finetune.data.prepared_rows import load_examples
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.metrics import coherence_barrier, mutual_coherence
 from moe_finetune.metrics.experts import separation
-from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
+from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.recipe.sections import DataSection, LoraSection
 from moe_finetune.routing.sums import squared_cosine
 from moe_finetune.training.measures import routing_samples as sampling

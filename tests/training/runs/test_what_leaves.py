@@ -289,7 +289,9 @@ def test_what_a_batch_of_one_row_adds_has_a_row_too(base, tmp_path, name, rows, 
     if not options:
         plan_run(chosen, tmp_path / "run")
         return
-    with pytest.raises(DataError, match=r"token 260 \('<custom>'\), but the checkpoint's emb") as one:
+    with pytest.raises(
+        DataError, match=r"token 260 \('<custom>'\), but the checkpoint's emb"
+    ) as one:
         plan_run(chosen, tmp_path / "run")
     has_key = name == "pad_token" and chosen.stage != "grpo"
     assert ("trainer.pad_token" in str(one.value)) == has_key, "a remedy that the stage accepts"
