@@ -138,12 +138,13 @@ def test_no_empty_think_block_is_learned_before_thoughts():
 
 
 def test_answers_without_thoughts_where_the_prompt_opens_them_are_counted(tmp_path, caplog):
-    file = write(tmp_path, {"messages": [ASK, YES]}, {"messages": [ASK, THOUGHT]})
-    said = "1 row: an answer has no thoughts where the chat template's prompt opens a think block"
+    rows = [[ASK, YES], [ASK, THOUGHT], [ASK, {**YES, "content": "No."}]]
+    file = write(tmp_path, *({"messages": row} for row in rows))
+    said = "an answer has no thoughts where the chat template's prompt opens a think block"
     for name, counted in (("qwen3_5_think", True), ("nemotron_3_nano", True), ("qwen3", False)):
         caplog.clear()
         load_dataset_for(DataSection(train=file), tokenizer_of(name), 0)
-        assert (said in caplog.text) is counted, name
+        assert (f"2 rows: {said}" in caplog.text) is (said in caplog.text) is counted, name
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
