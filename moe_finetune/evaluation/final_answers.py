@@ -26,6 +26,7 @@ _ENDS_EQUATION = re.compile(
     r"|or|since|so|that|when|where|which|with)\b",
     re.IGNORECASE,
 )
+_BEFORE_NUMBER = "*_ (\\"
 _EQUALS = re.compile(r"(?<![<>=!:])=(?!=)")
 _OPERATOR = re.compile(
     r"[\w)\]}%]\s*(?:[+/\u00d7\u00f7^\u2212\u2013-]|\*{1,2}|\\(?:times|cdot|div)\b)\s*[\d(\[{$.\\]"
@@ -56,7 +57,7 @@ def numbers(text: str) -> list[Fraction]:
 def _number_at(text: str, start: int) -> Fraction | None:
     # The sign rule looks back, so the number is cut out before it is matched.
     line = text[start:].split("\n", 1)[0]
-    match = _NUMBER.match(line.lstrip("*_ (\\"))
+    match = _NUMBER.match(line.lstrip(_BEFORE_NUMBER))
     return _value(match) if match else None
 
 
@@ -70,8 +71,15 @@ def _equation_value(text: str) -> Fraction | None:
     sides = _EQUALS.split(text[: end.start()] if end else text)
     if len(sides) == 1 or sides[0].count("(") > sides[0].count(")"):
         return None
-    values = [_number_at(side, 0) for side in sides if not _OPERATOR.search(side)]
+    values = [_number_at(side, 0) for side in sides if not _is_computation(side)]
     return next((value for value in reversed(values) if value is not None), None)
+
+
+def _is_computation(side: str) -> bool:
+    """Whether a side of an equation computes: 10 - 3 does, and the fraction 3/4 is a number."""
+    side = side.lstrip(_BEFORE_NUMBER)
+    match = _NUMBER.match(side)
+    return _OPERATOR.search(side, match.end() - 1 if match else 0) is not None
 
 
 def _announced(text: str, start: int) -> Fraction | None:

@@ -1,5 +1,6 @@
 """Programs from replies, and their scores in a sandbox."""
 
+import ast
 import itertools
 import math
 import re
@@ -26,15 +27,18 @@ _PYTHON = re.compile(r"(?:[{.\s]*(?:i?python|py)\d*\b.*)?", re.IGNORECASE)
 def human_eval_program(doc: dict[str, Any], reply: str) -> Program:
     """Build the program of a HumanEval item: the reply continues the prompt, or is a whole block.
 
+    Where the prompt opens a block, as in lm-eval's ``humaneval_instruct``, a fence ends the reply.
     ``doc`` has ``prompt``, ``test`` and ``entry_point``.
     """
     entry, reply = doc["entry_point"], judged(reply) or ""
-    block = fenced(reply, (entry,))
+    block, head = fenced(reply, (entry,)), reply.split("```")[0]
     if block is not None and _defines(block, entry):
         # The prompt first, for imports and helpers that the block omits.
         code = f"{doc['prompt']}    pass\n\n{block}"
+    elif block is not None and not _is_body(head, doc["prompt"]):
+        code = doc["prompt"] + block
     else:
-        code = doc["prompt"] + (block if block is not None else reply)
+        code = doc["prompt"] + (reply if block is None else head)
     tests = f"{doc['test']}\ncheck({entry})\n"
     return Program(code, tests, setup=doc["prompt"], entry=(entry,))
 
@@ -98,6 +102,22 @@ def _blocks(reply: str) -> list[tuple[str, str]]:
         elif fence:
             blocks[-1][1].append(line[min(indent, width) :])
     return [(language, "\n".join(lines)) for language, lines in blocks]
+
+
+def _is_body(text: str, prompt: str) -> bool:
+    """Whether ``text`` goes on with the function that ``prompt`` begins."""
+    if not re.search(r"^[ \t]+[^\s#]", text, re.MULTILINE):
+        return False
+    try:
+        ast.parse(prompt + text)
+    except (
+        SyntaxError,
+        ValueError,
+        RecursionError,
+        MemoryError,
+    ):  # of hostile nesting the last two
+        return False
+    return True
 
 
 def _defines_all(code: str, names: Sequence[str]) -> bool:
