@@ -6,7 +6,7 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from moe_finetune.data.held_out import HeldOut
+from moe_finetune.data.held_out import HeldOut, warn_of_few
 from moe_finetune.data.preference_and_prompt_rows import load_stage_rows
 from moe_finetune.data.prepared_rows import load_examples
 from moe_finetune.errors import DataError
@@ -105,3 +105,9 @@ def test_few_rows_held_out_are_counted_in_a_warning(tmp_path, caplog, stage):
     assert f"data.validation: 0.1 holds out only {few} of 60 rows, so figures" in caplog.text
     caplog.clear()
     assert len(sides(path, stage, share=0.6)[1]) >= 20 and "holds out" not in caplog.text
+
+
+@pytest.mark.parametrize(("held", "warned"), [(19, True), (20, False)])
+def test_twenty_rows_are_enough_for_figures(caplog, held, warned):
+    warn_of_few(DataSection(train="rows.jsonl", validation=0.1), 200, held)
+    assert ("holds out only" in caplog.text) is warned

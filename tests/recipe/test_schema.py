@@ -95,6 +95,21 @@ def test_every_problem_is_one_line_with_its_place(write):
     assert "model.path: required, but missing" in text
 
 
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("max_length=9", "data.max_length"),
+        ("model.rank=4", "lora.rank"),
+        ("model.learning_rate=4", "trainer.learning_rate"),
+        ("lora.packing=true", "data.packing"),
+    ],
+)
+def test_a_key_of_another_section_is_named_with_it(write, written, meant):
+    key = written.partition("=")[0]
+    (line,) = refused(write("r.yaml", BASE), [written])
+    assert line.endswith(f"{key}: unknown key; did you mean '{meant}'?")
+
+
 def test_overrides_that_are_none_are_refused(write):
     assert "write overrides as key" in refused(write("r.yaml", BASE), ["lora.rank"])[0]
 
