@@ -2,6 +2,10 @@
 
 import json
 import shlex
+import shutil
+import sys
+
+import pytest
 
 from moe_finetune.io.next_commands import listed, program
 from moe_finetune.io.terminal import Terminal, use_terminal
@@ -122,3 +126,33 @@ def test_a_run_ends_with_the_run_to_compare_it_with(tmp_path):
     train, _ = (shlex.join(words) for _, words in second_run(lonely, ["my.yaml"]))
     # The recommended shares were measured in stage sft.
     assert "my.yaml method=orthogonal_variance method.share=0.1 --output" in train
+
+
+@pytest.mark.parametrize(
+    ("screen", "installed", "platform", "opener"),
+    [
+        ("DISPLAY", True, "linux", "xdg-open"),
+        ("WAYLAND_DISPLAY", True, "linux", "xdg-open"),
+        ("DISPLAY", False, "linux", None),
+        (None, True, "linux", None),
+        (None, False, "darwin", "open"),
+    ],
+)
+def test_a_page_is_opened_where_there_is_a_screen_and_served_elsewhere(
+    tmp_path, monkeypatch, screen, installed, platform, opener
+):
+    page = tmp_path / "report" / "index.html"
+    page.parent.mkdir()
+    page.write_text("page")
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    if screen is not None:
+        monkeypatch.setenv(screen, ":0")
+    paths = {"python": "/usr/bin/python"} | ({"xdg-open": "/usr/bin/xdg-open"} if installed else {})
+    monkeypatch.setattr(shutil, "which", paths.get)
+    monkeypatch.setattr(sys, "platform", platform)
+    serves = ["python", "-m", "http.server", "--directory", str(page.parent)]
+    words = serves if opener is None else [opener, str(page)]
+    shown = next_commands(page, tmp_path)
+    assert shlex.join(words) in shown
+    assert ("http.server" in shown) is (opener is None)
