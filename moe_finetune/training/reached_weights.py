@@ -51,6 +51,8 @@ def _trains_below(model: nn.Module, layer: MoeLayer) -> bool:
     backbone = backbone_of(model)
     later = [layer.router, layer.outer_experts, *list(backbone.layers)[layer.index + 1 :]]
     later += [getattr(backbone, "norm", None), causal_lm(model).get_output_embeddings()]
+    modules, places = dict(layer.decoder_layer.named_modules()), layer.places
+    later += [modules.get(path) for path in (*places.shared, *places.shared_gates)]
     above = {id(p) for module in later if module is not None for p in module.parameters()}
     return any(p.requires_grad and id(p) not in above for p in model.parameters())
 

@@ -10,12 +10,12 @@ from trl import SFTConfig, SFTTrainer
 from moe_finetune import SpecializationCallback
 from moe_finetune.errors import ObjectiveError, RecipeError
 from moe_finetune.lora.targets import add_lora
-from moe_finetune.moe.layers import model_facts
+from moe_finetune.moe.layers import model_facts, moe_layers
 from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.reached_weights import check_reach
 from moe_finetune.training.run_log import RunLog
-from tests.support import tiny
+from tests.support import tiny, tiny_families
 from tests.support.objectives import objective_of
 from tests.training.cases import adapted, arguments, collate, rows
 from tests.training.gradients.policy import explicit, gradients
@@ -186,6 +186,21 @@ def test_a_term_that_reads_weights_alone_needs_them_trainable():
     for name in ("erc", "router_orthogonality"):
         with pytest.raises(ObjectiveError, match=f"{name}: its gradient reaches no trainable"):
             check_reach(model, objective_of({name: {"weight": 1.0}}, facts))
+
+
+@pytest.mark.parametrize("part", ["shared_expert.up_proj", "shared_expert_gate"])
+def test_a_shared_expert_is_not_below_the_routing_of_its_layer(part):
+    model = tiny_families.model("qwen2_moe")
+    facts, last = model_facts(model), moe_layers(model)[-1].index
+    term = {"variance": {"weight": 0.1, "layers": [last]}}
+    for layer, reached in ((last, False), (last - 1, True)):
+        model.requires_grad_(False)
+        model.get_submodule(f"model.layers.{layer}.mlp.{part}").requires_grad_(True)
+        if reached:
+            check_reach(model, objective_of(term, facts))
+        else:
+            with pytest.raises(ObjectiveError, match="variance: its gradient reaches no trainable"):
+                check_reach(model, objective_of(term, facts))
 
 
 def test_a_frozen_model_is_refused_though_its_embeddings_have_a_gradient():
