@@ -33,6 +33,7 @@ WEIGHTS = "adapter_model.safetensors"
 METADATA = "moe_finetune.json"
 BIAS_FILE = "router_bias.safetensors"
 PREFIX = "base_model.model."
+_ADAPTER_NAME = re.compile(r"\.(?:lora_\w+|modules_to_save)\.default(?:\.|$)")
 _COPIES = (".modules_to_save.weight", ".original_module.weight")
 SHARED_OUTER = "shared_outer"
 """Key of ``moe_finetune.json`` in training states: which factors of all experts are stored once."""
@@ -105,15 +106,25 @@ def read_adapter(path: str | Path) -> Adapter:
     if not (folder / CONFIG).is_file():
         raise AdapterError(f"{folder}: {CONFIG} is missing; give an adapter's folder")
     if not (folder / WEIGHTS).is_file():
-        hint = "; save it again as safetensors" if (folder / "adapter_model.bin").is_file() else ""
-        raise AdapterError(f"{folder}: {WEIGHTS} is missing{hint}")
+        raise AdapterError(f"{folder}: {WEIGHTS} is missing; {_instead_of_weights(folder)}")
     config = _read_config(folder / CONFIG)
     header = read_header(folder / WEIGHTS, AdapterError)
     tensors: dict[str, TensorInfo] = {}
     tables: dict[str, TensorInfo] = {}
     for name, info in header.tensors.items():
         if not name.startswith(PREFIX):
-            raise AdapterError(f"{info.file}: key '{name}' does not start with '{PREFIX}'")
+            raise AdapterError(
+                f"{info.file}: key '{name}' does not start with '{PREFIX}', as PEFT's do; if no "
+                f"key does, put it before all of them: save_file({{'{PREFIX}' + key: tensor for "
+                "key, tensor in load_file(file).items()}, file)"
+            )
+        if _ADAPTER_NAME.search(name):
+            raise AdapterError(
+                f"{info.file}: key '{name}' contains '.default', the name of an adapter in PEFT's "
+                "model, which its files omit; save it with model.save_pretrained, or remove it: "
+                "save_file({key.replace('.default', ''): tensor for key, tensor in "
+                "load_file(file).items()}, file)"
+            )
         target = tables if info.dtype in INTEGERS and ".lora_" not in name else tensors
         if target is tensors and info.dtype not in FLOATS:
             raise AdapterError(f"{info.file}: '{name}' is {info.dtype}, not a float tensor")
@@ -128,6 +139,19 @@ def read_adapter(path: str | Path) -> Adapter:
     if SHARED_OUTER in metadata.extra:
         tensors |= _repeated(folder / METADATA, tensors, metadata.extra[SHARED_OUTER])
     return Adapter(folder, config, tensors, metadata, tables)
+
+
+def _instead_of_weights(folder: Path) -> str:
+    """What to do with a folder without ``adapter_model.safetensors``."""
+    if (folder / "adapter_model.bin").is_file():
+        return "save it again as safetensors"
+    if parts := sorted(file.name for file in folder.glob("adapter_model-*.safetensors")):
+        return (
+            f"its tensors are in {len(parts)} files ({parts[0]} and so on); join them: save_file("
+            "{key: tensor for file in files for key, tensor in load_file(file).items()}, "
+            f"'{WEIGHTS}')"
+        )
+    return "copy the adapter again, or give an adapter's folder"
 
 
 def _repeated(file: Path, tensors: Mapping[str, TensorInfo], shared: Any) -> dict[str, TensorInfo]:
@@ -202,7 +226,7 @@ def no_merge_because(config: Mapping[str, Any]) -> str | None:
 
 def _read_config(file: Path) -> dict[str, Any]:
     config = read_object(file, AdapterError, COPY_AGAIN)
-    if "r" in config and "lora_alpha" in config:  # all that Tinker's own config has to say
+    if "r" in config or "lora_alpha" in config:  # Tinker's own config does not say what it is
         config.setdefault("peft_type", "LORA")
     if config.get("peft_type") != "LORA":
         kind = config.get("peft_type")
@@ -216,6 +240,11 @@ def _read_config(file: Path) -> dict[str, Any]:
     except ValidationError as error:
         wrong = error.errors()[0]
         option = str(wrong["loc"][0])
+        if wrong["type"] == "missing":
+            raise AdapterError(
+                f"{file}: '{option}' is missing; add the value with which the adapter was trained "
+                "(r is the rank, the smaller size of a lora_A)"
+            ) from None
         if option.endswith("_pattern") and len(wrong["loc"]) > 1:
             option = f"{option}' of '{wrong['loc'][1]}"
         raise AdapterError(f"{file}: '{option}': {wrong['msg']}") from None

@@ -68,6 +68,7 @@ def open_adapter(path: str | Path, base: Checkpoint, values: bool = True) -> Ope
     """
     as_saved = read_adapter(path)
     stored = in_class(as_saved, base)
+    _check_targets(stored)
     of_files = names_files(stored, base)
     attention_only = not of_files and lacks_experts(stored, base)
     if of_files:
@@ -327,6 +328,18 @@ class _Reader:
 
     def _error(self, key: str, problem: str) -> AdapterError:
         return AdapterError(f"{self.adapter.folder}: adapter tensor '{key}': {problem}")
+
+
+def _check_targets(adapter: Adapter) -> None:
+    """Refuse a config that does not say what the factors change."""
+    paths = (key.replace(".base_layer", "").partition(".lora_") for key in adapter.tensors)
+    ends = sorted({path.rpartition(".")[2] for path, lora, _ in paths if lora})
+    if ends and not any(adapter.config.get(f"target_{kind}") for kind in ("modules", "parameters")):
+        raise AdapterError(
+            f"{adapter.folder / CONFIG}: target_modules and target_parameters are empty; the file "
+            f"has factors of {', '.join(ends)}: list the modules among them in target_modules, and "
+            "the parameters of stacks of experts in target_parameters"
+        )
 
 
 def _check_biases(adapter: Adapter, expected: set[str]) -> None:

@@ -1,6 +1,9 @@
+import shutil
+
 import pytest
 
 from tests.checkpoint import helpers
+from tests.support import tiny
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +24,19 @@ def adapters(bases, tmp_path_factory):
         return made[family]
 
     return get
+
+
+@pytest.fixture
+def base(tmp_path):
+    """A sharded qwen3_moe checkpoint of this test's own."""
+    folder = tmp_path / "base" / "qwen3_moe"
+    tiny.model("qwen3_moe").save_pretrained(folder, max_shard_size="900KB")
+    return folder
+
+
+@pytest.fixture
+def adapter(adapters, tmp_path):
+    """A copy of the adapter on everything LoRA reaches, to damage."""
+    folder = tmp_path / "adapter"
+    shutil.copytree(adapters("qwen3_moe"), folder)
+    return folder

@@ -1,4 +1,4 @@
-"""Every defect of a checkpoint or adapter: one message with the place, and nothing written."""
+"""Every defect of a checkpoint: one message with the place, and nothing written."""
 
 import json
 import shutil
@@ -9,13 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moe_finetune.checkpoint.adapter_files import write_metadata
-from moe_finetune.checkpoint.load_model import load_model
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.open import check_folder
 from moe_finetune.checkpoint.weight_files import check_values
 from moe_finetune.errors import (
-    AdapterError,
     CheckpointError,
     DiskSpaceError,
     NumericsError,
@@ -23,53 +20,14 @@ from moe_finetune.errors import (
 )
 from moe_finetune.io import folder as output_module
 from moe_finetune.io.safetensors_header import read_header
+from tests.checkpoint.damage import WEIGHTS, configure, edit, refuse
 from tests.support import tiny
 
 INDEX = "model.safetensors.index.json"
-WEIGHTS = "adapter_model.safetensors"
-QUERY = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
-
-
-@pytest.fixture
-def base(tmp_path):
-    """A sharded qwen3_moe checkpoint of this test's own."""
-    folder = tmp_path / "base" / "qwen3_moe"
-    tiny.model("qwen3_moe").save_pretrained(folder, max_shard_size="900KB")
-    return folder
-
-
-@pytest.fixture
-def adapter(adapters, tmp_path):
-    folder = tmp_path / "adapter"
-    shutil.copytree(adapters("qwen3_moe"), folder)
-    return folder
 
 
 def shard(base):
     return sorted(base.glob("*.safetensors"))[1]
-
-
-def configure(file, **changes):
-    """Change keys of a JSON file."""
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
-def edit(file, change):
-    """Change the tensors of a safetensors file."""
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file)
-
-
-def refuse(base, adapter, tmp_path, error, *parts):
-    """The merge raises ``error`` whose message has all ``parts``; no file appears or changes."""
-    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-    with pytest.raises(error) as caught:
-        merge_adapter(base, adapter, tmp_path / "out")
-    for part in parts:
-        assert str(part) in str(caught.value)
-    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
-    assert not (tmp_path / "out").exists()
 
 
 # Checkpoints
@@ -242,107 +200,6 @@ def test_a_format_that_only_tensors_show_is_named(base, adapter, tmp_path, leave
     refuse(base, adapter, tmp_path, UnsupportedModelError, *parts)
 
 
-# Adapters
-
-ADAPTER = "adapter_config.json"
-
-
-def tensors(change):
-    return lambda adapter: edit(adapter / WEIGHTS, change)
-
-
-def config(**changes):
-    return lambda adapter: configure(adapter / ADAPTER, **changes)
-
-
-ADAPTERS = {
-    "nan": (
-        tensors(lambda found: found[QUERY].view(-1)[17].fill_(torch.nan)),
-        WEIGHTS, QUERY.removeprefix("base_model.model."), "NaN",
-    ),
-    "rank": (config(r=6), "rank 6"),
-    "parameters": (
-        config(target_parameters=["mlp.experts.down_proj", "gate.weight"]),
-        "mlp.experts", "target_parameters",
-    ),
-    "cut": (
-        lambda adapter: (adapter / WEIGHTS).write_bytes((adapter / WEIGHTS).read_bytes()[:-8]),
-        WEIGHTS, "truncated",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("defect", ADAPTERS)
-def test_a_damaged_adapter(base, adapter, tmp_path, defect):
-    damage, *parts = ADAPTERS[defect]
-    damage(adapter)
-    refuse(base, adapter, tmp_path, AdapterError, adapter, *parts)
-
-
-def test_base_given_as_adapter(base, tmp_path):
-    refuse(base, base, tmp_path, AdapterError, "adapter_config.json is missing")
-
-
-def test_adapter_of_another_shape(adapter, tmp_path):
-    other = tmp_path / "base" / "qwen3_moe"
-    tiny.model("qwen3_moe", moe_intermediate_size=40).save_pretrained(other)
-    parts = ("experts", "[48, 48]", "[48, 40]", other, "another base")
-    refuse(other, adapter, tmp_path, AdapterError, *parts)
-
-
-def test_adapter_of_another_family(bases, adapter, tmp_path):
-    other = bases("deepseek_v2")
-    refuse(other, adapter, tmp_path, AdapterError, "layers.0.mlp.experts", other, "another base")
-
-
-def test_adapter_with_more_layers(adapter, tmp_path):
-    other = tmp_path / "base" / "qwen3_moe"
-    tiny.model("qwen3_moe", num_hidden_layers=2).save_pretrained(other)
-    refuse(other, adapter, tmp_path, AdapterError, "layers.2", other)
-
-
-def test_adapter_with_fewer_layers(adapter, tmp_path):
-    other = tmp_path / "base" / "qwen3_moe"
-    tiny.model("qwen3_moe", num_hidden_layers=5).save_pretrained(other)
-    parts = ("is missing", "nothing of that layer; give its own base")
-    refuse(other, adapter, tmp_path, AdapterError, *parts)
-
-
-@pytest.mark.parametrize(
-    ("experts", "part"),
-    [
-        ({1: [3, 12]}, "expert 12"),
-        ({1: [0, 1]}, "layers.0"),
-        ({1: [4, 4]}, "moe_finetune.json"),
-    ],
-)
-def test_selection_that_does_not_fit(base, adapter, tmp_path, experts, part):
-    edit(
-        adapter / WEIGHTS,
-        lambda tensors: [tensors.pop(key) for key in list(tensors) if ".2.mlp.experts." in key],
-    )
-    if part != "layers.0":
-        edit(
-            adapter / WEIGHTS,
-            lambda tensors: [tensors.pop(key) for key in list(tensors) if ".0.mlp.experts." in key],
-        )
-    write_metadata(adapter, experts=experts)
-    refuse(base, adapter, tmp_path, AdapterError, part)
-
-
-def test_tied_head(adapter, tmp_path):
-    base = tmp_path / "base" / "qwen3_moe"
-    tiny.model("qwen3_moe", tie_word_embeddings=True).save_pretrained(base)
-    configure(base / "config.json", tie_word_embeddings=True)
-
-    def add(tensors):
-        for factor, shape in (("A", (4, 192)), ("B", (400, 4))):
-            tensors[f"base_model.model.lm_head.lora_{factor}.weight"] = torch.zeros(shape)
-
-    edit(adapter / WEIGHTS, add)
-    refuse(base, adapter, tmp_path, AdapterError, "lm_head", "ties")
-
-
 # Values and space
 
 
@@ -411,51 +268,3 @@ def test_a_parent_with_nan_is_refused_unless_only_its_shapes_matter(model_type, 
 def small_sizes(config):
     keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "head_dim")
     return {key: getattr(config, key) for key in (*keys, "num_attention_heads")}
-
-
-def test_an_adapter_of_a_resized_vocabulary(tmp_path):
-    """What the message advises helps: the base is resized, too."""
-    from peft import LoraConfig, get_peft_model
-
-    base, adapter, resized = (tmp_path / name for name in ("base", "adapter", "resized"))
-    tiny.save("qwen3_moe", base)
-    model = load_model(base, dtype="float32")
-    size = model.config.vocab_size + 6
-    model.resize_token_embeddings(size, mean_resizing=False)
-    saved = ["embed_tokens", "lm_head"]
-    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=saved)
-    trained = get_peft_model(model, config)
-    with torch.no_grad():
-        for parameter in trained.parameters():
-            parameter.add_(0.03125 if parameter.requires_grad else 0)
-    trained.save_pretrained(adapter)
-    advice = f"model.resize_token_embeddings({size})"
-    refuse(base, adapter, tmp_path, AdapterError, "resized the vocabulary", advice)
-    again = load_model(base, dtype="float32")
-    again.resize_token_embeddings(size, mean_resizing=False)
-    again.save_pretrained(resized)
-    merge_adapter(resized, adapter, tmp_path / "out")
-    merged = load_model(tmp_path / "out", dtype="float32")
-    expected = trained.base_model.model.model.embed_tokens.modules_to_save.default.weight
-    assert torch.equal(merged.model.embed_tokens.weight, expected)
-
-
-def test_an_adapter_of_a_tied_head_merges_into_an_untied_copy(tmp_path):
-    from peft import LoraConfig, get_peft_model
-
-    base, adapter, untied = (tmp_path / name for name in ("base", "adapter", "untied"))
-    tiny.save("qwen3_moe", base, tie_word_embeddings=True)
-    config = LoraConfig(r=2, target_modules=["q_proj", "lm_head"])
-    trained = get_peft_model(load_model(base, dtype="float32"), config)
-    with torch.no_grad():
-        for parameter in trained.parameters():
-            parameter.add_(0.03125 if parameter.requires_grad else 0)
-    trained.save_pretrained(adapter)
-    refuse(base, adapter, tmp_path, AdapterError, "tie_word_embeddings=False", "lm_head.weight")
-    copy = AutoModelForCausalLM.from_pretrained(base, tie_word_embeddings=False)
-    copy.lm_head.weight = torch.nn.Parameter(copy.get_input_embeddings().weight.clone())
-    copy.save_pretrained(untied)
-    merge_adapter(untied, adapter, tmp_path / "out")
-    ids = torch.arange(5, 12)[None]
-    merged = load_model(tmp_path / "out", dtype="float32")
-    torch.testing.assert_close(merged(ids).logits, trained(ids).logits, atol=1e-4, rtol=1e-4)

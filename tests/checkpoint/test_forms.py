@@ -164,6 +164,18 @@ def test_layers_of_the_config_are_those_of_the_tensors(made, layers, part, tmp_p
     refused(adapter, experts.base, "layers_to_transform", part)
 
 
+@pytest.mark.parametrize("maker", ["tinker", "megatron", "automodel"])
+@pytest.mark.parametrize(
+    "option", [{"exclude_modules": ["w2"]}, {"layers_pattern": "blocks"}], ids=lambda o: min(o)
+)
+def test_a_key_that_contradicts_the_tensors_is_refused(made, maker, option, tmp_path):
+    experts, tensors, config = made(maker)
+    adapter = save(tmp_path / "adapter", tensors, config | option)
+    refused(adapter, experts.base, min(option), "Remove the key")
+    empty = save(tmp_path / "empty", tensors, config | dict.fromkeys(option))
+    assert open_adapter(empty, open_checkpoint(experts.base)).low_rank
+
+
 @pytest.mark.parametrize("layers", [None, [], [0, 1, 2, 3]])
 def test_a_config_of_all_layers_is_read(made, layers, tmp_path):
     experts, tensors, config = made("tinker")

@@ -7,9 +7,8 @@ Shape legend: E experts, n = E, or 1 for a shared factor; r rank, I inputs, O ou
 a stack, Z inputs or outputs.
 """
 
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,6 +19,14 @@ from moe_finetune.checkpoint.adapter_files import CONFIG, Adapter
 from moe_finetune.checkpoint.adapter_in_peft import config_for_peft, takes_parameter
 from moe_finetune.checkpoint.factor_layout import as_a, as_b
 from moe_finetune.checkpoint.forms.expert_keys import ROLES, WITHOUT_GATE, Role
+from moe_finetune.checkpoint.forms.stack_config import (
+    check_config,
+    check_one_pattern,
+    chosen_layers,
+    pattern_of,
+    scale_of,
+    tensor_error,
+)
 from moe_finetune.checkpoint.open import Checkpoint
 from moe_finetune.checkpoint.weight_files import computed
 from moe_finetune.errors import AdapterError
@@ -76,7 +83,7 @@ class Sides(dict[Place, Vectors]):
 
     def __setitem__(self, place: Place, vectors: Vectors) -> None:
         if place in self:
-            raise _error(
+            raise tensor_error(
                 self._stored,
                 vectors.key,
                 f"the file also has '{self[place].key}' for the same projection; use one of them",
@@ -153,9 +160,9 @@ def in_class(
         key = f"{path}.base_layer" if inner else path
         a, b, ranks[loaded] = _packed(parts, experts, key)
         tensors |= {a.name: a, b.name: b}
-        stack_scales = {_scale(stored, part) for part in parts}
+        stack_scales = {scale_of(stored, part.a.key, part.a.shape[1]) for part in parts}
         if len(stack_scales) > 1:
-            raise _error(stored, parts[0].a.key, "its projections have different scales")
+            raise tensor_error(stored, parts[0].a.key, "its projections have different scales")
         scales[loaded] = stack_scales.pop()
     modules, parameters = _other_targets(stored, others, experts)
     root = 0.5 if stored.config.get("use_rslora") else 1
@@ -175,18 +182,20 @@ def read_projections(
     stored: Adapter, experts: ClassExperts, sides: Mapping[Place, Vectors]
 ) -> list[Projection]:
     """The projections by layer and role, each shape checked against the base and the config."""
-    check_choice(stored, experts, sides)
+    check_config(stored, experts.base, {layer for layer, _, _ in sides})
     projections = []
     for layer, role in dict.fromkeys((layer, role) for layer, role, _ in sides):
         a, b = (sides.get((layer, role, side)) for side in "AB")
         fused = sides.get((layer, "gate and up", "A"))
         if role in ("gate", "up") and a is not None and fused is not None:
             problem = f"the file also has '{fused.key}' of gate and up; use one of them"
-            raise _error(stored, a.key, problem)
+            raise tensor_error(stored, a.key, problem)
         if a is None or b is None:
             present = a or b
             assert present is not None
-            raise _error(stored, present.key, "the other factor is missing; copy the adapter again")
+            raise tensor_error(
+                stored, present.key, "the other factor is missing; copy the adapter again"
+            )
         rows = experts.rows(role)
         _check_shape(stored, experts, a, experts.sizes(rows.parameter)[1], "inputs")
         _check_shape(stored, experts, b, rows.size, "outputs")
@@ -203,14 +212,14 @@ def _check_shape(
 ) -> None:
     count, _, length = side.shape
     if count not in (1, experts.total):
-        raise _error(
+        raise tensor_error(
             stored,
             side.key,
             f"has factors of {count} experts; the base has {experts.total}, and a shared factor "
             "has 1; it was trained on another base",
         )
     if length != size:
-        raise _error(
+        raise tensor_error(
             stored,
             side.key,
             f"has {length} {what} where the base {experts.base.folder} has {size}; it was trained "
@@ -220,14 +229,14 @@ def _check_shape(
 
 def _check_rank(stored: Adapter, a: Vectors, b: Vectors) -> None:
     if a.shape[1] != b.shape[1]:
-        raise _error(
+        raise tensor_error(
             stored, a.key, f"has rank {a.shape[1]}, and '{b.key}' {b.shape[1]}; copy the adapter "
             "again"
         )  # fmt: skip
     check_one_pattern(stored, (a.key, b.key))
-    declared = _pattern(stored, "rank_pattern", a.key, stored.config["r"])
+    declared = pattern_of(stored, "rank_pattern", a.key, stored.config["r"])
     if declared != a.shape[1]:
-        raise _error(
+        raise tensor_error(
             stored, a.key, f"has rank {a.shape[1]}, but r of {CONFIG} is {declared}; use the "
             "config of this adapter"
         )  # fmt: skip
@@ -237,7 +246,7 @@ def _in_alternating_rows(stored: Adapter, b: Vectors) -> Vectors:
     """B's vectors in the order of a class whose rows of gate and up alternate."""
     order = stored.config.get(GATE_UP_ROWS)
     if order not in ("halves", "alternating"):
-        raise _error(
+        raise tensor_error(
             stored,
             b.key,
             "rows of gate and up alternate in this family, and the file does not say in which "
@@ -251,7 +260,7 @@ def _in_alternating_rows(stored: Adapter, b: Vectors) -> Vectors:
 
 def _check_layers(stored: Adapter, experts: ClassExperts, projections: list[Projection]) -> None:
     """Refuse roles that some layers have and others lack."""
-    expected = _chosen_layers(stored, experts.layers)
+    expected = chosen_layers(stored, experts.layers)
     for role in dict.fromkeys(projection.role for projection in projections):
         keys = {p.layer: p.a.key for p in projections if p.role == role}
         for layer in expected:
@@ -259,31 +268,6 @@ def _check_layers(stored: Adapter, experts: ClassExperts, projections: list[Proj
                 other, key = next(iter(keys.items()))
                 missing = key.replace(f".layers.{other}.", f".layers.{layer}.", 1)
                 raise _missing(stored, missing)
-
-
-def _chosen_layers(stored: Adapter, layers: Iterable[int]) -> list[int]:
-    chosen = stored.config.get("layers_to_transform")
-    only = {chosen} if isinstance(chosen, int) else set(chosen or layers)
-    return [layer for layer in layers if layer in only]
-
-
-def check_choice(stored: Adapter, experts: ClassExperts, used: Iterable[Place]) -> None:
-    """Refuse layers in the config that are none, or that lack some of the tensors' layers."""
-    chosen, where = stored.config.get("layers_to_transform"), stored.folder / CONFIG
-    if chosen is None or chosen == []:  # of either, PEFT reads all layers
-        return
-    listed = chosen if isinstance(chosen, list) else [chosen]
-    layers = range(experts.base.model_config.get_text_config().num_hidden_layers)
-    if wrong := [layer for layer in listed if type(layer) is not int or layer not in layers]:
-        raise AdapterError(
-            f"{where}: layers_to_transform has {wrong[0]!r}, which is no layer from 0 to "
-            f"{layers[-1]}; list the numbers of layers"
-        )
-    if other := sorted({layer for layer, _, _ in used} - {*listed}):
-        raise AdapterError(
-            f"{where}: layers_to_transform lacks layer {other[0]}, which has factors; add it, or "
-            "remove the key"
-        )
 
 
 def _by_stack(
@@ -370,7 +354,7 @@ def _other_targets(
         if lora and f"{path}.weight" in shapes
     )
     for (head, end), layers in layers_of_parts(paths).items():
-        for layer in _chosen_layers(stored, layers_in_base(experts.base, head, end)):
+        for layer in chosen_layers(stored, layers_in_base(experts.base, head, end)):
             if layer not in layers:
                 raise _missing(stored, f"{head}{layer}.{end}.lora_A.weight")
     parameters = [path for path in paths if experts.takes_parameter(path)]
@@ -391,41 +375,10 @@ def layers_in_base(base: Checkpoint, head: str, end: str) -> list[int]:
     return [int(m[2]) for m in matches if m and m[1] == head and m[3] == f"{end}.weight"]
 
 
-def _scale(stored: Adapter, part: Projection) -> float:
-    alpha = _pattern(stored, "alpha_pattern", part.a.key, stored.config["lora_alpha"])
-    rank = part.a.shape[1]
-    return float(alpha) / (math.sqrt(rank) if stored.config.get("use_rslora") else rank)
-
-
-def check_one_pattern(stored: Adapter, keys: Sequence[str]) -> None:
-    """Refuse a rank or alpha of the config that only some factors of a projection match."""
-    for option in ("rank_pattern", "alpha_pattern"):
-        first = _pattern(stored, option, keys[0], None)
-        for key in keys[1:]:
-            if (own := _pattern(stored, option, key, None)) != first:
-                raise _error(
-                    stored,
-                    key,
-                    f"{option} of {CONFIG} says {own}, and {first} of '{keys[0]}', but all "
-                    "experts of a projection have one; correct the pattern",
-                )
-
-
-def _pattern(stored: Adapter, option: str, key: str, default: Any) -> Any:
-    from peft.utils.other import get_pattern_key
-
-    patterns = stored.config.get(option) or {}
-    return patterns.get(get_pattern_key(list(patterns), key.partition(".lora_")[0]), default)
-
-
 def _missing(stored: Adapter, key: str) -> AdapterError:
-    return _error(
+    return tensor_error(
         stored,
         key,
         "is missing, and other layers have it; copy the adapter again, or, if only some layers "
         f'trained, add them to {CONFIG} as "layers_to_transform"',
     )
-
-
-def _error(stored: Adapter, key: str, problem: str) -> AdapterError:
-    return AdapterError(f"{stored.folder}: adapter tensor '{key}': {problem}")

@@ -16,12 +16,12 @@ from moe_finetune.checkpoint.forms.class_stacks import (
     Place,
     Sides,
     Vectors,
-    check_one_pattern,
     in_class,
     read_projections,
 )
 from moe_finetune.checkpoint.forms.expert_keys import ExpertKey, expert_keys
 from moe_finetune.checkpoint.forms.form import Form
+from moe_finetune.checkpoint.forms.stack_config import check_one_pattern
 from moe_finetune.checkpoint.forms.stacked import role_of, vectors_of
 from moe_finetune.checkpoint.open import Checkpoint
 from moe_finetune.checkpoint.weight_files import read_tensor
