@@ -10,7 +10,7 @@ import yaml
 from moe_finetune import cli
 from moe_finetune.cli.evaluation import malformed
 from moe_finetune.errors import EvaluationError
-from moe_finetune.evaluation.results import load_results
+from moe_finetune.evaluation.results import SCHEMA, load_results
 from moe_finetune.evaluation.suites import load_suite
 from moe_finetune.io.run_folder import RunFolder
 from tests.evaluation.local import write_suite
@@ -199,3 +199,10 @@ def test_a_suite_file_given_by_its_name_is_named(tmp_path, monkeypatch):
     (tmp_path / "held.yaml").touch()
     with pytest.raises(EvaluationError, match="unknown suite 'held'; for the file here, give held"):
         load_suite("held")
+
+
+def test_results_with_one_wrong_value_are_refused_by_its_key(tmp_path):
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps({"schema": SCHEMA, "tasks": 4}))
+    with pytest.raises(EvaluationError, match=r"results\.json: tasks: .*evaluate again"):
+        load_results(file)
