@@ -206,6 +206,7 @@ def convert(
         return
     if output is None:
         raise typer.BadParameter("--output is missing: give the folder to write")
+    check_output(output)
     if to is not None:
         folder = _convert_adapter(Path(checkpoint), to, base, output)
         print(f"adapter: {folder} (as {to})")

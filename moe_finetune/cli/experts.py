@@ -96,6 +96,7 @@ def analyze(
             existing_folder(source)
         for file in itertools.chain(*domains.values()):
             local_files(file, "train")
+        check_output(output)
         from moe_finetune.report.analysis import analyze as run_analysis  # imports the libraries
 
         page = run_analysis(

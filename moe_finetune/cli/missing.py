@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_finetune.data.row_forms import STAGE_FIELDS, check_fields, renamed
+from moe_finetune.data.row_forms import STAGE_FIELDS, check_fields, filled, renamed
 from moe_finetune.errors import CheckpointError, DataError, MoeFinetuneError, did_you_mean
 from moe_finetune.evaluation.suites import load_suite
 from moe_finetune.io.row_files import placed_rows
@@ -62,16 +62,19 @@ def _check_first_row(
 ) -> None:
     """Refuse a first row without the names in ``data.columns``, or without a field of dpo and grpo.
 
-    One that may be left out is not looked at, and the rules of a template are checked where rows
-    are formed.
+    With ``data.template`` it needs the fields that the template names. A row that may be left out
+    is not looked at.
     """
     settings = source if source.columns or source.template else data
-    if source.where or data.malformed == "drop" or settings.template:
+    if source.where or data.malformed == "drop":
         return
-    columns = settings.columns or {}
-    if not columns and form not in STAGE_FIELDS:
+    columns, template = settings.columns or {}, settings.template
+    if not columns and not template and form not in STAGE_FIELDS:
         return
     for location, row in itertools.islice(placed_rows(files[0], finite=False), 1) if files else ():
+        if template:
+            filled(location, row, template)
+            return
         mapped_row = renamed(location, row, columns)
         # TRL takes the prompt from two conversations that begin alike.
         alike = all(

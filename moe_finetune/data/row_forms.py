@@ -124,15 +124,11 @@ class Former:
                     "the row as messages, or remove the column"
                 )
         if template:
-            filled = {
-                f: _fill(text, row, f"{location}: data.template.{f}")
-                for f, text in template.items()
-            }
             # A chat built from columns may also have tools and a system prompt.
             extras = {
                 name: row[name] for name in COLUMNS if name in row and self.form == "messages"
             }
-            return {**extras, **filled}
+            return {**extras, **filled(location, row, template)}
         return renamed(location, row, self.columns)
 
 
@@ -270,6 +266,14 @@ def _names(pattern: str, location: str) -> list[str]:
         if not name.isidentifier():
             raise DataError(f"{location}: '{{{name}}}' is not a field name")
     return names
+
+
+def filled(location: str, row: Row, template: Mapping[str, str]) -> Row:
+    """The fields that ``data.template`` makes of a row's; one that the row lacks is refused."""
+    return {
+        name: _fill(text, row, f"{location}: data.template.{name}")
+        for name, text in template.items()
+    }
 
 
 def _fill(pattern: str, row: Row, location: str) -> str:

@@ -69,6 +69,13 @@ MISSING = [
     (["ask", "./doen", "Why?"], "did you mean 'done'?"),
     (["analyze", "./gone", "--domain", "a=t.jsonl", "-o", "new"], "./gone: no such folder"),
     (["analyze", "m", "--domain", "a=gone.jsonl", "-o", "new"], "gone.jsonl"),
+    (["analyze", "m", "--domain", "a=t.jsonl", "-o", "done"], "done: is not empty"),
+    (["convert", "m", "-o", "done"], "done: is not empty"),
+    (["convert", "m", "--to", "peft", "-o", "done"], "done: is not empty"),
+    (
+        ["train", "r.yaml", "data.template={text: '{title}'}", "-o", "new"],
+        "t.jsonl:1: data.template.text: no field 'title'",
+    ),
     (
         ["report", "done", "dome"],
         "dome: no such folder; give the --output folder of a run; did you",
