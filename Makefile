@@ -60,8 +60,11 @@ $(BROWSER): $(STAMP)
 	  || echo "no Chromium here, so the page will not be tested"
 	@touch $@
 
-test: $(STAMP) $(BROWSER)  ## All tests that need no GPU
-	$(BIN)/python -m pytest -m "not gpu and not release" -n 2 --dist loadfile --no-loadscope-reorder
+test: $(STAMP) $(BROWSER)  ## All tests that need neither a GPU nor vLLM's engine
+	$(BIN)/python -m pytest -m "not gpu and not vllm and not release" -n 2 --dist loadfile --no-loadscope-reorder
+
+test-vllm: $(STAMP)  ## The tests with vLLM's engine, on the CPU
+	$(BIN)/python -m pytest -m "vllm and not gpu and not release" -n 2 --dist loadfile
 
 test-release: $(STAMP)  ## The rest of the largest tables of tests; before a release
 	$(BIN)/python -m pytest -m release -n 2 --dist load
