@@ -182,6 +182,7 @@ def test_a_quantized_base_without_quantized_tensors_is_named(base, adapter, tmp_
         (("qweight", "qzeros", "scales", "g_idx"), "GPTQ"),
         (("qweight", "qzeros", "scales"), "AWQ or GPTQ"),
         (("weight", "scales", "biases"), "MLX"),
+        (("weight_packed", "weight_scale"), "compressed-tensors"),
     ],
 )
 def test_a_format_that_only_tensors_show_is_named(base, adapter, tmp_path, leaves, method):

@@ -8,6 +8,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from moe_finetune.checkpoint.open_adapter import open_adapter
 from moe_finetune.errors import AdapterError, CheckpointError, EvaluationError, RecipeError
 from moe_finetune.evaluation.backends import open_backend
 from moe_finetune.evaluation.server import server_models
-from moe_finetune.vllm.adapters import serve_line
+from moe_finetune.vllm.adapters import LORA_RANKS, serve_line
 from moe_finetune.vllm.serve import open_merged, serve_command
 from tests.checkpoint.helpers import EXPERTS, select
 from tests.checkpoint.helpers import adapter as random_adapter
@@ -142,6 +143,11 @@ def test_the_printed_line_serves_a_converted_adapter(tmp_path, tiny_checkpoint, 
     words = shlex.split(serve_line(open_checkpoint(base), read_adapter(plain), "calm"))
     assert "--enable-mixed-moe-lora-format" not in words
     assert "is_3d_lora_weight" not in words[-1]
+
+
+def test_the_ranks_are_those_that_vllm_accepts():
+    lora = pytest.importorskip("vllm.config.lora")
+    assert get_args(lora.MaxLoRARanks) == LORA_RANKS
 
 
 def test_what_no_class_can_serve(tmp_path, tiny_checkpoint):
