@@ -162,6 +162,12 @@ def warm(warm_server) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def no_installed_plugins(monkeypatch) -> None:
+    """For messages that name installed plugins: this machine may have some."""
+    monkeypatch.setattr("moe_finetune.plugins.entry_points", lambda **_: [])
+
+
 @pytest.fixture(scope="session")
 def warm_vllm_server() -> Iterator[Any]:
     """As ``warm_server``, and vLLM is imported, too."""

@@ -215,6 +215,7 @@ def test_a_package_that_is_only_beside_the_recipe_is_not_run(tmp_path, monkeypat
     for name in ("sent_along", "spread", "antigravity"):
         with pytest.raises(RecipeError, match=f"no installed package declares '{name}'"):
             recipe(plugins=[name])
+    monkeypatch.setattr(plugins, "entry_points", lambda **_: [])
     with pytest.raises(PluginError, match=r"declares 'json'.*there is none"):
         plugins.use_installed("json")
 

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_finetune.data.row_forms import STAGE_FIELDS, check_fields, filled, renamed
+from moe_finetune.data.row_forms import STAGE_FIELDS, check_fields, check_template, filled, renamed
 from moe_finetune.errors import CheckpointError, DataError, MoeFinetuneError, did_you_mean
 from moe_finetune.evaluation.suites import load_suite
 from moe_finetune.io.row_files import placed_rows
@@ -71,6 +71,10 @@ def _check_first_row(
     columns, template = settings.columns or {}, settings.template
     if not columns and not template and form not in STAGE_FIELDS:
         return
+    if columns and template:  # refused with the whole recipe
+        return
+    if template:
+        check_template(template)
     for location, row in itertools.islice(placed_rows(files[0], finite=False), 1) if files else ():
         if template:
             filled(location, row, template)

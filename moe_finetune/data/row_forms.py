@@ -59,8 +59,7 @@ class Former:
             for field in mapping:
                 if field not in ours:
                     raise DataError(f"data.{name}.{field}: unknown{did_you_mean(field, ours)}")
-        for field, pattern in self.template.items():
-            _names(pattern, f"data.template.{field}")
+        check_template(self.template)
 
     def __call__(self, location: str, row: Row) -> Row:
         """Return the row in its form; raise DataError with ``location`` if it has none."""
@@ -266,6 +265,12 @@ def _names(pattern: str, location: str) -> list[str]:
         if not name.isidentifier():
             raise DataError(f"{location}: '{{{name}}}' is not a field name")
     return names
+
+
+def check_template(template: Mapping[str, str]) -> None:
+    """Refuse a text of ``data.template`` that no row can fill."""
+    for field, pattern in template.items():
+        _names(pattern, f"data.template.{field}")
 
 
 def filled(location: str, row: Row, template: Mapping[str, str]) -> Row:

@@ -48,6 +48,7 @@ def test_the_refusal_has_a_plugin_to_save(monkeypatch):
     assert "supported types" not in message
 
 
+@pytest.mark.usefixtures("no_installed_plugins")
 def test_a_type_that_transformers_lacks_has_none():
     with pytest.raises(UnsupportedModelError) as raised:
         family_of({"model_type": "qwen3_mo"})

@@ -17,6 +17,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", ANSWERS)
+@pytest.mark.usefixtures("no_installed_plugins")
 def test_a_recipe_that_cannot_train_is_refused(case, folder, monkeypatch):
     monkeypatch.chdir(folder)
     assert refusals.answer(case) == ANSWERS[case]
