@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from moe_finetune import Specialization, load_model
-from moe_finetune.data.prepared_rows import load_examples
+from moe_finetune.data.load_rows import load_examples
 from moe_finetune.evaluation.statistics import t_interval
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.models.config_and_tokenizer import load_tokenizer

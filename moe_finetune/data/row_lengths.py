@@ -1,11 +1,6 @@
 """How long the rows are that a trainer gets."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from datasets import Dataset
+from typing import NamedTuple
 
 
 class RowLengths(NamedTuple):
@@ -24,12 +19,3 @@ class LengthsOfData(NamedTuple):
 
     train: RowLengths
     validation: RowLengths | None = None
-
-
-def lengths_of_tokens(rows: Dataset, max_length: int) -> RowLengths:
-    """The lengths of rows with ``input_ids``, from the offsets of their whole mapped file."""
-    import pyarrow.compute as pc
-
-    lengths = pc.list_value_length(rows.data.column("input_ids"))
-    longest = min(pc.max(lengths).as_py() or 0, max_length)
-    return RowLengths(len(rows), longest, pc.sum(lengths).as_py() or 0)

@@ -16,6 +16,7 @@ class Tokenizer(Protocol):
     eos_token_id: Any
     bos_token_id: Any
     pad_token_id: Any
+    split_special_tokens: Any
 
     @property
     def added_tokens_decoder(self) -> Mapping[int, Any]: ...

@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_finetune.data.preference_and_prompt_rows import load_for_stage
+from moe_finetune.data.load_rows import load_for_stage
 from moe_finetune.errors import DataError
 from moe_finetune.io.row_files import placed_rows
 from moe_finetune.models.tokenizer import Tokenizer

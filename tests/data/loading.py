@@ -1,17 +1,19 @@
-"""What :mod:`moe_finetune.data.prepared_rows` returns, as most tests look at it."""
+"""What :mod:`moe_finetune.data.load_rows` returns, as most tests look at it."""
 
 from moe_finetune.data import prepared_rows
+from moe_finetune.data.load_rows import load_examples
+from moe_finetune.data.token_rows import TokenRows
 
 
 def load_dataset_for(*arguments, **options):
     """Training and validation rows."""
-    loaded = prepared_rows.load_examples(*arguments, **options)
+    loaded = load_examples(*arguments, **options)
     return loaded.train, loaded.validation
 
 
-def prepare(*arguments, **options):
+def prepare(sources, data, tokenizer, name, seed=0):
     """The rows without their counts."""
-    return prepared_rows.prepare(*arguments, **options)[0]
+    return prepared_rows.prepare(sources, TokenRows(data, tokenizer), name, seed)[0]
 
 
 CHAT = [

@@ -7,8 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from moe_finetune.data.held_out import HeldOut, warn_of_few
-from moe_finetune.data.preference_and_prompt_rows import load_stage_rows
-from moe_finetune.data.prepared_rows import load_examples
+from moe_finetune.data.load_rows import load_examples, load_stage_rows
 from moe_finetune.errors import DataError
 from moe_finetune.recipe.sections import DataSection
 from moe_finetune.recipe.stages import STAGES

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_finetune.data import prepared_rows
+from moe_finetune.data import prepared_rows, token_rows
 from moe_finetune.errors import DataError
 from moe_finetune.recipe.sections import DataSection
 from tests.data.loading import prepare
@@ -34,13 +34,13 @@ def source(tmp_path):
 @pytest.fixture
 def tokenized(monkeypatch):
     """How many rows have been tokenized so far."""
-    real, count = prepared_rows.tokenize_row, []
+    real, count = token_rows.tokenize_row, []
 
     def counting(row, *args):
         count.append(row)
         return real(row, *args)
 
-    monkeypatch.setattr(prepared_rows, "tokenize_row", counting)
+    monkeypatch.setattr(token_rows, "tokenize_row", counting)
     return lambda: len(count)
 
 
@@ -160,7 +160,7 @@ def test_numbers_of_calls_are_as_the_row_has_them(cache, tmp_path):
 def test_a_killed_preparation_is_made_again(cache, source):
     rows = prepared(source)
     expected, folder = rows.to_list(), Path(rows.cache_files[0]["filename"]).parents[1]
-    for damage in (folder / "counts.json", folder / "rows" / "tokens.arrow"):
+    for damage in (folder / "counts.json", folder / "rows" / "prepared.arrow"):
         damage.unlink()
         (folder / "counts.json").unlink(missing_ok=True)  # it is written last
         folder.with_name(f".{folder.name}.partial-0123abcd").mkdir()

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from moe_finetune.data import prepared_rows
-from moe_finetune.data.prepared_rows import load_examples
+from moe_finetune.data import token_rows
+from moe_finetune.data.load_rows import load_examples
 from moe_finetune.data.sources import SourceReader, listed
 from moe_finetune.errors import DataError
 from moe_finetune.recipe.schema import Recipe
@@ -102,7 +102,7 @@ def test_snapshots_see_the_rows_that_are_trained_on(files, monkeypatch, limits):
         assert found.train.column_names == ["input_ids", "labels"]
         drawn.append(sorted(sampled))
     assert drawn[0] != drawn[1]
-    monkeypatch.setattr(prepared_rows, "tokenize_row", None)  # all of it is prepared
+    monkeypatch.setattr(token_rows, "tokenize_row", None)  # all of it is prepared
     again = sample_examples(load_examples(data, tokenizer, 6).sources, 64)
     assert sorted(row["input_ids"] for row in again) == drawn[1]
 

@@ -12,7 +12,8 @@ import trl
 from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
 
-from moe_finetune.data.preference_and_prompt_rows import ids_of, load_stage_rows
+from moe_finetune.data.load_rows import load_stage_rows
+from moe_finetune.data.preference_and_prompt_rows import ids_of
 from moe_finetune.errors import DataError
 from moe_finetune.recipe.sections import DataSection
 from moe_finetune.recipe.stages import STAGES

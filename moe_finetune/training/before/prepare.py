@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from moe_finetune.data.preference_and_prompt_rows import load_for_stage
-from moe_finetune.data.prepared_rows import Examples
+from moe_finetune.data.load_rows import Examples, load_for_stage
 from moe_finetune.errors import DataError, MoeFinetuneError, RecipeError
 from moe_finetune.lora.coverage import lora_coverage
 from moe_finetune.lora.targets import add_lora

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from moe_finetune.data.preference_and_prompt_rows import ANSWERS, ids_of, load_for_stage
-from moe_finetune.data.prepared_rows import load_examples
+from moe_finetune.data.load_rows import load_examples, load_for_stage
+from moe_finetune.data.preference_and_prompt_forms import ANSWERS
+from moe_finetune.data.preference_and_prompt_rows import ids_of
 from moe_finetune.data.tokenize import IGNORED, run_tokenizer
 from moe_finetune.io.counted import counted
 from moe_finetune.models.config_and_tokenizer import local_folder

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from moe_finetune.data.held_out import FEW
-from moe_finetune.data.preference_and_prompt_rows import READ_BY, StageFormer
+from moe_finetune.data.preference_and_prompt_forms import READ_BY, StageFormer
 from moe_finetune.data.row_forms import STAGE_FIELDS
 from moe_finetune.data.sources import SourceReader, listed
 from moe_finetune.errors import RecipeError, did_you_mean

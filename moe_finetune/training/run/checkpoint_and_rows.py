@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
     from moe_finetune.checkpoint.open import Checkpoint
-    from moe_finetune.data.prepared_rows import Examples
+    from moe_finetune.data.load_rows import Examples
     from moe_finetune.io.run_folder import RunFolder
     from moe_finetune.lora.coverage import Coverage
     from moe_finetune.models import Family

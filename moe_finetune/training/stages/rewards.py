@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from moe_finetune.checkpoint.tokenizer_files import reply_ends
-from moe_finetune.data.preference_and_prompt_rows import READ_BY
+from moe_finetune.data.preference_and_prompt_forms import READ_BY
 from moe_finetune.errors import DataError, DependencyError, RecipeError, did_you_mean
 from moe_finetune.io.row_files import short
 from moe_finetune.models.tokenizer import Tokenizer

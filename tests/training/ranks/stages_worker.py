@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from moe_finetune.checkpoint.load_model import load_model
-from moe_finetune.data.preference_and_prompt_rows import load_for_stage
+from moe_finetune.data.load_rows import load_for_stage
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.stages import STAGES

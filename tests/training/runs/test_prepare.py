@@ -8,7 +8,7 @@ import pytest
 from transformers import TrainerCallback
 
 from moe_finetune import cli
-from moe_finetune.data.prepared_rows import load_examples
+from moe_finetune.data.load_rows import load_examples
 from moe_finetune.errors import RecipeError
 from moe_finetune.models.config_and_tokenizer import parse_config
 from moe_finetune.recipe.schema import load_recipe

@@ -10,7 +10,7 @@ from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
 from moe_finetune import SpecializationCallback
-from moe_finetune.data.prepared_rows import load_examples
+from moe_finetune.data.load_rows import load_examples
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.metrics import coherence_barrier, mutual_coherence
 from moe_finetune.metrics.experts import separation

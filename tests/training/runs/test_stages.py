@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moe_finetune.data.preference_and_prompt_rows import StageFormer
+from moe_finetune.data.preference_and_prompt_forms import StageFormer
 from moe_finetune.errors import DataError, RecipeError
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.metrics.words import word
