@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moe_finetune.data.chat import RenderingError
-from moe_finetune.data.row_counts import Counts, described
+from moe_finetune.data.row_counts import SENTENCES, Counts, described
 from moe_finetune.data.sources import SourceReader
 from moe_finetune.data.template_fields import field_reader
 from moe_finetune.data.tokenize import IGNORED, Tokens, tokenize_row
@@ -23,7 +23,7 @@ from moe_finetune.recipe.data import DataSection, DataSource
 if TYPE_CHECKING:
     from datasets import Dataset
 
-_OF_TOKENS = [field.name for field in dataclasses.fields(Tokens) if field.type is bool]
+_OF_TOKENS = [field.name for field in dataclasses.fields(Tokens) if field.name in SENTENCES]
 
 
 @dataclass

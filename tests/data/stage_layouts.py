@@ -25,7 +25,7 @@ from tests.support.conversations import (
 
 GOLDEN = Path(__file__).with_name("golden_stage_rows.json")
 NO = {"role": "assistant", "content": "No."}
-CALLED = TRL["messages"][:3]
+CALLED = TRL["messages"][:3]  # the question, the call and its result
 HELLO = {"role": "assistant", "content": "Hello."}
 TURNS = {"prompt": [ASK], "chosen": [YES], "rejected": [NO]}
 TEXTS = {"prompt": "Wet?", "chosen": " Yes.", "rejected": " No, it is not<|endoftext|>"}

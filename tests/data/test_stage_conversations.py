@@ -18,6 +18,7 @@ from moe_finetune.errors import DataError
 from moe_finetune.recipe.sections import DataSection
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.training.run import trainer as run_trainer
+from tests.data.stage_layouts import CALLED, NO
 from tests.support import tiny
 from tests.support.conversations import (
     ASK,
@@ -25,13 +26,10 @@ from tests.support.conversations import (
     OPENAI,
     SHAREGPT,
     TOOLS,
-    TRL,
     YES,
     tokenizer_of,
 )
 
-NO = {"role": "assistant", "content": "No."}
-CALLED = TRL["messages"][:3]  # the question, the call and its result
 PREFERENCES = {
     "trl": {"prompt": CALLED, "chosen": [YES], "rejected": [NO], "tools": json.dumps(TOOLS)},
     "whole": {"chosen": [*CALLED, YES], "rejected": [*CALLED, NO], "tools": TOOLS},
