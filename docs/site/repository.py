@@ -50,12 +50,22 @@ def linked(file: Path) -> dict[str, Path]:
     return found
 
 
+def shown() -> list[Path]:
+    """The site's files: its pages, and whatever is reached from them by links."""
+    found = dict.fromkeys([*pages(), *sorted(DOCS.rglob("*.md"))])
+    waiting = list(found)
+    while waiting:
+        file = waiting.pop()
+        if file.suffix == ".md":
+            new = [target for target in linked(file).values() if target not in found]
+            found |= dict.fromkeys(new)
+            waiting += new
+    return list(found)
+
+
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages outside ``docs/`` and every file that any page links to."""
-    wanted = dict.fromkeys(pages())
-    for file in [*pages(), *DOCS.rglob("*.md")]:
-        wanted |= dict.fromkeys(linked(file).values())
-    for file in wanted:
+    """Add the pages outside ``docs/`` and every file that they, or a page so added, link to."""
+    for file in shown():
         if not file.is_relative_to(DOCS):
             files.append(File.generated(config, place(file), abs_src_path=str(file)))
     return files
