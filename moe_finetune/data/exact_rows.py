@@ -1,7 +1,8 @@
 """A formed row as text and back, exactly, for the file between reading and preparing.
 
 A table would give all objects one's fields. JSON is exact for texts, numbers of any size, lists and
-objects; what else a Parquet file's columns have is written as an object with one key of ours.
+objects; what else a Parquet file's columns have is written as an object with one key of ours, and
+so is a row's own object with that key alone.
 """
 
 import base64
@@ -30,14 +31,24 @@ _KINDS: dict[str, tuple[type, _Write, _Write]] = {
     "decimal": (Decimal, str, Decimal),
 }
 """Name in the text -> type, how it is written, and how it is read."""
+_OBJECT = "object"
 
 
-def row_text(location: str, row: Row) -> str:
-    """``row`` as one line; DataError with ``location`` where a value has no exact text."""
+def row_text(location: str, row: Row, plain: bool = False) -> str:
+    """``row`` as one line; DataError with ``location`` where a value has no exact text.
+
+    Args:
+        plain: refuse every value that a chat template cannot write as JSON, such as dates and NaN.
+    """
+    written = None if plain else _written
     try:
-        return json.dumps(row, default=_written)
+        text = json.dumps(row, allow_nan=not plain, default=written)
+        if _KEY in text:
+            text = json.dumps(_escaped(row), default=written)
     except (TypeError, ValueError) as error:
-        raise DataError(f"{location}: a value cannot be stored: {error}") from error
+        problem = "a value is neither text nor a number" if plain else "a value cannot be stored"
+        raise DataError(f"{location}: {problem}: {error}") from error
+    return text
 
 
 def row_of_text(text: str) -> Row:
@@ -53,8 +64,18 @@ def _written(value: Any) -> dict[str, Any]:
     raise TypeError(f"{type(value).__name__} is neither text, number, date, list nor object")
 
 
+def _escaped(value: Any) -> Any:
+    """``value`` with what reading would take for one of ours written as one of ours."""
+    if isinstance(value, list | tuple):
+        return [_escaped(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    parts = {name: _escaped(part) for name, part in value.items()}
+    return {_KEY: [_OBJECT, parts[_KEY]]} if parts.keys() == {_KEY} else parts
+
+
 def _read(decoded: dict[str, Any]) -> Any:
     if decoded.keys() != {_KEY}:
         return decoded
     name, text = decoded[_KEY]
-    return _KINDS[name][2](text)
+    return {_KEY: text} if name == _OBJECT else _KINDS[name][2](text)

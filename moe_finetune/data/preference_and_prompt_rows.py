@@ -60,6 +60,7 @@ class StageRows:
     steps: Mapping[bool, Sequence[Step]] = dataclasses.field(default_factory=dict)
     types: ColumnTypes = dataclasses.field(default_factory=ColumnTypes)
     columns: dict[str, Any] = dataclasses.field(default_factory=dict)
+    plain = False
 
     @property
     def fields(self) -> Collection[str] | None:

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 log = logging.getLogger(__name__)
-FORMAT = 14
+FORMAT = 15
 """Increase this when the code gives different rows or counts for the same input."""
 _COUNTS = "counts.json"
 _DECIDING = ("transformers", "tokenizers", "trl")
@@ -74,6 +74,10 @@ class Preparation(Protocol):
     @property
     def fields(self) -> Collection[str] | None:
         """The fields of a formed row that decide whether it is held out; None for all."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether an example has only values that a chat template can write as JSON."""
 
     def identity(self) -> list[Any]:
         """Plain values that decide the prepared rows, other than ``data`` and the tokenizer."""
@@ -205,7 +209,7 @@ def _write(
     with ArrowWriter(path=str(folder / "read.arrow"), features=read) as writer:
         for source, location, row in formed_rows:
             for example in preparation.examples(readers[source], location, row):
-                text = row_text(location, example)
+                text = row_text(location, example, preparation.plain)
                 writer.write({_PLACE: location, _SOURCE: source, _ROW: text})
         writer.finalize()
     (folder / "rows").mkdir()

@@ -12,7 +12,7 @@ from typing import IO, Any
 from moe_finetune.errors import DataError
 from moe_finetune.io.atomic import write_atomic
 from moe_finetune.io.hashes import to_json
-from moe_finetune.io.json_file import JsonError, parse_json
+from moe_finetune.io.json_file import JsonError, parse_items, parse_json
 
 Row = dict[str, Any]
 Placed = tuple[str, Row]
@@ -115,13 +115,14 @@ def _read_json(path: Path, file: IO[str], finite: bool) -> Iterator[Placed]:
             )
         yield from _read_lines(path, text.split("\n"), finite)  # U+2028 is no end of line
         return
+    row_number = 0
     try:
-        rows = parse_json(text, finite)
+        for row_number, row in enumerate(parse_items(text, finite), 1):
+            location = f"{path}: row {row_number}"
+            yield location, _object(row, location)
     except JsonError as error:
-        raise DataError(f"{path}:{error.line or 1}: {error.problem}") from None
-    for row_number, row in enumerate(rows, 1):
-        location = f"{path}: row {row_number}"
-        yield location, _object(row, location)
+        line = f"{path}:{error.line}" if error.line else f"{path}: row {row_number + 1}"
+        raise DataError(f"{line}: {error.problem}") from None
 
 
 def _object(row: Any, location: str) -> Row:

@@ -16,6 +16,11 @@ ROW = {
     "times": [time(5, 6, 7), timedelta(-1, 2, 3), timedelta(400)],
     "others": {"bytes": [b"", b"\x00\xff"], "decimal": Decimal("0.10")},
     "moe_finetune.value": ["bytes", "AA=="],
+    "like ours": [
+        {"moe_finetune.value": ["bytes", "AA=="]},
+        {"moe_finetune.value": {"moe_finetune.value": ["object", [b"\x01"]]}},
+        {"moe_finetune.value": None, "and": "more"},
+    ],
 }
 
 
@@ -25,8 +30,17 @@ def typed(value):
     return list(map(typed, value)) if isinstance(value, list) else (type(value), value)
 
 
-def test_a_row_comes_back_with_types():
-    assert typed(row_of_text(row_text("a:1", ROW))) == typed(ROW)
+@pytest.mark.parametrize(
+    "row", [ROW, {"moe_finetune.value": 7}, {"moe_finetune.value": ["decimal", "1"]}, {}]
+)
+def test_a_row_comes_back_with_types(row):
+    assert typed(row_of_text(row_text("a:1", row))) == typed(row)
+
+
+@pytest.mark.parametrize("value", [float("nan"), date(2026, 3, 4), b"", Decimal(1)])
+def test_a_plain_row_has_only_values_that_a_template_writes(value):
+    with pytest.raises(DataError, match=r"a\.jsonl:3: a value is neither text nor a number"):
+        row_text("a.jsonl:3", {"x": [value]}, plain=True)
 
 
 def test_a_value_without_a_text_is_refused_with_its_place():

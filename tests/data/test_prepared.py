@@ -157,6 +157,15 @@ def test_numbers_of_calls_are_as_the_row_has_them(cache, tmp_path):
     assert json.dumps(numbers) in text
 
 
+def test_a_number_that_no_template_writes_is_refused_with_its_line(cache, tmp_path):
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": float("nan")}}}
+    turns = [ASK, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    file = tmp_path / "calls.jsonl"
+    file.write_text(json.dumps({"messages": turns}) + "\n")
+    with pytest.raises(DataError, match=r"calls\.jsonl:1: a value is neither text nor a number"):
+        prepared(file, tokenizer_of("qwen3_instruct_2507"))
+
+
 def test_a_killed_preparation_is_made_again(cache, source):
     rows = prepared(source)
     expected, folder = rows.to_list(), Path(rows.cache_files[0]["filename"]).parents[1]

@@ -6,7 +6,7 @@ import pytest
 
 from moe_finetune.data.sources import read_rows
 from moe_finetune.errors import DataError
-from moe_finetune.io.json_file import JsonError, parse_json, read_object
+from moe_finetune.io.json_file import JsonError, parse_items, parse_json, read_object
 from moe_finetune.io.row_files import read_rows as read_task_rows
 from moe_finetune.io.yaml_file import YamlError, parse_yaml
 
@@ -40,6 +40,54 @@ def test_what_is_not_strict_json_is_refused(text, problem):
     with pytest.raises(JsonError) as caught:
         parse_json(text)
     assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "items", "problem"),
+    [
+        ("[]", [], None),
+        (" [ ]\n", [], None),
+        ('[{"a": [1]}]', [{"a": [1]}], None),
+        ('\t[1 ,\n"]" , {}\r\n] ', [1, "]", {}], None),
+        ("[1,\n2\n3]", [1, 2], "line 3: not JSON"),
+        ("[1,\n2,\n]", [1, 2], "line 3: not JSON"),
+        ("[1\n", [1], "line 2: not JSON"),
+        ("[\n", [], "line 2: not JSON"),
+        ("[,1]", [], "line 1: not JSON"),
+        ("[1, 2]\n[3]", [1, 2], "line 2: not JSON (Extra data)"),
+        ("[] x", [], "line 1: not JSON (Extra data)"),
+        ('{"a": 1}', [], "line 1: not JSON"),
+        ('[1, {"a": 1, "a": 2}]', [1], "the key 'a' occurs twice"),
+        ("[7, 1e999]", [7], "1e999 is not a finite number"),
+        (r'["a", "\ud800", 3]', ["a"], "surrogate"),
+        ("[3, " + "[" * 100_000 + "]" * 100_001, [3], "nested too deep"),
+    ],
+)
+def test_a_list_is_read_item_by_item_as_strictly(text, items, problem):
+    read, got = parse_items(text), []
+    if problem is None:
+        assert list(read) == items == parse_json(text)
+        return
+    with pytest.raises(JsonError) as caught:
+        got.extend(read)
+    assert got == items and problem in str(caught.value)
+    with pytest.raises(JsonError):
+        parse_json(text) if text[0] == "[" else list(parse_items(text))
+
+
+def test_the_first_row_of_a_list_is_read_without_the_others(tmp_path):
+    file = tmp_path / "rows.json"
+    file.write_text('[{"text": "a"},\n {"text": "b"},\n {"text" "c"}, {"text": 1, "text": 2}]')
+    rows = read_rows(str(file))
+    assert [next(rows), next(rows)] == [
+        (f"{file}: row 1", {"text": "a"}),
+        (f"{file}: row 2", {"text": "b"}),
+    ]
+    with pytest.raises(DataError, match=r"rows\.json:3: not JSON"):
+        next(rows)
+    file.write_text('[{"text": "a"},\n {"text": 1, "text": 2}]')
+    with pytest.raises(DataError, match=r"rows\.json: row 2: the key 'text' occurs twice"):
+        list(read_rows(str(file)))
 
 
 def test_good_json_is_what_python_reads():
