@@ -219,9 +219,8 @@ def merge(recipe: Recipe, run: RunFolder, base: Path | Checkpoint | None = None)
         tokenizer="adapter" if has_tokenizer(run.adapter) else None,
     )
     log.info(
-        "merged: %d tensors changed, %d copied, %.2f GB in %.1f s",
-        len(result.changed),
-        len(result.copied),
+        "merged: %s, %.2f GB in %.1f s",
+        result.counts(),
         result.size / 1e9,
         result.seconds,
     )

@@ -79,15 +79,21 @@ class Merge:
             f"  {name}: {how}, {count}" for (name, how), count in sorted(Counter(kinds).items())
         ]
 
+    def counts(self) -> str:
+        """How many tensors the adapter changes, have the base's bytes, or are only converted."""
+        converted = len(self.contents) - len(self.changed) - len(self.copied)
+        counts = f"{counted(len(self.changed), 'tensor')} changed, "
+        counts += f"{len(self.copied)} copied byte for byte"
+        return f"{counts}, {converted} converted to another dtype" if converted else counts
+
     def text(self) -> str:
         """What ``--dry-run`` prints: kinds of changes, counts and notes."""
         files = counted(len(self.files), "file")
         return "\n".join(
             [
                 *self.kinds(),
-                f"{counted(len(self.changed), 'tensor')} changed, "
-                f"{len(self.copied)} copied byte for byte, "
-                f"{counted(len(self.contents), 'tensor')} in {files}, {self.size / 1e9:.3f} GB",
+                f"{self.counts()}; {counted(len(self.contents), 'tensor')} in {files}, "
+                f"{self.size / 1e9:.3f} GB",
                 *self.notes,
             ]
         )

@@ -150,7 +150,7 @@ def model_card(
         library_name=library,
         pipeline_tag="text-generation",
         tags=["moe", "moe-finetune"],
-        base_model=str(base) if is_hub_id(base) else None,
+        base_model=name if is_hub_id(name) else None,
         datasets=[str(source) for source in data if is_hub_id(source)] or None,
         license=license,
     )
@@ -204,8 +204,13 @@ def is_hub_id(value: str | Path) -> bool:
 
 
 def public_name(value: str | Path) -> str:
-    """A hub id unchanged, or the last part of a path."""
-    return str(value) if is_hub_id(value) else Path(value).name
+    """A hub id unchanged, that of a folder in the hub's cache, or the last part of a path."""
+    if is_hub_id(value):
+        return str(value)
+    *_, repository, kind, last = ("", "", *Path(value).absolute().parts)
+    if kind == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/", 1)
+    return last
 
 
 def _public_value(value: Any) -> str:

@@ -21,6 +21,11 @@ from moe_finetune.checkpoint.weight_files import read_tensor
 from moe_finetune.errors import VerificationError
 
 _TOLERANCE = 1e-5
+_PARTS = {
+    "in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v"),
+    "in_proj": ("gate_proj", "x_proj"),
+}
+"""Projections of which Tinker trains the parts, in the order of their rows."""
 
 
 def matrices(stored: Adapter) -> Iterator[tuple[str, Tensor]]:
@@ -35,13 +40,19 @@ def matrices(stored: Adapter) -> Iterator[tuple[str, Tensor]]:
 def check_layer(
     stored: Adapter, base: Checkpoint, modules: list[LoraModule], form: Adapter
 ) -> None:
-    """Check what PEFT's ``modules`` change in one layer, with the factors that ``form`` gives."""
+    """Check what PEFT's ``modules`` change in one layer, with the factors that ``form`` gives.
+
+    Of projections that the file has in parts, one is checked too.
+    """
     stacks = [m for m in modules if getattr(m.module, "num_experts", 1) > 1]
     layer = (stacks or modules)[0].loaded.rpartition(".")[0]
-    for module in (m for m in modules if m.loaded.startswith(f"{layer}.")):
+    checked = [m for m in modules if m.loaded.startswith(f"{layer}.")]
+    in_parts = (m for m in modules if m not in checked and _parts(stored, m))
+    for module in (*checked, *list(in_parts)[:1]):
         key, (*_, rows, columns) = _key(stored, base, module), base.names.shapes[module.loaded]
         if key is None:
-            changes_OI = _of_projections(stored, module, (rows, columns))
+            stated_in_parts = _of_projections if module in stacks else _of_parts
+            changes_OI = stated_in_parts(stored, module, (rows, columns))
         else:
             stated = _of_stack if module in stacks else _of_matrix
             changes_OI = stated(stored, key, module, (rows, columns))
@@ -65,8 +76,36 @@ def _key(stored: Adapter, base: Checkpoint, module: LoraModule) -> str | None:
         if len(base.tensors[name].shape) == ndim  # one expert's own matrix is no stack
     ]
     ends = (".lora_A.weight", ".lora_embedding_A")
-    keys = (p + e for p in (module.path, *files) for e in ends)
+    paths = (module.path, *files, _tinker_path(module.path))
+    keys = (p + e for p in paths for e in ends)
     return next((key for key in keys if key in stored.tensors), None)
+
+
+def _tinker_path(path: str) -> str:
+    if path == "lm_head":
+        return "model.unembed_tokens"
+    return path.replace(".language_model.", ".").replace(".self_attn.", ".attn.")
+
+
+def _parts(stored: Adapter, module: LoraModule) -> list[str]:
+    """The keys of A of a projection that the file has in parts, in the order of its rows."""
+    heads = {path.rpartition(".")[0] for path in (module.path, _tinker_path(module.path))}
+    return [
+        key
+        for head in heads
+        for part in _PARTS.get(module.path.rpartition(".")[2], ())
+        if (key := f"{head}.{part}.lora_A.weight") in stored.tensors
+    ]
+
+
+def _of_parts(stored: Adapter, module: LoraModule, shape: tuple[int, int]) -> Iterator[Tensor]:
+    change_OI, first = torch.zeros(shape), 0
+    for key in _parts(stored, module):
+        part_OI = _product(stored, key)
+        scale = _scale(stored.config, key.partition(".lora_")[0], stored.tensors[key].shape)
+        change_OI[first : first + len(part_OI)] = scale * part_OI
+        first += len(part_OI)
+    yield change_OI
 
 
 def _of_matrix(stored: Adapter, key: str, module: LoraModule, _: Any) -> Iterator[Tensor]:
@@ -132,9 +171,9 @@ def _of_projections(
 
 def _factor(named: dict[str, Any], expert: int, name: str, side: str) -> Tensor | None:
     """A or B of one projection of one expert: A (r, I), B (O, r)."""
-    key = f"{expert}.{name}.lora_{side}.weight"
-    if key in named:
-        return read_tensor(named[key]).float()
+    for key in (f"{expert}.{name}.lora_{side}.weight", f"{name}s.{expert}.lora_{side}.weight"):
+        if key in named:
+            return read_tensor(named[key]).float()
     if (key := f"lora_{name}_{side}") in named:
         return read_tensor(named[key])[expert].T.float()
     if (key := f"{name}.lora_{side}.weight") not in named:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moe_finetune.cli.app import Output, app, split_items
-from moe_finetune.io.counted import counted
 from moe_finetune.io.folder import check_output
 from moe_finetune.io.run_folder import RunFolder, checkpoint_in, checkpoint_name
 from moe_finetune.io.terminal import terminal
@@ -343,10 +342,7 @@ def merge(
         if dry_run:
             print(report.text())
             return
-        print(
-            f"merged: {output} ({counted(len(report.changed), 'tensor')} changed, "
-            f"{len(report.copied)} copied)"
-        )
+        print(f"merged: {output} ({report.counts()})")
         print("\n".join([*report.kinds(), *report.notes]))
     if verify:
         print(f"verified: {verified(opened, adapter, output, bias).text()}")

@@ -58,6 +58,17 @@ def test_hub_base(tmp_path):
     assert "not stated" in text and "Paper" not in text
 
 
+def test_a_folder_of_the_hubs_cache_has_the_hubs_name(tiny_checkpoint, tmp_path):
+    """Not the commit, which is the folder's own name."""
+    base = tmp_path / "models--Qwen--Qwen3-30B-A3B" / "snapshots" / "ad44e777bcd18fa4"
+    shutil.copytree(tiny_checkpoint("olmoe"), base)
+    adapter = helpers.adapter(tiny_checkpoint("olmoe"), tmp_path / "adapter")
+    merge_adapter(base, adapter, tmp_path / "merged")
+    text = (tmp_path / "merged" / "README.md").read_text()
+    assert front(text)["base_model"] == "Qwen/Qwen3-30B-A3B" and "ad44e777" not in text
+    assert "# Qwen/Qwen3-30B-A3B, fine-tuned" in text
+
+
 def test_the_paper_and_the_hubs_datasets_are_linked(tmp_path):
     data = ["openai/gsm8k", "rows.jsonl"]
     text = write_card(tmp_path, "Qwen/Qwen3-30B-A3B", method="erc", data=data).read_text()

@@ -233,7 +233,9 @@ def test_bfloat16_is_rounded_once(bases, adapters, tmp_path):
     base = tmp_path / "base" / "qwen3_moe"
     tiny.model("qwen3_moe", dtype=torch.bfloat16).save_pretrained(base)
     merge_adapter(base, adapters("qwen3_moe"), tmp_path / "m")
-    merge_adapter(base, adapters("qwen3_moe"), tmp_path / "m32", dtype="float32")
+    wide = merge_adapter(base, adapters("qwen3_moe"), tmp_path / "m32", dtype="float32")
+    others = len(wide.contents) - len(wide.changed)
+    assert others and f"0 copied byte for byte, {others} converted" in wide.counts()
     merge_adapter(bases("qwen3_moe"), adapters("qwen3_moe"), tmp_path / "m16", dtype="bfloat16")
     half, full = (load_file(tmp_path / n / "model.safetensors") for n in ("m", "m32"))
     assert {t.dtype for t in half.values()} == {torch.bfloat16}

@@ -9,6 +9,7 @@ FORMS.register("vllm", vllm.FORM)
 FORMS.register("stacked", stacked.FORM)
 FORMS.register("shared-outer", stacked.SHARED_OUTER)
 FORMS.register("megatron-bridge", shared_side.FORM)
+FORMS.register("unsloth-lists", shared_side.LISTS)
 FORMS.register("automodel", grouped.FORM)
 
 __all__ = ["FORMS", "Form", "Written", "in_class", "losses_by_form"]

@@ -6,8 +6,10 @@ from typing import Literal
 
 from moe_finetune.checkpoint.adapter_files import Adapter
 
-Kind = Literal["peft", "per-expert", "stacked", "grouped"]
-"""PEFT's packed stacks; a matrix of one expert; a projection of all experts; Automodel's own."""
+Kind = Literal["peft", "per-expert", "listed", "stacked", "grouped"]
+"""PEFT's packed stacks; a matrix of one expert, by expert or in Unsloth's lists by projection; a
+projection of all experts; Automodel's own.
+"""
 Role = Literal["gate", "up", "down", "gate and up"]
 
 ROLES: dict[str, Role] = {
@@ -24,6 +26,7 @@ WITHOUT_GATE: dict[str, Role] = {
 _IN_EXPERTS = re.compile(r"(.*\.layers\.(\d+)\.(?:[^.]+\.)*?experts)\.(?:(\d+)\.)?(.+)")
 _PEFT = re.compile(r"(?:base_layer\.)?lora_[AB]\.weight")
 _PROJECTION = re.compile(r"(w[123]|gate_proj|up_proj|down_proj|gate_up_proj)\.lora_([AB])\.weight")
+_LISTED = re.compile(r"(gate_up_proj|down_proj)s\.(\d+)\.lora_([AB])\.weight")
 _GROUPED = re.compile(r"lora_(gate_and_up|down)_([AB])")
 
 
@@ -65,6 +68,9 @@ def expert_keys(adapter: Adapter) -> list[ExpertKey]:
         elif named := _PROJECTION.fullmatch(tail):
             kind: Kind = "stacked" if expert is None else "per-expert"
             keys.append(ExpertKey(key, kind, stack, int(layer), expert, *named.groups()))
+        elif expert is None and (named := _LISTED.fullmatch(tail)):
+            projection, index, side = named.groups()
+            keys.append(ExpertKey(key, "listed", stack, int(layer), int(index), projection, side))
         elif expert is None and (named := _GROUPED.fullmatch(tail)):
             keys.append(ExpertKey(key, "grouped", stack, int(layer), None, *named.groups()))
     return keys

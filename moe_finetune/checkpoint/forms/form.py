@@ -26,6 +26,7 @@ class Form:
         write: the adapter in this form; refused with the reason where it has none. None for a form
             that is only read.
         kinds: the kinds of experts' keys in its files; None where PEFT's own rules read it.
+        named: whether an adapter without factors of experts has this form's names of other modules.
         read: an adapter in this form as PEFT's stacks over the base's class.
     """
 
@@ -33,6 +34,7 @@ class Form:
     loses: str = ""
     write: Callable[[OpenAdapter], Written] | None = None
     kinds: frozenset[Kind] | None = None
+    named: Callable[[Adapter, Checkpoint], bool] | None = None
     read: Callable[[Adapter, Checkpoint], Adapter] | None = None
 
 
@@ -62,10 +64,19 @@ def in_class(stored: Adapter, base: Checkpoint) -> Adapter:
     by_kind: dict[Kind, str] = {}
     for key in expert_keys(stored):
         by_kind.setdefault(key.kind, key.key)
-    form = next((form for form in FORMS.values() if form.kinds == by_kind.keys()), None)
+    kinds = by_kind.keys()
+    form = next(
+        (
+            form
+            for form in FORMS.values()
+            if form.kinds == kinds
+            or (not kinds and form.named is not None and form.named(stored, base))
+        ),
+        None,
+    )
     if form is not None and form.read is not None:
         return form.read(stored, base)
-    if by_kind.keys() - {"peft", "per-expert"}:
+    if kinds - {"peft", "per-expert"}:
         first, second = list(by_kind.values())[:2]
         raise AdapterError(
             f"{stored.folder}: adapter tensor '{first}' and '{second}' are in the forms of two "

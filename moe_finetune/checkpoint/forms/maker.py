@@ -9,6 +9,7 @@ AUTOMODEL_FILE = "automodel_peft_config.json"
 _FORMS = {
     frozenset({"peft"}): "PEFT's stacks (peft)",
     frozenset({"per-expert"}): "a pair for each expert's matrix (per-expert)",
+    frozenset({"listed"}): "a list of each expert's matrices by projection (unsloth-lists)",
     frozenset({"stacked"}): "a tensor for each projection of all experts (stacked)",
     frozenset({"stacked", "per-expert"}): "shared factors and each expert's own (megatron-bridge)",
     frozenset({"grouped"}): "Automodel's grouped factors (automodel)",
@@ -21,7 +22,7 @@ def maker_of(adapter: Adapter) -> str:
     version = config.get("peft_version")
     signs = {
         "moe-finetune": (adapter.folder / METADATA).is_file(),
-        "Unsloth": made_by_unsloth(config),
+        "Unsloth": made_by_unsloth(config) or kinds == {"listed"},
         "NeMo Automodel": (adapter.folder / AUTOMODEL_FILE).is_file() or "grouped" in kinds,
         "Megatron-Bridge": made_by_megatron_bridge(config) or kinds == {"stacked", "per-expert"},
         "Tinker, or written for vLLM or SGLang": kinds == {"stacked"},

@@ -1,17 +1,24 @@
-"""Shared-outer LoRA as Megatron-Bridge exports it and SGLang reads it.
+"""Factors under each expert's name over a class with stacks, and others that all experts share.
 
-The shared factor is stored once, ``experts.gate_proj.lora_A.weight`` (1, r, I), the same under
-``up_proj``; the other one under each expert's name, ``experts.3.gate_proj.lora_B.weight`` (O, r).
-Names are those of the base's files. Read in Megatron-Bridge (``conversion/peft_bridge.py``).
+Of shared-outer LoRA, Megatron-Bridge exports and SGLang reads the shared factor once,
+``experts.gate_proj.lora_A.weight`` (1, r, I), the same under ``up_proj``; the other one under each
+expert's name, ``experts.3.gate_proj.lora_B.weight`` (O, r). Names are those of the base's files.
+Read in Megatron-Bridge (``conversion/peft_bridge.py``).
+
+Unsloth's 4-bit gpt-oss has a list of modules for each projection,
+``experts.gate_up_projs.3.lora_A.weight`` (r, I), whose rows are in the model's order. Read in
+unsloth-zoo (``temporary_patches/gpt_oss.py``).
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from moe_finetune.checkpoint.adapter_files import Adapter
 from moe_finetune.checkpoint.forms.class_stacks import (
+    GATE_UP_ROWS,
     ClassExperts,
     Place,
     Sides,
@@ -51,12 +58,17 @@ def read(stored: Adapter, base: Checkpoint) -> Adapter:
     return in_class(stored, experts, read_projections(stored, experts, sides), used)
 
 
+def read_lists(stored: Adapter, base: Checkpoint) -> Adapter:
+    """The same for Unsloth's lists, whose rows of gate and up alternate where the class's do."""
+    return read(replace(stored, config={GATE_UP_ROWS: "alternating"} | stored.config), base)
+
+
 def _stacked(stored: Adapter, total: int, keys: dict[int, ExpertKey]) -> Vectors:
     """The vectors (E, r, Z) of a factor that each expert has under its own name."""
     index, first = next(iter(keys.items()))
     for expert in range(total):
         if expert not in keys:
-            name = first.key.replace(f".experts.{index}.", f".experts.{expert}.")
+            name = f".{expert}.".join(first.key.rsplit(f".{index}.", 1))
             raise AdapterError(
                 f"{stored.folder}: adapter tensor '{name}' is missing, and other experts have it; "
                 "copy the adapter again"
@@ -97,3 +109,4 @@ FORM = Form(
     kinds=frozenset({"stacked", "per-expert"}),
     read=read,
 )
+LISTS = Form(programs="Unsloth's 4-bit gpt-oss", kinds=frozenset({"listed"}), read=read_lists)

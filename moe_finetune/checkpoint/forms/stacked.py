@@ -9,7 +9,6 @@ these are A of gate and up, and B of down. Read in tinker-cookbook (``weights/_a
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from moe_finetune.checkpoint.forms.class_stacks import (
 )
 from moe_finetune.checkpoint.forms.expert_keys import ExpertKey, Role, expert_keys
 from moe_finetune.checkpoint.forms.form import Form, Written
+from moe_finetune.checkpoint.forms.tinker_names import has_tinker_names, in_class_names
 from moe_finetune.checkpoint.open import Checkpoint
 from moe_finetune.checkpoint.updates import LowRank, OpenAdapter
 from moe_finetune.checkpoint.weight_files import computed, read_tensor
@@ -39,7 +39,7 @@ from moe_finetune.io.safetensors_header import TensorInfo
 
 def read(stored: Adapter, base: Checkpoint) -> Adapter:
     """``stored`` with PEFT's stacks in place of its projections."""
-    stored = _under_class_names(stored, base)
+    stored = in_class_names(stored, base)
     experts = ClassExperts(base)
     sides = Sides(stored)
     used = list[str]()
@@ -50,24 +50,6 @@ def read(stored: Adapter, base: Checkpoint) -> Adapter:
             continue  # Tinker's placeholder of a projection that the model lacks
         sides[key.layer, role_of(stored, experts, key), key.side] = vectors_of(stored, key, info)
     return in_class(stored, experts, read_projections(stored, experts, sides), used)
-
-
-def _under_class_names(stored: Adapter, base: Checkpoint) -> Adapter:
-    """``stored`` with the class's names where Tinker has its own, in tinker-cookbook's way."""
-    paths = {name.rpartition(".")[0] for name in base.names.shapes}
-    roots = base.places.backbone, base.places.backbone.replace(".language_model", "")
-    tensors = {}
-    for key, info in stored.tensors.items():
-        name = key
-        if name.startswith(f"{roots[1]}.layers.") and roots[0] != roots[1]:
-            name = name.replace(roots[1], roots[0], 1)
-        path = name.partition(".lora_")[0]
-        if ".attn." in path and path not in paths:
-            name = name.replace(".attn.", ".self_attn.", 1)
-        if path.endswith("unembed_tokens"):
-            name = f"lm_head{name.removeprefix(path)}"
-        tensors[name] = info
-    return replace(stored, tensors=tensors)
 
 
 def role_of(stored: Adapter, experts: ClassExperts, key: ExpertKey) -> Role:
@@ -248,6 +230,7 @@ FORM = Form(
     loses="nothing, but a rank or scale of one part's own is read by vLLM only",
     write=write,
     kinds=frozenset({"stacked"}),
+    named=has_tinker_names,
     read=read,
 )
 SHARED_OUTER = Form(
