@@ -32,11 +32,16 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 METADATA = "moe_finetune.json"
 BIAS_FILE = "router_bias.safetensors"
+AUTOMODEL_FILE = "automodel_peft_config.json"
+"""NeMo Automodel writes it next to PEFT's config."""
 PREFIX = "base_model.model."
 _ADAPTER_NAME = re.compile(r"\.(?:lora_\w+|modules_to_save)\.default(?:\.|$)")
 _COPIES = (".modules_to_save.weight", ".original_module.weight")
 SHARED_OUTER = "shared_outer"
 """Key of ``moe_finetune.json`` in training states: which factors of all experts are stored once."""
+_LAYOUT = "paramwrapper_layout"
+_LAYOUTS = {"peft-0.19.1": "0.19.1", "peft-0.18": "0.18"}
+"""Automodel's names of the two packings of stacks, and a version of PEFT that has each."""
 BASE_KEY = "base_sha256"
 """Key of ``moe_finetune.json``: the fingerprint of the base's tensors."""
 STORED_KEY = "stored_base_sha256"
@@ -108,6 +113,8 @@ def read_adapter(path: str | Path) -> Adapter:
     if not (folder / WEIGHTS).is_file():
         raise AdapterError(f"{folder}: {WEIGHTS} is missing; {_instead_of_weights(folder)}")
     config = _read_config(folder / CONFIG)
+    if not config.get("peft_version") and (version := _version_of_automodel(folder)):
+        config["peft_version"] = version
     header = read_header(folder / WEIGHTS, AdapterError)
     tensors: dict[str, TensorInfo] = {}
     tables: dict[str, TensorInfo] = {}
@@ -269,6 +276,21 @@ def write_metadata(
     file = Path(folder) / METADATA
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return file
+
+
+def _version_of_automodel(folder: Path) -> str | None:
+    """The version of PEFT whose packing of stacks Automodel says it wrote; None if it does not."""
+    file = folder / AUTOMODEL_FILE
+    layout = read_object(file, AdapterError, COPY_AGAIN).get(_LAYOUT) if file.is_file() else None
+    if layout is None:
+        return None
+    if str(layout) not in _LAYOUTS:
+        raise AdapterError(
+            f"{file}: {_LAYOUT} is {layout!r:.60}, which is none of {', '.join(_LAYOUTS)}; add the "
+            f"version of PEFT that packs its stacks so to {CONFIG}, such as "
+            '"peft_version": "0.19.1"'
+        )
+    return _LAYOUTS[layout]
 
 
 def read_metadata(folder: str | Path) -> AdapterMetadata:

@@ -232,6 +232,23 @@ def test_square_matrices_need_the_version(tmp_path):
         merge_adapter(base, adapter, tmp_path / "refused")
 
 
+def test_automodel_says_how_its_square_matrices_are_packed(tmp_path):
+    """Its config for PEFT has no version; its own config, beside that one, names the packing."""
+    base = tiny.save("mixtral", tmp_path / "mixtral", intermediate_size=192)
+    for layout, outputs_first in (("peft-0.18", True), ("peft-0.19.1", False)):
+        adapter, deltas = fused(base, tmp_path / layout, False, outputs_first)
+        own = adapter / "automodel_peft_config.json"
+        own.write_text(json.dumps({"paramwrapper_layout": layout, "moe_rank_scaling": False}))
+        merge_adapter(base, adapter, tmp_path / f"merged_{layout}")
+        same(logits(helpers.load(tmp_path / f"merged_{layout}")), changed_by(base, deltas))
+        verify_merge(base, adapter, tmp_path / f"merged_{layout}")
+    own.write_text(json.dumps({"paramwrapper_layout": "peft-0.30"}))
+    with pytest.raises(AdapterError, match=r"peft-0\.30") as raised:
+        merge_adapter(base, adapter, tmp_path / "refused")
+    assert str(own) in str(raised.value)
+    assert '"peft_version"' in str(raised.value)
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "mixtral"])
 @pytest.mark.parametrize("targets", ["list", "all-linear", "expression"])
 def test_adapters_of_transformers_4(bases, family, targets, tmp_path):

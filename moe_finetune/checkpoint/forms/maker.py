@@ -1,11 +1,9 @@
 """Which program wrote an adapter, by what is in its folder, and in which form."""
 
-from moe_finetune.checkpoint.adapter_files import METADATA, Adapter
+from moe_finetune.checkpoint.adapter_files import AUTOMODEL_FILE, METADATA, Adapter
 from moe_finetune.checkpoint.factor_layout import made_by_megatron_bridge, made_by_unsloth
 from moe_finetune.checkpoint.forms.expert_keys import expert_keys
 
-AUTOMODEL_FILE = "automodel_peft_config.json"
-"""Automodel writes it next to PEFT's config."""
 _FORMS = {
     frozenset({"peft"}): "PEFT's stacks (peft)",
     frozenset({"per-expert"}): "a pair for each expert's matrix (per-expert)",
