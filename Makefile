@@ -127,9 +127,9 @@ test-newest: $(NEWEST)/.set-up  ## What reads transformers' classes, on the newe
 test-newest-families: $(NEWEST)/.set-up  ## Every family and all hooks on the newest versions; before a release
 	$(NEWEST)/bin/python -m pytest -p no:cacheprovider -n 2 --dist loadfile -m "not gpu and not vllm" tests/newest tests/models tests/moe tests/lora tests/checkpoint tests/data tests/families/test_trained.py tests/training/gradients/test_check.py tests/test_run.py
 
-test-integrations: $(STAMP)  ## The losses in other trainers and engines, each as pinned
+test-integrations: $(STAMP)  ## The losses in other trainers and engines, and adapters beside their makers, each as pinned
 	@# Each host's own versions lie over the environment; --no-deps, since hosts pin CUDA packages.
-	@for host in axolotl llamafactory swift torchtitan automodel megatron; do \
+	@for host in axolotl llamafactory swift torchtitan automodel megatron tinker; do \
 	  test -d build/integrations/$$host || $(BIN)/python -m pip install --no-compile --quiet \
 	    --disable-pip-version-check --no-deps --target build/integrations/$$host \
 	    -r tests/integrations/$$host.txt || exit 1; done

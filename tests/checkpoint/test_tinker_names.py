@@ -15,38 +15,7 @@ from moe_finetune.checkpoint.open_adapter import open_adapter
 from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.errors import AdapterError
 from tests.support.maker_formulas import ALPHA, RANK, Experts, save, tinker
-
-SPLIT = {
-    "qwen3_5_moe": ("linear_attn", "in_proj_qkv", ("in_proj_q", "in_proj_k", "in_proj_v")),
-    "nemotron_h": ("mixer", "in_proj", ("gate_proj", "x_proj")),
-}
-
-
-def parts_of(name, module):
-    """The rows of each part, in the fused projection's order, from the module's own sizes."""
-    if name == "nemotron_h":
-        return [module.intermediate_size, module.intermediate_size]
-    return [module.key_dim, module.key_dim, module.value_dim]
-
-
-@torch.no_grad()
-def split_factors(name, model, places):
-    """Tinker's tensors of each part, and the same change made in ``model``."""
-    owner, fused, parts = SPLIT[name]
-    generator = torch.Generator().manual_seed(11)
-    tensors = {}
-    for path, module in model.named_modules():
-        if not (path.endswith(f".{owner}") and hasattr(module, fused)):
-            continue
-        weight, first = getattr(module, fused).weight, 0
-        for part, rows in zip(parts, parts_of(name, module), strict=True):
-            a = torch.randn(RANK, weight.shape[1], generator=generator) * 0.2
-            b = torch.randn(rows, RANK, generator=generator) * 0.2
-            tensors |= {f"{path}.{part}.lora_A.weight": a, f"{path}.{part}.lora_B.weight": b}
-            weight[first : first + rows] += ALPHA / RANK * b @ a
-            first += rows
-    assert tensors
-    return {key.replace(places.backbone, "model"): value for key, value in tensors.items()}
+from tests.support.tinker_parts import SPLIT, split_factors
 
 
 def same_weights(model, expected):
@@ -116,3 +85,13 @@ def test_parts_that_do_not_make_the_projection_are_refused(change, named, tmp_pa
         open_adapter(adapter, open_checkpoint(experts.base))
     shown = str(raised.value)
     assert str(adapter) in shown and named in shown, shown
+
+
+def test_parts_with_two_scales_are_refused(tmp_path):
+    experts = Experts("qwen3_5_moe", base=tmp_path / "base", shared=True)
+    tensors = split_factors("qwen3_5_moe", experts.model, experts.places)
+    config = {"r": RANK, "lora_alpha": ALPHA, "alpha_pattern": {"in_proj_k": 30.0}}
+    adapter = save(tmp_path / "adapter", tensors, config)
+    with pytest.raises(AdapterError, match=r"in_proj_q.*different scales") as raised:
+        open_adapter(adapter, open_checkpoint(experts.base))
+    assert str(adapter) in str(raised.value)
