@@ -17,8 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
+from moe_finetune.checkpoint.adapter_config import read_config
 from moe_finetune.checkpoint.open import Checkpoint
 from moe_finetune.errors import AdapterError, CheckpointError
 from moe_finetune.io.checkpoint_files import COPY_AGAIN, tensors_of
@@ -46,34 +47,10 @@ BASE_KEY = "base_sha256"
 """Key of ``moe_finetune.json``: the fingerprint of the base's tensors."""
 STORED_KEY = "stored_base_sha256"
 """The same for a quantized base; the adapter may also be merged into the unquantized one."""
-# Options that change what the factors mean; a merge that ignored them would be silently wrong.
-_REFUSED = (
-    "use_qalora", "use_bdlora", "lora_bias", "layer_replication", "megatron_config",
-    "trainable_token_indices", "alora_invocation_tokens", "arrow_config", "kasa_config",
-    "velora_config", "monteclora_config",
-)  # fmt: skip
-
-_KEEP_BASE = ("gaussian", "orthogonal", "eva", "mica")
-"""Values of ``init_lora_weights`` that leave the base's weights as they are."""
 
 log = logging.getLogger(__name__)
 _warned: set[Path] = set()
-_Names = list[str] | str | None
-_Rank = Annotated[int, Field(strict=True, gt=0)]
-_Alpha = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
-
-
-class _Config(BaseModel):
-    """What PEFT's own config takes without a check."""
-
-    r: _Rank
-    lora_alpha: _Alpha
-    rank_pattern: dict[str, _Rank] | None = None
-    alpha_pattern: dict[str, _Alpha] | None = None
-    target_modules: _Names = None
-    exclude_modules: _Names = None
-    target_parameters: _Names = None
-    modules_to_save: _Names = None
+_Count = Annotated[int, Field(strict=True, gt=0)]
 
 
 @dataclass(frozen=True)
@@ -112,7 +89,7 @@ def read_adapter(path: str | Path) -> Adapter:
         raise AdapterError(f"{folder}: {CONFIG} is missing; give an adapter's folder")
     if not (folder / WEIGHTS).is_file():
         raise AdapterError(f"{folder}: {WEIGHTS} is missing; {_instead_of_weights(folder)}")
-    config = _read_config(folder / CONFIG)
+    config = read_config(folder / CONFIG)
     if not config.get("peft_version") and (version := _version_of_automodel(folder)):
         config["peft_version"] = version
     header = read_header(folder / WEIGHTS, AdapterError)
@@ -169,7 +146,7 @@ def _repeated(file: Path, tensors: Mapping[str, TensorInfo], shared: Any) -> dic
     from moe_finetune.checkpoint.weight_files import computed
 
     try:
-        sides = TypeAdapter(dict[str, tuple[Literal["A", "B"], _Rank]]).validate_python(shared)
+        sides = TypeAdapter(dict[str, tuple[Literal["A", "B"], _Count]]).validate_python(shared)
     except ValidationError:
         raise AdapterError(
             f"{file}: '{SHARED_OUTER}' must map modules to [A or B, number of experts]; "
@@ -215,52 +192,6 @@ def read_bias(folder: Path) -> dict[int, list[float]] | None:
             raise AdapterError(f"{file}: '{name}' contains NaN or infinity; use an earlier adapter")
         bias[int(layer)] = values
     return bias
-
-
-def no_merge_because(config: Mapping[str, Any]) -> str | None:
-    """Why an adapter with this PEFT config cannot be merged, and what to do; None if it can."""
-    for key in _REFUSED:
-        if config.get(key):
-            return f"'{key}' is set; moe-finetune cannot merge such an adapter; merge it with PEFT"
-    start = config.get("init_lora_weights", True)
-    if start not in (True, False, None, *_KEEP_BASE):
-        return (
-            f"init_lora_weights is {start!r:.60}, which changes the base's weights too; convert "
-            "the adapter to an ordinary one with PEFT"
-        )
-    return None
-
-
-def _read_config(file: Path) -> dict[str, Any]:
-    config = read_object(file, AdapterError, COPY_AGAIN)
-    if "r" in config or "lora_alpha" in config:  # Tinker's own config does not say what it is
-        config.setdefault("peft_type", "LORA")
-    if config.get("peft_type") != "LORA":
-        kind = config.get("peft_type")
-        raise AdapterError(f"{file}: peft_type is {kind}; only LoRA adapters (LORA) can be merged")
-    if (reason := no_merge_because(config)) is not None:
-        raise AdapterError(f"{file}: {reason}")
-    try:
-        _Config.model_validate(config)
-        for pattern in (*(config.get("rank_pattern") or ()), *(config.get("alpha_pattern") or ())):
-            re.compile(pattern)
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        option = str(wrong["loc"][0])
-        if wrong["type"] == "missing":
-            raise AdapterError(
-                f"{file}: '{option}' is missing; add the value with which the adapter was trained "
-                "(r is the rank, the smaller size of a lora_A)"
-            ) from None
-        if option.endswith("_pattern") and len(wrong["loc"]) > 1:
-            option = f"{option}' of '{wrong['loc'][1]}"
-        raise AdapterError(f"{file}: '{option}': {wrong['msg']}") from None
-    except re.error as error:
-        raise AdapterError(
-            f"{file}: rank_pattern and alpha_pattern must map regular expressions to numbers "
-            f"({error})"
-        ) from None
-    return config
 
 
 def write_metadata(
