@@ -94,8 +94,8 @@ $(LOWEST)/.set-up: $(STAMP) tests/lowest.txt
 	@touch $@
 
 test-lowest: $(LOWEST)/.set-up  ## The losses, and a recipe, on the lowest versions that are declared
-	PYTHONPATH=$(LOWEST)/core:. $(BIN)/python -m pytest -p no:cacheprovider tests/metrics tests/losses/test_all_losses.py tests/losses/test_released.py tests/families/test_places.py tests/training/gradients/test_trainers.py tests/test_foreign_names.py -k "not deepseek_v3"
-	PYTHONPATH=$(LOWEST)/recipes:. $(BIN)/python -m pytest -p no:cacheprovider tests/test_run.py tests/checkpoint/test_verify.py
+	PYTHONPATH=$(LOWEST)/core:. $(BIN)/python -m pytest -p no:cacheprovider -n 2 --dist loadfile tests/metrics tests/losses/test_all_losses.py tests/losses/test_released.py tests/families/test_places.py tests/training/gradients/test_trainers.py tests/test_foreign_names.py -k "not deepseek_v3"
+	PYTHONPATH=$(LOWEST)/recipes:. $(BIN)/python -m pytest -p no:cacheprovider -n 2 --dist loadfile tests/test_run.py tests/checkpoint/test_verify.py
 	READER=$(LOWEST)/reader $(BIN)/python -m pytest -p no:cacheprovider tests/older
 
 NEWEST := build/newest
@@ -118,11 +118,11 @@ $(NEWEST)/.set-up: $(STAMP) tests/newest.txt
 
 NEWEST_TESTS := tests/newest tests/test_foreign_names.py tests/families/test_places.py tests/moe/test_kept_choice.py \
   tests/moe/test_checkpointing.py tests/training/gradients/test_trainers.py tests/training/ranks/test_sharded.py \
-  tests/checkpoint/test_verify.py tests/checkpoint/test_makers.py tests/training/memory/test_formula.py
+  tests/checkpoint/test_verify.py tests/checkpoint/test_makers.py
 
 test-newest: $(NEWEST)/.set-up  ## What reads transformers' classes, on the newest versions, without vLLM
 	$(NEWEST)/bin/python -m pytest -p no:cacheprovider -n 2 --dist loadfile -m "not gpu and not vllm and not release" $(NEWEST_TESTS)
-	$(NEWEST)/bin/python -m pytest -p no:cacheprovider tests/families/test_every_family.py -k "qwen3_moe or deepseek_v3 or gpt_oss or granitemoehybrid or jamba"
+	$(NEWEST)/bin/python -m pytest -p no:cacheprovider -n 2 tests/families/test_every_family.py tests/training/memory/test_formula.py -m "not release" -k "qwen3_moe or deepseek_v3 or gpt_oss or granitemoehybrid or jamba or olmoe_1b_7b"
 
 test-newest-families: $(NEWEST)/.set-up  ## Every family and all hooks on the newest versions; before a release
 	$(NEWEST)/bin/python -m pytest -p no:cacheprovider -n 2 --dist loadfile -m "not gpu and not vllm" tests/newest tests/models tests/moe tests/lora tests/checkpoint tests/data tests/families/test_trained.py tests/training/gradients/test_check.py tests/test_run.py

@@ -35,6 +35,18 @@ def write_rows(folder: Path) -> None:
             (folder / f"{name}_{split}.jsonl").write_text(text)
 
 
+def with_six_tasks(folder: Path) -> Path:
+    """A folder with links to lm-eval and the tasks that are asked: its command reads all it has."""
+    source, copy = Path(lm_eval.__file__).parent, folder / "lm_eval"
+    (copy / "tasks").mkdir(parents=True)
+    asked = {file.partition("/")[0] for file, *_ in TASKS.values()}
+    files = [path for path in source.iterdir() if path.name not in ("tasks", "__pycache__")]
+    tasks = [path for path in (source / "tasks").iterdir() if path.is_file() or path.name in asked]
+    for path in [*files, *tasks]:
+        (copy / path.relative_to(source)).symlink_to(path)
+    return folder
+
+
 def by_their_command(checkpoint: Path, rows: Path, folder: Path) -> tuple[dict, dict]:
     """Results of all tasks, and each one's samples."""
     tasks = folder / "tasks"
@@ -58,7 +70,8 @@ def by_their_command(checkpoint: Path, rows: Path, folder: Path) -> tuple[dict, 
         *("--tasks", ",".join(f"their_{name}" for name in TASKS)),
         *("--output_path", str(folder / "out"), "--log_samples"),
     ]
-    subprocess.run(command, check=True, env=os.environ | {"HF_HUB_OFFLINE": "1"}, cwd=folder)
+    alone = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(with_six_tasks(folder / "package"))}
+    subprocess.run(command, check=True, env=os.environ | alone, cwd=folder)
     (file,) = (folder / "out").rglob("results_*.json")
     samples = {}
     for name in TASKS:

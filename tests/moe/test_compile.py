@@ -23,7 +23,7 @@ def test_a_compiled_checkpointed_layer_takes_the_experts_of_its_first_visit(what
     expected, _ = step(near_tied_model("olmoe", None), method, batch)
     torch._dynamo.reset()
     model = near_tied_model("olmoe", "transformers")
-    for module in model.get_base_model().model.layers if what == "layers" else [model]:
+    for module in model.get_base_model().model.layers[:2] if what == "layers" else [model]:
         module.compile(backend="aot_eager")
     actual, logged = step(model, method, batch)
     assert logged["routing/changed_in_recomputation"] > 0.05

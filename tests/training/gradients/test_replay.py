@@ -165,7 +165,7 @@ SHORT = {"steps_per_generation": 3, "num_iterations": 1}
         (6, "old_policy", WHOLE, 2 * 4),
         (5, "off", WHOLE, 2 * 4),
         (5, "old_policy", SHORT, 3 * 2),
-        (5, "off", SHORT, 3 * 2),
+        pytest.param(5, "off", SHORT, 3 * 2, marks=pytest.mark.release),
     ],
 )
 def test_a_run_stopped_inside_a_generation_batch_ends_like_the_straight_one(
