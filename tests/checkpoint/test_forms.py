@@ -213,6 +213,16 @@ def test_a_pattern_of_one_expert_in_a_stack_is_refused_with_its_key(made, option
     refused(adapter, experts.base, "experts.3.down_proj.lora_A", option, str(value))
 
 
+def test_projections_of_a_stack_with_two_scales_are_refused(made, tmp_path):
+    experts, tensors, config = made("tinker")
+    adapter = save(tmp_path / "adapter", tensors, config | {"alpha_pattern": {"w3": 30.0}})
+    refused(adapter, experts.base, "experts.w1.lora_A.weight", "different scales")
+    down = save(tmp_path / "down", tensors, config | {"alpha_pattern": {"w2": 30.0}})
+    opened = open_adapter(down, open_checkpoint(experts.base))
+    scales = {u.name.rpartition(".")[2]: u.scale for u in opened.low_rank if u.experts}
+    assert scales == {"gate_up_proj": ALPHA / RANK, "down_proj": 30.0 / RANK}
+
+
 @pytest.mark.parametrize(
     ("key", "change", "part"),
     [

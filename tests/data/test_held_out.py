@@ -67,6 +67,10 @@ def test_one_row_stays_in_training(tmp_path):
     path = write(tmp_path / "rows.jsonl", [{"text": f"row {n}"} for n in range(4)])
     train, held = sides(path, share=0.999999)
     assert len(train) == 1 and len(held) == 3
+    train, held = sides(path, share=1e-6)  # into which no row falls
+    number = HeldOut(1e-6, 3).number
+    smallest = min((f"row {n}" for n in range(4)), key=lambda text: number({"text": text}))
+    assert [text.startswith(smallest) for text in (*held, *train)] == [True, *[False] * 3]
     same = write(tmp_path / "same.jsonl", [{"text": "row"}] * 4)
     with pytest.raises(DataError, match=r"data\.validation: 0\.1: .* no two different rows"):
         sides(same)

@@ -5,6 +5,7 @@ import torch
 
 from moe_finetune import cli
 from moe_finetune.checkpoint.merge import merge_adapter
+from moe_finetune.evaluation.ask import Source
 from moe_finetune.models.config_and_tokenizer import load_tokenizer
 from tests.checkpoint.helpers import adapter, load
 from tests.support import tiny
@@ -101,3 +102,14 @@ def test_a_run_on_texts_names_raw_and_words_need_no_quotes(folder, capsys, tmp_p
     assert cli.main(["ask", str(run), QUESTION, *options]) == 0
     assert "not on chats" not in capsys.readouterr().err
     (run / "recipe.yaml").unlink()
+
+
+def test_the_tokenizer_is_the_adapter_s_own_where_it_has_one(tmp_path):
+    """A run saves the tokenizer that it trained with beside the adapter."""
+    base, own, none = (tmp_path / name for name in ("base", "own", "none"))
+    none.mkdir()
+    for folder in (base, own):
+        tiny.tokenizer().save_pretrained(folder)
+    assert Source(base, own).tokenizer == own
+    assert Source(base, none).tokenizer == base
+    assert Source(base).tokenizer == base

@@ -12,7 +12,7 @@ import pytest
 
 from moe_finetune import report
 from moe_finetune.report.charts.frame import Scale, tick_text
-from moe_finetune.report.charts.heatmap import heat_map, shared_limits
+from moe_finetune.report.charts.heatmap import heat_map, legend, shared_limits
 from moe_finetune.report.charts.lines import KEPT, Series, _thin, line_chart, moving_mean
 from moe_finetune.report.markup import number
 
@@ -117,6 +117,9 @@ def test_one_very_busy_expert_does_not_darken_the_rest():
     (low, high), clipped = shared_limits([even, busy])
     assert (low, clipped) == (0.0, True)
     assert high < 1.6
+    ends = {clipped: str(legend((0.5, 1.25), "share", clipped=clipped)) for clipped in (0, 1)}
+    assert ">0.500<" in ends[0] and ">1.25<" in ends[0] and "≥" not in ends[0]
+    assert ">≥ 1.25<" in ends[1]
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ def test_wins_ties_and_losses(tmp_path):
         ["down", "30", "100.00", "60.00", "-40.00"],
     ]  # fmt: skip
     page = comparison_page(study, table)
+    assert "Benchmark or metric" in page and "P (Holm)" in page
     assert "+50.00" in page and "McNemar" in page and "Content-Security-Policy" in page
 
 

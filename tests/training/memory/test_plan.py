@@ -201,6 +201,7 @@ REWARDS = {"rewards": [{"name": "exact_match"}]}
 
 def test_the_step_of_each_stage():
     assert micro_batch(staged("sft")) == MicroBatch(3, 96)
+    assert micro_batch(staged("sft", pad_to_multiple_of=36)) == MicroBatch(3, 108)
     assert micro_batch(staged("dpo")) == MicroBatch(6, 96)
     assert micro_batch(staged("dpo", lora=False)).reference
     assert micro_batch(staged("dpo", precompute_ref_log_probs=True)) == MicroBatch(6, 96)
