@@ -376,7 +376,11 @@ def _config_changes(base: Checkpoint, count: int) -> tuple[dict[str, Any], dict[
         if _MTP_COUNTS.match(key) and type(value) is int and value:
             changed[key] = 0
             setattr(config.get_text_config(), key, 0)
-    return changed if text is base.config else {"text_config": text | changed}, changed, config
+    if text is base.config:
+        return changed, changed, config
+    # Some files repeat the number next to the section, where other loaders read it.
+    repeated = {key: count for key, value in base.config.items() if _counts(key, value, total)}
+    return {"text_config": text | changed, **repeated}, changed, config
 
 
 def _counts(key: str, value: Any, total: int) -> bool:

@@ -21,7 +21,7 @@ from moe_finetune.data.row_counts import Counts, described
 from moe_finetune.data.row_forms import STAGE_FIELDS
 from moe_finetune.data.sources import SourceReader
 from moe_finetune.data.template_fields import field_reader
-from moe_finetune.data.tokenize import IGNORED, beginning_of, rendered
+from moe_finetune.data.tokenize import IGNORED, beginning_of, ends_a_turn, rendered
 from moe_finetune.errors import DataError
 from moe_finetune.io.counted import counted
 from moe_finetune.io.row_files import Row
@@ -109,6 +109,10 @@ class StageRows:
         twice = 2 * beginning_of(self.tokenizer)
         if isinstance(row["prompt"], str) and twice and prompt[: len(twice)] == twice:
             happened.append("begun")
+        if not isinstance(row["prompt"], str) and not all(
+            ends_a_turn(answer, self.tokenizer) for answer in answers
+        ):
+            happened.append("endless")
         if tokens + self.room > limit:
             if self.data.overlong == "error":
                 raise DataError(

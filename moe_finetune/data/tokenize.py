@@ -171,8 +171,8 @@ def _chat(conversation: Conversation, tokenizer: Tokenizer, completion_only: boo
         )
     encoded = tokenizer(conversation.text, return_offsets_mapping=True, add_special_tokens=False)
     ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
-    added = _added_tokens(tokenizer)
-    specials = [o for token, o in zip(ids, offsets, strict=True) if token in added]
+    turn_ends = _ends_of_turns(tokenizer)
+    specials = [o for token, o in zip(ids, offsets, strict=True) if token in turn_ends]
     known = [answer for answer in learned.values() if answer.pieces and not answer.rewritten]
     ends = [answer.pieces[-1][1] for answer in known]
     # An added token that swallows the whitespace after it (rstrip) ends later than the answer.
@@ -195,9 +195,25 @@ def _chat(conversation: Conversation, tokenizer: Tokenizer, completion_only: boo
     return Tokens(ids, labels, endless=endless)
 
 
+def ends_a_turn(ids: Sequence[int], tokenizer: Tokenizer) -> bool:
+    """Whether an answer's last token but white space can end a turn."""
+    ends = _ends_of_turns(tokenizer)
+    for token in reversed(ids):
+        if token in ends or tokenizer.decode([token]).strip():
+            return token in ends
+    return False
+
+
 @functools.lru_cache(maxsize=4)
-def _added_tokens(tokenizer: Tokenizer) -> frozenset[int]:
-    return frozenset(tokenizer.added_tokens_decoder)  # which is made anew each time
+def _ends_of_turns(tokenizer: Tokenizer) -> frozenset[int]:
+    """The added tokens but closing tags, which another part of the same turn may follow.
+
+    GLM writes nothing behind ``</tool_call>``, and a model that never saw an end there calls again.
+    """
+    added = tokenizer.added_tokens_decoder  # which is made anew each time
+    return frozenset(
+        token for token, text in added.items() if text.special or not str(text).startswith("</")
+    )
 
 
 def _labels(ids: list[int], offsets: Sequence[Span], spans: Iterable[Span]) -> list[int]:

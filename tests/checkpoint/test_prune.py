@@ -41,6 +41,19 @@ CASES = {
 }
 
 
+def test_a_number_of_experts_next_to_the_language_part_s_changes_too(tmp_path):
+    base = tmp_path / "base"
+    tiny_families.model("qwen3_vl_moe").save_pretrained(base)
+    config = json.loads((base / "config.json").read_text())
+    total = config["text_config"]["num_local_experts"]
+    config |= {"num_experts": total, "num_experts_per_tok": total}
+    (base / "config.json").write_text(json.dumps(config))
+    prune_experts(base, kept_by_layer(base), tmp_path / "pruned")
+    written = json.loads((tmp_path / "pruned" / "config.json").read_text())
+    assert written["num_experts"] == written["text_config"]["num_local_experts"] == total - 4
+    assert written["num_experts_per_tok"] == total
+
+
 @pytest.mark.parametrize("form", CASES)
 def test_quantized_experts_keep_their_stored_bytes(form, tmp_path):
     family, make = CASES[form]

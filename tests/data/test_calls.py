@@ -6,8 +6,10 @@ The expectations are written by hand. Templates are those that TRL carries of pu
 import json
 
 import pytest
+from transformers import AddedToken
 
 from moe_finetune.data.row_forms import Former
+from moe_finetune.data.tokenize import tokenize_row
 from moe_finetune.errors import DataError
 from moe_finetune.recipe.sections import DataSection
 from tests.data.loading import load_dataset_for
@@ -255,3 +257,13 @@ def test_nulls_that_a_table_fills_in_are_no_arguments(tmp_path):
     )
     texts = sorted(tiny.tokenizer().decode(ids) for ids in train["input_ids"])
     assert ['{"city": "Bonn"}' in texts[0], '{"day": 3}' in texts[1]] == [True, True]
+
+
+@pytest.mark.parametrize(("name", "endless"), [("glm4moe", True), ("qwen3", False)])
+def test_a_closing_tag_is_no_end_of_a_turn(name, endless):
+    """In the published tokenizers ``</tool_call>`` is an added token that is not special."""
+    tokenizer = tokenizer_of(name)
+    tags = ["<tool_call>", "</tool_call>", "</think>"]
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
+    row = {"tools": TOOLS, "messages": OPENAI["messages"][:2]}
+    assert tokenize_row(Former()("f:1", row), tokenizer, True).endless is endless

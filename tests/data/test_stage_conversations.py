@@ -11,6 +11,7 @@ import torch
 import trl
 from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
+from transformers import AddedToken
 
 from moe_finetune.data.load_rows import load_stage_rows
 from moe_finetune.data.preference_and_prompt_rows import ids_of
@@ -245,6 +246,22 @@ def test_a_beginning_that_trl_writes_twice_is_counted(stage, tmp_path, caplog):
     assert "twice" not in caplog.text
     load(stage, {**row, "prompt": "<s>Wet?"}, tokenizer, tmp_path)
     assert "2 texts begin with the special token that TRL adds, so they have it" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "counted"), [("glm4moe", True), ("glm4moe_training", False), ("qwen3", False)]
+)
+@pytest.mark.parametrize("answer", [YES, OPENAI["messages"][1]], ids=["words", "call"])
+def test_answers_without_an_end_are_counted_in_preferences_too(
+    name, counted, answer, tmp_path, caplog
+):
+    """GLM-4.5 writes an answer's end with the next turn; a closing tag ends no turn."""
+    tokenizer = tokenizer_of(name)
+    tags = ["</think>", "</tool_call>"]
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
+    row = {"prompt": [ASK], "chosen": [answer], "rejected": [NO], "tools": TOOLS}
+    load("dpo", row, tokenizer, tmp_path)
+    assert ("does not learn where to stop" in caplog.text) is counted
 
 
 def test_malformed_preferences_are_dropped_where_the_recipe_says_so(tokenizer, tmp_path, caplog):
