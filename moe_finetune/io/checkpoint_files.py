@@ -32,12 +32,14 @@ def read_config(folder: Path, quantized: bool = False) -> dict[str, Any]:
         raise CheckpointError(f"{folder}: no such folder; give the one that contains config.json")
     file = folder / "config.json"
     if not file.is_file():
-        adapter = (folder / "adapter_config.json").is_file()
-        hint = (
-            "this is an adapter; give its base model's folder, or merge it first"
-            if adapter
-            else "give the folder that contains config.json and the safetensors files"
-        )
+        hint = "give the folder that contains config.json and the safetensors files"
+        if (folder / "adapter_config.json").is_file():
+            hint = "this is an adapter; give its base model's folder, or merge it first"
+        elif inside := [
+            *folder.glob("merged/config.json"),
+            *folder.glob("snapshots/*/config.json"),
+        ]:
+            hint += f"; did you mean {inside[-1].parent}?"
         raise CheckpointError(f"{folder}: no config.json; {hint}")
     # Mamba's time steps are published without an upper limit.
     config = read_object(file, CheckpointError, COPY_AGAIN, finite=False)

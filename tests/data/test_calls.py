@@ -227,6 +227,15 @@ def test_tools_of_a_turn_are_those_of_the_row_and_calls_without_any_are_counted(
     assert "fields of turns" not in caplog.text
 
 
+def test_tools_of_which_each_is_json_text():
+    """A table has them so where their schemas have different fields."""
+    tokenizer = tokenizer_of("qwen3_instruct_2507")
+    texts = {**TRL, "tools": [json.dumps(tool) for tool in TOOLS]}
+    assert learned(texts, tokenizer) == learned({**TRL, "tools": TOOLS}, tokenizer)
+    with pytest.raises(DataError, match=r"f:1: 'tools': .*'\{rain'"):
+        learned({**TRL, "tools": ["{rain"]}, tokenizer)
+
+
 def test_tools_among_the_variables_are_those_of_the_row():
     row = {"messages": [ASK, YES], "chat_template_kwargs": {"tools": TOOLS}}
     tokenizer = tokenizer_of("qwen3")

@@ -33,6 +33,16 @@ def test_a_saved_model_comes_back_whole(family, tiny_checkpoint):
     assert load_tokenizer(tiny_checkpoint(family)).decode([*range(100, 110)])
 
 
+@pytest.mark.parametrize("inside", ["merged", "snapshots/ad44e777"])
+def test_a_folder_around_a_checkpoint_is_refused_with_the_checkpoint_s(inside, tmp_path):
+    """A run's folder, and a repository's in the hub's cache."""
+    (tmp_path / inside).mkdir(parents=True)
+    (tmp_path / inside / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"no config\.json; .* did you mean ") as raised:
+        load_config(tmp_path)
+    assert str(raised.value).endswith(f"{tmp_path / inside}?")
+
+
 def test_missing_folder_config_and_weights(tmp_path):
     with pytest.raises(CheckpointError, match="no such folder"):
         load_model(tmp_path / "absent")
