@@ -7,9 +7,11 @@ from typing import Any
 import torch
 
 from moe_finetune.errors import ObjectiveError, RecipeError
+from moe_finetune.lora.targets import adapts
 from moe_finetune.recipe.conflicts import SELECT_FIRST
 from moe_finetune.recipe.method import Method
 from moe_finetune.recipe.schema import Recipe
+from moe_finetune.recipe.stages import STAGES
 from moe_finetune.training import ranks
 
 log = logging.getLogger(__name__)
@@ -66,12 +68,43 @@ def check_launch(recipe: Recipe) -> None:
             "lora.experts: is measured with the whole model on each device, which FSDP divides; "
             + SELECT_FIRST
         )
+    if launched_by("FSDP") and _has_reference(recipe):
+        # Accelerate broadcasts what rank 0 read to the trained model alone: of a reference, the
+        # other ranks would have zeros.
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+        if recipe.trainer.get("sync_ref_model"):
+            _check_moving_reference()
     if spread > 1:
         load_on_each_rank(f"parallel.experts: {spread}", "leave the key out")
     if recipe.parallel.experts == "all" and spread == 1:
         log.warning(
             "parallel.experts: all, but only one process was started, so experts are not spread"
         )
+
+
+def _has_reference(recipe: Recipe) -> bool:
+    """Whether the stage has a second model to measure from, as it has without an adapter."""
+    if adapts(recipe.lora, recipe.router.train):
+        return False
+    stage = STAGES[recipe.stage]
+    return stage.reference or (stage.form == "prompts" and bool(recipe.trainer.get("beta")))
+
+
+def _check_moving_reference() -> None:
+    """Refuse shards of the reference that do not meet the policy's parameter by parameter."""
+    if os.environ.get("FSDP_VERSION", "1") != "2":
+        problem = "FSDP1, whose flat parameters do not match one by one; set fsdp_version: 2"
+    elif os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false":
+        problem = (
+            "fsdp_reshard_after_forward: false, which leaves the reference whole after a forward, "
+            "while the policy is in shards; set it to true"
+        )
+    else:
+        return
+    raise RecipeError(
+        f"trainer.sync_ref_model cannot be combined with {problem} in the accelerate config "
+        "(recipes/hardware/fsdp2_8gpu.yaml is one), or leave the key out"
+    )
 
 
 def load_on_each_rank(setting: str, otherwise: str) -> None:

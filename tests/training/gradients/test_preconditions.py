@@ -19,7 +19,7 @@ from trl import (
 )
 
 from moe_finetune import SpecializationCallback
-from moe_finetune.errors import ObjectiveError
+from moe_finetune.errors import ObjectiveError, RecipeError
 from moe_finetune.recipe.method import resolve_method
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.yaml_tree import Tree
@@ -130,6 +130,51 @@ def test_spread_experts_under_fsdp2_are_loaded_by_every_rank(monkeypatch):
     monkeypatch.setenv("FSDP_VERSION", "2")
     check_launch(recipe_from_tree(Tree(RECIPE | {"parallel": {"experts": 2}})))
     assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "false"
+
+
+@pytest.mark.parametrize(
+    ("setting", "remedy"),
+    [
+        ({"FSDP_VERSION": "1"}, "fsdp_version: 2"),
+        ({}, "fsdp_version: 2"),
+        ({"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "false"}, "set it to true"),
+        ({"FSDP_VERSION": "2"}, None),
+        ({"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}, None),
+        ({"ACCELERATE_USE_FSDP": "false"}, None),
+    ],
+)
+def test_a_moving_reference_is_refused_where_its_shards_are_others(monkeypatch, setting, remedy):
+    for name in ("FSDP_VERSION", "FSDP_RESHARD_AFTER_FORWARD"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
+    for name, value in {"ACCELERATE_USE_FSDP": "true", **setting}.items():
+        monkeypatch.setenv(name, value)
+    keys = {"stage": "dpo", "lora": None, "trainer": {"sync_ref_model": True}}
+    recipe = recipe_from_tree(Tree(RECIPE | keys))
+    if remedy is None:
+        check_launch(recipe)
+        return
+    with pytest.raises(RecipeError, match=f"sync_ref_model cannot be combined with .*{remedy}"):
+        check_launch(recipe)
+    check_launch(recipe_from_tree(Tree(RECIPE | keys | {"trainer": {}})))
+
+
+@pytest.mark.parametrize(
+    ("keys", "by_each"),
+    [
+        ({"stage": "dpo", "lora": None}, True),
+        ({"stage": "grpo", "lora": None, "trainer": {"beta": 0.1}, "rewards": ["boxed"]}, True),
+        ({"stage": "grpo", "lora": None, "rewards": ["boxed"]}, False),
+        ({"stage": "dpo"}, False),
+        ({"stage": "sft", "lora": None}, False),
+    ],
+)
+def test_a_reference_is_read_by_each_rank(monkeypatch, keys, by_each):
+    for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        monkeypatch.setenv(name, "true")
+    check_launch(recipe_from_tree(Tree(RECIPE | keys)))
+    expected = "false" if by_each else "true"
+    assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == expected
 
 
 def test_fp16_autocast_is_refused_in_a_plain_loop():
