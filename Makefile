@@ -76,7 +76,7 @@ QUICK := losses metrics routing lora recipe io data/test_prepared_rows.py data/t
   test_layers.py test_names.py test_style.py test_documentation.py
 
 test-quick: $(STAMP)  ## While editing: formulas, options, hooks, a trainer, merge, files, the gate; one core
-	$(BIN)/python -m pytest -m "not gpu and not slow and not release" $(addprefix tests/,$(QUICK))
+	$(BIN)/python -m pytest -m "not gpu and not slow and not more and not release" $(addprefix tests/,$(QUICK))
 
 test-eval: $(STAMP)  ## Tests of eval/: what made the demo's files, and what measures
 	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile eval/tests

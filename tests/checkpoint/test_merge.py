@@ -23,6 +23,7 @@ from moe_finetune.errors import (
 from tests.checkpoint import helpers
 from tests.checkpoint.helpers import EXPERTS, logits, select
 from tests.support import names_on_disk, tiny, tiny_families
+from tests.support.tables import TINY_FAMILIES
 from tests.support.tiny_adapter import adapted
 
 MOONLIGHT_BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -32,7 +33,7 @@ def assert_same(found, wanted):
     assert (found - wanted).norm() < 1e-5 * wanted.norm()
 
 
-@pytest.mark.parametrize("family", tiny.FAMILY_NAMES)
+@pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_merged_equals_base_and_adapter(bases, adapters, family, tmp_path):
     base, adapter, merged = bases(family), adapters(family), tmp_path / family
     report = merge_adapter(base, adapter, merged)
@@ -50,7 +51,7 @@ def test_merged_equals_base_and_adapter(bases, adapters, family, tmp_path):
     assert len(report.changed) + len(report.copied) == len(opened.tensors)
 
 
-@pytest.mark.parametrize("family", tiny.FAMILY_NAMES)
+@pytest.mark.parametrize("family", TINY_FAMILIES)
 @pytest.mark.parametrize("target", EXPERTS)
 def test_one_fused_parameter(bases, family, target, tmp_path):
     """A single wrapper has the bare key whichever parameter it holds."""
@@ -64,7 +65,7 @@ def test_one_fused_parameter(bases, family, target, tmp_path):
     assert any(name.endswith(down) for name in report.changed) == target.endswith("down_proj")
 
 
-@pytest.mark.parametrize("family", tiny.FAMILY_NAMES)
+@pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_full_router_and_patterns(bases, family, tmp_path):
     """The router through modules_to_save, rsLoRA, and ranks and alphas by pattern."""
     base = bases(family)
@@ -269,7 +270,7 @@ def test_conversion_keeps_the_routing_bias_in_float32(family, bias, tmp_path):
 # Expert-selective LoRA
 
 
-@pytest.mark.parametrize("family", tiny.FAMILY_NAMES)
+@pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_chosen_experts(bases, adapters, family, tmp_path):
     """Merging a selection changes the chosen experts as the whole adapter does, and no others."""
     base, full = bases(family), adapters(family)

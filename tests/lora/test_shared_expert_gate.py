@@ -28,7 +28,7 @@ from moe_finetune.training.save_and_resume.gathered_weights import trained_weigh
 from moe_finetune.training.save_and_resume.save_trained import write_adapter
 from tests.support import tiny_families
 from tests.support.places import places
-from tests.support.tables import table
+from tests.support.tables import table, with_more
 
 RANK, ALPHA = 3, 7.5
 NAMES = (
@@ -40,6 +40,7 @@ FAMILIES = [
     name if name in ("qwen2_moe", "qwen3_5_moe") else pytest.param(name, marks=pytest.mark.slow)
     for name in NAMES
 ]
+CASES = table(NAMES, ("lora", "full"), every=2, whole_rows=("qwen2_moe",))
 
 
 def section(**options):
@@ -125,9 +126,7 @@ def test_values_and_gradients_are_stock_peft_s(name, train):
         assert float((gradient - parameter.grad).norm()) <= bound, key
 
 
-@pytest.mark.parametrize(
-    ("name", "train"), table(NAMES, ("lora", "full"), every=2, whole_rows=("qwen2_moe",))
-)
+@pytest.mark.parametrize(("name", "train"), with_more(CASES[:1], CASES[1:]))
 def test_saved_merged_converted_and_continued(name, train, tmp_path):
     base = tmp_path / "base"
     tiny_families.model(name).save_pretrained(base)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 import torch
 from torch.nn.functional import silu
 
@@ -105,6 +106,7 @@ def test_values_and_gradients_are_those_of_our_own_hooks():
     assert ours["model.layers.0.mlp.gate.weight"].abs().max() > 0
 
 
+@pytest.mark.more
 def test_neither_transformers_nor_peft_is_imported():
     code = (
         "import sys; from moe_finetune.losses import functional, inject, RoutingRecord;"

@@ -14,9 +14,10 @@ from moe_finetune.moe.recorder.hooks import Recorder
 from tests.moe.cases import TERMS, adapted, assert_close, gradients
 from tests.support import tiny
 from tests.support.objectives import objective_of
+from tests.support.tables import TINY_FAMILIES
 from tests.training.gradients import policy
 
-FAMILIES = tiny.FAMILY_NAMES
+FAMILIES = TINY_FAMILIES
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -194,6 +194,7 @@ for command in commands:
 """
 
 
+@pytest.mark.more
 def test_init_and_preview_do_without_trl(tiny_checkpoint, tmp_path):
     """TRL's trainers take most of an import's time, and these two train nothing."""
     base = str(tiny_checkpoint("qwen3_moe"))

@@ -11,6 +11,7 @@ from tests.published import fixture
 from tests.support.documents import script
 
 plans = script("plans")
+pytestmark = pytest.mark.more
 LAYERS = 6  # of each kind at least one
 
 

@@ -1,9 +1,11 @@
-"""Large tables of cases: the part that ``make test`` runs, and the rest for a release."""
+"""Large tables of cases: what ``test-quick`` and ``test`` run, and the rest for a release."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
+
+from tests.support import tiny
 
 
 def table(
@@ -27,3 +29,18 @@ def table(
             first = whole or (place + across) % every == 0
             cases.append(pytest.param(row, column, marks=() if first else pytest.mark.release))
     return cases
+
+
+def with_more(first: Iterable[Any], more: Iterable[Any]) -> list[Any]:
+    """Cases of one test: ``make test-quick`` leaves out those in ``more``, by their marker."""
+    return [*first, *(_marked(case) for case in more)]
+
+
+def _marked(case: Any) -> Any:
+    values = getattr(case, "values", case if isinstance(case, tuple) else (case,))
+    return pytest.param(*values, marks=[*getattr(case, "marks", ()), pytest.mark.more])
+
+
+FIRST = ("qwen3_moe", "deepseek_v3")
+"""Of softmax without a shared expert; of sigmoid with groups, a bias, dense and shared parts."""
+TINY_FAMILIES = with_more(FIRST, (name for name in tiny.FAMILY_NAMES if name not in FIRST))

@@ -20,6 +20,7 @@ from moe_finetune.cli import main
 from moe_finetune.errors import AdapterError, CheckpointError
 from moe_finetune.upcycle.dense_parents import load_dense
 from tests.support import tiny
+from tests.support.tables import TINY_FAMILIES
 
 pytestmark = pytest.mark.faults
 
@@ -155,7 +156,7 @@ def test_the_warning_comes_once_a_folder_wherever_it_lies(here, caplog, monkeypa
     assert caplog.text.count("does not record its base") == 2
 
 
-@pytest.mark.parametrize("family", tiny.FAMILY_NAMES)
+@pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_the_gate_knows_every_family(tiny_checkpoint, tmp_path, family):
     """Any one tensor gone, whichever it is, is missed; as published nothing is."""
     base = tiny_checkpoint(family)

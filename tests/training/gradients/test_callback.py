@@ -17,6 +17,7 @@ from moe_finetune.training.reached_weights import check_reach
 from moe_finetune.training.run_log import RunLog
 from tests.support import tiny, tiny_families
 from tests.support.objectives import objective_of
+from tests.support.tables import with_more
 from tests.training.cases import adapted, arguments, collate, rows
 from tests.training.gradients.policy import explicit, gradients
 
@@ -72,14 +73,15 @@ def expected_gradients(model, batches, terms):
 
 @pytest.mark.parametrize(
     ("accumulation", "checkpointing", "packing", "attached"),
-    [
-        (1, False, False, True),
-        (4, False, False, False),
-        (4, False, False, True),
-        (4, True, False, True),
-        (4, True, True, False),
-        (1, False, True, True),
-    ],
+    with_more(
+        [(4, False, False, True), (1, False, True, True)],
+        [
+            (1, False, False, True),
+            (4, False, False, False),
+            (4, True, False, True),
+            (4, True, True, False),
+        ],
+    ),
 )
 def test_gradients_under_trl(tmp_path, accumulation, checkpointing, packing, attached):
     model = adapted()
