@@ -40,11 +40,11 @@ def row_text(location: str, row: Row, plain: bool = False) -> str:
     Args:
         plain: refuse every value that a chat template cannot write as JSON, such as dates and NaN.
     """
-    written = None if plain else _written
+    encoder = _PLAIN if plain else _ANY
     try:
-        text = json.dumps(row, allow_nan=not plain, default=written)
+        text = encoder.encode(row)
         if _KEY in text:
-            text = json.dumps(_escaped(row), default=written)
+            text = encoder.encode(_escaped(row))
     except (TypeError, ValueError) as error:
         problem = "a value is neither text nor a number" if plain else "a value cannot be stored"
         raise DataError(f"{location}: {problem}: {error}") from error
@@ -53,7 +53,7 @@ def row_text(location: str, row: Row, plain: bool = False) -> str:
 
 def row_of_text(text: str) -> Row:
     """The row of which :func:`row_text` made ``text``."""
-    row: Row = json.loads(text, object_hook=_read)
+    row: Row = _DECODER.decode(text)
     return row
 
 
@@ -79,3 +79,8 @@ def _read(decoded: dict[str, Any]) -> Any:
         return decoded
     name, text = decoded[_KEY]
     return {_KEY: text} if name == _OBJECT else _KINDS[name][2](text)
+
+
+_PLAIN = json.JSONEncoder(allow_nan=False)
+_ANY = json.JSONEncoder(default=_written)
+_DECODER = json.JSONDecoder(object_hook=_read)
