@@ -36,6 +36,8 @@ _MEGATRON_BRIDGE = frozenset({
     "use_rslora",
 })  # fmt: skip
 """All keys of the config that it writes with packed stacks; PEFT's own has about forty."""
+OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""Names of an expert's matrices in transformers 4, and of shared experts' and dense layers'."""
 OLD_EXPERT = re.compile(r".*\.layers\.\d+\..*\.experts\.\d+\..*")
 """Keys of adapters that were saved when PEFT wrapped each expert's own matrices."""
 
@@ -152,22 +154,43 @@ def outputs_first(
 
 
 def lacks_experts(adapter: Adapter, base: Checkpoint) -> bool:
-    """Whether PEFT before 0.19 found none of the experts that ``target_modules`` names.
+    """Whether what was saved is complete without routed experts, though today's PEFT adds them.
 
-    In the stacks of transformers 5 ``gate_proj`` and the like matched nothing, and what was saved
-    is complete without them; today's PEFT translates the names.
+    It takes ``gate_proj`` and the like for the stacks of transformers 5, where PEFT before 0.19
+    matched nothing, and PEFT 0.21 also takes those of shared experts that a path or a regular
+    expression names.
     """
     stack = f".{base.places.experts_path}."
     parameters = [f"{stack}{name}" for name in base.places.expert_parameters]
     targets, modules = (adapter.config.get(f"target_{k}") or () for k in ("parameters", "modules"))
-    names = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")  # of transformers 4
+    translated = isinstance(modules, str) or any(_end_of(m) in OF_EXPERTS for m in modules)
     return (
         adapter.metadata.experts is None
-        and before_019(adapter.config)
+        and translated
         and not any(stack in key for key in adapter.tensors)
         and not any(p.endswith(f".{target}") for p in parameters for target in targets)
-        and (isinstance(modules, str) or any(m.rpartition(".")[2] in names for m in modules))
+        and (before_019(adapter.config) or not names_experts(adapter, base))
     )
+
+
+def names_experts(adapter: Adapter, base: Checkpoint) -> bool:
+    """Whether ``target_modules`` names a routed expert's matrix, as transformers 4 has it."""
+    modules, places = adapter.config.get("target_modules") or (), base.places
+    if modules == "all-linear":
+        return True
+    paths = []
+    for layer in places.moe_layers:
+        stack = f"{places.backbone}.layers.{layer}.{places.experts_path}"
+        paths += [f"{stack}.0.{name}" for name in OF_EXPERTS]
+        for parameter in places.expert_parameters:
+            paths += [n.removesuffix(".weight") for n in base.names.files[f"{stack}.{parameter}"]]
+    if isinstance(modules, str):
+        return any(map(re.compile(modules).fullmatch, paths))
+    return any(f".{path}".endswith(f".{module}") for path in paths for module in modules)
+
+
+def _end_of(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 def names_files(adapter: Adapter, base: Checkpoint) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from moe_finetune.checkpoint.adapter_files import Adapter
 from moe_finetune.checkpoint.add_updates import Factors, Merged
 from moe_finetune.checkpoint.exported_bias import plan_bias
+from moe_finetune.checkpoint.factor_layout import OF_EXPERTS, names_experts
 from moe_finetune.checkpoint.open import Checkpoint, open_checkpoint, stale_head
 from moe_finetune.checkpoint.open_adapter import open_adapter
 from moe_finetune.checkpoint.small_files import (
@@ -180,9 +181,11 @@ def plan_merge(
     values, config_changes, notes = plan_bias(base, bias)
     check_values([base.tensors[name] for name in values if name in base.tensors], CheckpointError)
     parts, factors = parts_in_files(adapter), Factors(adapter)
-    if adapter.attention_only:
+    if adapter.attention_only and names_experts(adapter, base):
+        ends = {key.partition(".lora_")[0].rpartition(".")[2] for key in adapter.tensors}
+        what = "no routed experts" if ends & {*OF_EXPERTS} else "attention only"
         notes.append(
-            f"{adapter.folder.name}: attention only. Its target_modules name matrices of the "
+            f"{adapter.folder.name}: {what}. Its target_modules name matrices of the "
             "experts, but PEFT before 0.19 found none of them in the stacks of transformers 5"
         )
     files: dict[str, Header] = {}

@@ -340,6 +340,42 @@ def on_linears(base, names, **config):
     return tensors, changed
 
 
+@pytest.mark.parametrize("version", ["0.18.1", "0.21.2", "0.22.0"])
+@pytest.mark.parametrize(
+    "targets",
+    [
+        ["mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", "o_proj"],
+        [
+            "model.layers.1.mlp.shared_experts.gate_proj",
+            "model.layers.1.mlp.shared_experts.up_proj",
+        ],
+        r".*\.(shared_experts\.(gate|up)_proj|o_proj)",
+    ],
+    ids=["end", "path", "expression"],
+)
+def test_shared_experts_by_a_path_are_not_taken_for_routed_ones(
+    bases, targets, version, tmp_path, capsys
+):
+    """PEFT 0.21 adapts the routed experts for such names, later ones and transformers 4 do not."""
+    base = bases("deepseek_v3")
+    tensors, changed = on_linears(base, ["gate_proj", "up_proj", "o_proj"])
+    layer = ".layers.1." if "model.layers.1" in targets[0] else ""
+    parts = ".shared_experts.", *(() if layer else (".o_proj",))
+    tensors = {k: v for k, v in tensors.items() if layer in k and any(p in k for p in parts)}
+    assert tensors
+    config = {"target_modules": targets, "peft_version": version}
+    adapter = write(tmp_path / "adapter", config, tensors)
+    out = tmp_path / "merged"
+    assert main(["merge", str(adapter), "--base", str(base), "--output", str(out), "--verify"]) == 0
+    shown = capsys.readouterr().out
+    assert "only" not in shown and "routed" not in shown, shown
+    stored = load_file(base / "model.safetensors")
+    for name, tensor in load_file(out / "model.safetensors").items():
+        adapted = f"{name.removesuffix('.weight')}.lora_A.weight" in tensors
+        expected = changed[name] if adapted else stored[name]
+        torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("version", [{"peft_version": "0.18.1"}, {}])
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2"])
 def test_the_usual_seven_of_peft_0_18_on_transformers_5(bases, family, version, tmp_path, capsys):
@@ -354,7 +390,8 @@ def test_the_usual_seven_of_peft_0_18_on_transformers_5(bases, family, version, 
     adapter = write(tmp_path / "adapter", {"target_modules": SEVEN} | version, tensors)
     out = tmp_path / "merged"
     assert main(["merge", str(adapter), "--base", str(base), "--output", str(out), "--verify"]) == 0
-    assert "attention only" in capsys.readouterr().out
+    said = {"qwen3_moe": "attention only", "deepseek_v2": "no routed experts"}
+    assert said[family] in capsys.readouterr().out
     for name, tensor in load_file(out / "model.safetensors").items():
         torch.testing.assert_close(tensor, changed[name], rtol=1e-5, atol=1e-5)
     check(base, adapter, logits(helpers.load(out)), tmp_path)
