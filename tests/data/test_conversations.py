@@ -172,6 +172,26 @@ def test_answers_are_those_of_prefix_rendering(template, few, monkeypatch):
     assert compared > 10 or template == "llama3"  # which has no end of a turn in one rendering
 
 
+def test_a_loop_of_calls_before_the_last_question_is_not_like_the_one_after_it(monkeypatch):
+    """Neighbors are the same, but the template drops thoughts that are older than the question."""
+    monkeypatch.setattr(answers, "FEW", 0)
+    turns = []
+    for question in ("Where is it?", "And now?"):
+        turns.append({"role": "user", "content": question})
+        for step in range(4):
+            call = {"type": "function", "function": {"name": "look", "arguments": {"at": step}}}
+            thought = f"{question} Step {step}."
+            turns += [
+                {"role": "assistant", "reasoning_content": thought, "tool_calls": [call]},
+                {"role": "tool", "content": f"nothing at {step}"},
+            ]
+        turns.append({"role": "assistant", "content": "Here."})
+    conversation = Conversation(Former()("f:1", {"messages": turns}), tokenizer_of("qwen3"))
+    fast, slow = answers_of(conversation), prefix_rendering.answers(conversation)
+    assert {i for i, answer in fast.items() if answer.rewritten} == {1, 3, 5, 7, 9}
+    assert all(slow[i].rewritten or slow[i].pieces == fast[i].pieces for i in slow)
+
+
 def some_conversation(generator: random.Random) -> dict:
     calls, thinks = generator.random() < 0.5, generator.random() < 0.4
     turns = [{"role": "system", "content": "Be brief."}] if generator.random() < 0.3 else []
