@@ -361,7 +361,10 @@ def _tools(where: str, tools: Any) -> list[Row]:
     if not tools:
         return []
     if isinstance(tools, list):  # tables have each schema as text, since their fields differ
-        tools = [_parsed(where, tool) if isinstance(tool, str) else tool for tool in tools]
+        tools = [
+            _parsed(f"{where}[{index}]", tool) if isinstance(tool, str) else tool
+            for index, tool in enumerate(tools)
+        ]
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(f"{where}: must be a list of JSON schemas, not {short(tools)}")
     tools = [_without_nulls(tool) for tool in tools]
