@@ -25,7 +25,10 @@ _PARTS = {
     "in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v"),
     "in_proj": ("gate_proj", "x_proj"),
 }
-"""Projections of which Tinker trains the parts, in the order of their rows."""
+"""Projections of which Tinker trains the parts, in the order of their rows.
+
+Written here again: what checks a form must not read that form's own table.
+"""
 
 
 def matrices(stored: Adapter) -> Iterator[tuple[str, Tensor]]:
