@@ -232,7 +232,7 @@ def test_tools_of_which_each_is_json_text():
     tokenizer = tokenizer_of("qwen3_instruct_2507")
     texts = {**TRL, "tools": [json.dumps(tool) for tool in TOOLS]}
     assert learned(texts, tokenizer) == learned({**TRL, "tools": TOOLS}, tokenizer)
-    with pytest.raises(DataError, match=r"f:1: 'tools': .*'\{rain'"):
+    with pytest.raises(DataError, match=r"f:1: 'tools'\[0\]: .*'\{rain'"):
         learned({**TRL, "tools": ["{rain"]}, tokenizer)
 
 
