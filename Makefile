@@ -70,10 +70,9 @@ test-release: $(STAMP)  ## The rest of the largest tables of tests; before a rel
 	$(BIN)/python -m pytest -m release -n 2 --dist load
 
 QUICK := losses metrics routing lora recipe io data/test_prepared_rows.py data/test_sources.py data/test_golden.py \
-  data/test_readers.py data/test_stage_conversations.py moe/test_hooks.py moe/test_tokens.py \
-  moe/test_experts.py moe/test_bias.py training/gradients/test_callback.py \
-  training/resume/test_checkpoint.py checkpoint/test_merge.py verbs/test_gate.py test_registry.py \
-  test_layers.py test_names.py test_style.py test_documentation.py
+  data/test_readers.py moe/test_hooks.py moe/test_tokens.py moe/test_experts.py moe/test_bias.py \
+  training/gradients/test_callback.py training/resume/test_checkpoint.py checkpoint/test_merge.py verbs/test_gate.py \
+  test_registry.py test_layers.py test_names.py test_style.py test_documentation.py
 
 test-quick: $(STAMP)  ## While editing: formulas, options, hooks, a trainer, merge, files, the gate; one core
 	$(BIN)/python -m pytest -m "not gpu and not slow and not more and not release" $(addprefix tests/,$(QUICK))

@@ -39,6 +39,7 @@ def plugin(installed, monkeypatch):
     sys.modules.pop("routing_extras", None)
 
 
+@pytest.mark.more
 def test_an_installed_loss_trains_and_is_inspected(plugin, tmp_path, capsys):
     model = tiny.model("qwen3_moe", num_hidden_layers=2).train()
     batch = {**tiny.batch(), "attention_mask": torch.ones_like(tiny.batch()["input_ids"])}

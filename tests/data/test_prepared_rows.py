@@ -227,6 +227,7 @@ def test_malformed_rows_are_dropped_where_the_recipe_says_so(
         load_dataset_for(only, tokenizer, 0)
 
 
+@pytest.mark.more
 def test_a_long_reason_takes_its_length_once(write, tokenizer):
     tokenizer.chat_template = ALTERNATING.replace("'roles must alternate'", "m['content']")
     bad = {"messages": [CHAT[1], {**CHAT[1], "content": "x" * 400_000}, CHAT[2]]}

@@ -67,6 +67,7 @@ def wrapped(model, parameter: str):
     return parameter_wrappers(experts)[1][parameter]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("options", "router"),
     with_more(

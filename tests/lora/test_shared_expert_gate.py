@@ -87,6 +87,7 @@ def save(model, folder):
     return folder
 
 
+@pytest.mark.more
 def test_the_families_that_have_one():
     gates = {family.name: places(family.name).shared_gates for family in OURS}
     assert {name: found for name, found in gates.items() if found} == dict.fromkeys(NAMES, (GATE,))
@@ -126,7 +127,7 @@ def test_values_and_gradients_are_stock_peft_s(name, train):
         assert float((gradient - parameter.grad).norm()) <= bound, key
 
 
-@pytest.mark.parametrize(("name", "train"), with_more(CASES[:1], CASES[1:]))
+@pytest.mark.parametrize(("name", "train"), with_more((), CASES))
 def test_saved_merged_converted_and_continued(name, train, tmp_path):
     base = tmp_path / "base"
     tiny_families.model(name).save_pretrained(base)

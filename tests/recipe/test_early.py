@@ -143,6 +143,7 @@ CASES = [
 ]
 
 
+@pytest.mark.more
 def test_a_wrong_key_ends_without_the_heavy_imports(tmp_path):
     recipe = tmp_path / "r.yaml"
     recipe.write_text("model: {path: m}\nmethod: erc\ndata: {train: t.jsonl}\n")
@@ -153,6 +154,7 @@ def test_a_wrong_key_ends_without_the_heavy_imports(tmp_path):
         assert all(part in shown for part in (said or "").split("\n")), (arguments, shown)
 
 
+@pytest.mark.more
 def test_what_is_missing_ends_without_the_heavy_imports(tmp_path):
     """A missing file took 17 processor seconds, all of them imports."""
     (tmp_path / "m").mkdir()

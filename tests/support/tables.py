@@ -41,6 +41,6 @@ def _marked(case: Any) -> Any:
     return pytest.param(*values, marks=[*getattr(case, "marks", ()), pytest.mark.more])
 
 
-FIRST = ("qwen3_moe", "deepseek_v3")
-"""Of softmax without a shared expert; of sigmoid with groups, a bias, dense and shared parts."""
+FIRST = ("deepseek_v3",)
+"""Sigmoid with groups and a bias, a dense layer, shared experts: most parts in one family."""
 TINY_FAMILIES = with_more(FIRST, (name for name in tiny.FAMILY_NAMES if name not in FIRST))

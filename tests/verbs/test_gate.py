@@ -275,6 +275,7 @@ def test_merge_names_what_it_merges(here, refused, capsys):
     assert load_file(here / "out" / SHARD)[NORM].eq(1).all()
 
 
+@pytest.mark.more
 def test_training_records_its_base_by_whole_path_and_content(here, refused, capsys):
     """The adapter is merged from another folder; its base moved away, the way out is named."""
     recipe = json.loads((here / "recipe.yaml").read_text())
