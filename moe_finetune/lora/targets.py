@@ -24,7 +24,11 @@ from torch import Tensor, nn
 from moe_finetune.errors import DataError, RecipeError
 from moe_finetune.lora.select import ExpertSelection, count_of
 from moe_finetune.moe.experts.lora_factors import parameter_wrappers, quiet_patterns
-from moe_finetune.moe.experts.lora_on_chosen import SelectedExpertsLora, materialize
+from moe_finetune.moe.experts.lora_on_chosen import (
+    SelectedExpertsLora,
+    materialize,
+    take_further_adapters,
+)
 from moe_finetune.moe.experts.lora_shared import SharedOuterLora, SharedOuterOnChosen
 from moe_finetune.moe.layers import causal_lm, family_in, moe_layers, places_in
 from moe_finetune.quantization.weight import quantized
@@ -173,6 +177,9 @@ def add_lora(
     if chosen is not None or lora.shared_outer:
         pack_factors(adapted, config, chosen, lora.shared_outer)
         materialize(adapted, config.init_lora_weights)
+        ends = tuple(places_in(adapted).expert_targets)
+        stacks = [name for name in config.target_parameters or () if name.endswith(ends)]
+        take_further_adapters(adapted, stacks)
     set_dropout(adapted, lora.dropout)
     widen_copies(adapted)
     for name, parameter in adapted.named_parameters():

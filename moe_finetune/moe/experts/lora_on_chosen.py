@@ -3,6 +3,7 @@
 Shape legend: E experts of the layer, n chosen ones, r rank, I inputs, O outputs.
 """
 
+import copy
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -17,6 +18,14 @@ class PackedLora(ParamWrapper):
     def unpacked(self, side: Literal["A", "B"], factor: Tensor) -> Tensor:
         """A stored ``lora_A`` or ``lora_B`` as an ordinary adapter has it."""
         raise NotImplementedError
+
+    def copy_adapter(self, source: str, target: str) -> None:
+        """Give ``target`` the factors and numbers of ``source``, without a gradient."""
+        for values in (*vars(self).values(), *self.children()):
+            if isinstance(values, dict | nn.ModuleDict) and source in values:
+                values[target] = copy.deepcopy(values[source])
+        for factors in (self.lora_A, self.lora_B):
+            factors[target].requires_grad_(False)
 
     def get_delta_weight(self, adapter_name: str, *args: Any, **kwargs: Any) -> Tensor:
         """The update of the whole stack, zero for experts without factors."""
@@ -75,6 +84,35 @@ class SelectedExpertsLora(PackedLora):
         b_Orn = factor.unflatten(1, (-1, count))
         b_OrE = b_Orn.new_zeros(*b_Orn.shape[:2], self.total_experts)
         return b_OrE.index_copy_(2, places, b_Orn).flatten(1)
+
+
+def take_further_adapters(adapted: Any, stacks: Sequence[str]) -> None:
+    """Let PEFT add adapters with the same factors next to the trained one of ``adapted``.
+
+    TRL's trainers of preferences and rewards add "ref", a copy for the reference. PEFT recognizes
+    only its own class as a wrapper, so it would wrap a stack again, and it would adapt layers
+    without chosen experts. A further adapter of the stacks therefore starts as a copy of the
+    trained one.
+
+    Args:
+        stacks: the ``target_parameters`` of the config that are stacks of experts.
+    """
+    lora_model = adapted.base_model
+    inject = lora_model._inject_parameters
+
+    def packed(peft_config: Any, model: nn.Module, adapter_name: str, **options: Any) -> list[str]:
+        others = copy.copy(peft_config)
+        others.target_parameters = [t for t in peft_config.target_parameters if t not in stacks]
+        names: list[str] = inject(
+            peft_config=others, model=model, adapter_name=adapter_name, **options
+        )
+        copied = [t for t in peft_config.target_parameters if t in stacks]
+        for module in model.modules() if copied else ():
+            if isinstance(module, PackedLora):
+                module.copy_adapter(module.active_adapters[0], adapter_name)
+        return names + copied
+
+    lora_model._inject_parameters = packed
 
 
 def selected_experts(model: nn.Module) -> dict[int, tuple[int, ...]] | None:

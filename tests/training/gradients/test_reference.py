@@ -17,6 +17,7 @@ from moe_finetune.moe.layers import model_facts
 from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.recipe.sections import LoraSection
 from tests.support import tiny
+from tests.support.tiny_adapter import random_factors
 from tests.training.cases import JUDGED, PAIRS
 
 FAMILY = "olmoe"
@@ -29,6 +30,18 @@ def base():
 
 def ours(targets, router="frozen"):
     return lambda: add_lora(base(), LoraSection(rank=4, alpha=8.0, targets=targets), router)
+
+
+def packed(router="frozen", **options):
+    chosen = {1: [7, 0, 4]} if "experts" in options else None  # layer 0 has no factors
+    lora = LoraSection(rank=4, alpha=8.0, targets=["experts"], **options)
+    return lambda: random(add_lora(base(), lora, router, measured=chosen))
+
+
+def random(model):
+    torch.manual_seed(5)
+    random_factors(model, 0.1)
+    return model
 
 
 def ia3():
@@ -46,6 +59,10 @@ WRAPPERS = {
     "attention": ours(["attention"]),
     "experts": ours(["experts"]),
     "router in full": ours(["attention"], "full"),
+    "shared factors": packed(shared_outer=True),
+    "shared factors, router": packed("lora", shared_outer=True, use_rslora=True),
+    "chosen experts": packed("full", experts={"top": 0.3}),
+    "chosen experts, shared factors": packed(experts={"top": 0.3}, shared_outer=True),
     "ia3": ia3,
     "one layer of two": one_layer,
 }
@@ -81,6 +98,39 @@ def test_the_bias_acts_with_its_adapter_alone(name):
     assert torch.equal(logits(model, balancer), logits(model))
     model.set_adapter("default")
     assert not torch.equal(logits(model, balancer), logits(model))
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in WRAPPERS if "factors" in name or "chosen" in name]
+)
+def test_a_copy_of_packed_factors_computes_the_same_and_does_not_train(name):
+    model = WRAPPERS[name]()
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    names = {n for n, _ in model.named_parameters()}
+    plain = logits(model.eval())
+    config = model.peft_config["default"]
+    model.add_adapter("ref", config)
+    copies = {n.replace(".default.", ".ref.") for n in names if ".default." in n}
+    assert {n for n, _ in model.named_parameters()} == names | copies
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == trained
+    for parameter in (one for n, one in model.named_parameters() if n in copies):
+        parameter.requires_grad_(False)
+    with torch.no_grad():  # as TRL does; only the stacks' factors are copies already
+        for n in copies:
+            source = model.get_parameter(n.replace(".ref.", ".default."))
+            if ".experts." in n:
+                assert torch.equal(model.get_parameter(n), source), n
+            model.get_parameter(n).copy_(source)
+    model.set_adapter("ref")
+    assert torch.equal(logits(model), plain)
+    with model.disable_adapter():
+        assert not torch.equal(logits(model), plain)
+    with torch.no_grad():
+        for n in trained:
+            model.get_parameter(n).add_(0.1)
+    assert torch.equal(logits(model), plain)
+    model.set_adapter("default")
+    assert not torch.equal(logits(model), plain)
 
 
 def test_a_frozen_adapter_beside_the_one_that_trains_does_not_carry_the_bias():

@@ -144,6 +144,30 @@ def test_a_preference_without_an_adapter_has_a_model_of_its_own_to_measure_from(
     assert margins[0] == 0 and margins[-1] > 0
 
 
+@pytest.mark.parametrize("packed", [{"shared_outer": True}, {"experts": {"top": 0.3}}])
+@pytest.mark.parametrize("stage", ["dpo", "grpo"])
+def test_packed_factors_are_measured_from_where_they_started(made, tmp_path, stage, packed):
+    lora = {"rank": 3, "alpha": 7, **packed}
+    trainer = {"beta": 0.2, **OWN.get(stage, {}).get("trainer", {})}
+    without = {"merge": False, "verify": False}
+    if "experts" not in packed:  # which start from nothing
+        first = made(stage, 2, lora=lora, trainer=trainer, export=without)
+        lora["start"] = str(run_recipe(first, tmp_path / "a") / "adapter")
+    recipe = made(stage, 3, lora=lora, trainer=trainer, export=without)
+    output = run_recipe(recipe, tmp_path / "b")
+    measured = logged(output, "rewards/margins" if stage == "dpo" else "kl")
+    assert abs(measured[0]) < 1e-6 < abs(measured[-1])
+    names = load_file(output / "adapter" / "adapter_model.safetensors")
+    assert [name for name in names if ".ref" in name] == []
+    half = tmp_path / "half"
+    shutil.copytree(output, half)
+    for path in (*RunFolder(half).weights, half / "checkpoints" / "checkpoint-3"):
+        shutil.rmtree(path, ignore_errors=True)
+    run_recipe(recipe, half, resume=True)
+    name = "adapter/adapter_model.safetensors"
+    assert (half / name).read_bytes() == (output / name).read_bytes()
+
+
 @pytest.mark.parametrize("stage", ["dpo", "grpo"])
 def test_a_reference_that_follows_the_policy_is_resumed(made, checkpoint, tmp_path, stage):
     """It is neither the base nor the policy: each time it moves by a share of the difference."""
