@@ -385,8 +385,8 @@ def _config_changes(base: Checkpoint, count: int) -> tuple[dict[str, Any], dict[
 
 def _counts(key: str, value: Any, total: int) -> bool:
     """Whether a key of a config is the number of routed experts, or a list of it a layer."""
-    if "expert" not in key or "shared" in key or "per_tok" in key:
-        return False
+    if "expert" not in key or any(word in key for word in ("shared", "per_tok", "layer")):
+        return False  # Jamba's expert_layer_period may be the same number
     values = value if isinstance(value, list) and value else [value]
     return all(type(count) is int and count == total for count in values)
 

@@ -54,6 +54,16 @@ def test_a_number_of_experts_next_to_the_language_part_s_changes_too(tmp_path):
     assert written["num_experts_per_tok"] == total
 
 
+def test_a_period_of_layers_that_equals_the_number_of_experts_stays(tmp_path):
+    base, pruned = tmp_path / "base", tmp_path / "pruned"
+    sizes = {"num_experts": 4, "expert_layer_period": 4, "num_experts_per_tok": 2}
+    tiny_families.model("jamba", **sizes).save_pretrained(base)
+    prune_experts(base, {1: [0, 2, 3], 5: [0, 1, 3]}, pruned)
+    config = json.loads((pruned / "config.json").read_text())
+    assert (config["num_experts"], config["expert_layer_period"]) == (3, 4)
+    assert open_checkpoint(pruned).experts == {1: 3, 5: 3}
+
+
 @pytest.mark.parametrize("form", CASES)
 def test_quantized_experts_keep_their_stored_bytes(form, tmp_path):
     family, make = CASES[form]
