@@ -233,7 +233,7 @@ def merge(recipe: Recipe, run: RunFolder, base: Path | Checkpoint | None = None)
 
 def exported_bias(recipe: Recipe, run: RunFolder) -> dict[int, list[float]] | None:
     """The routing bias that the merged checkpoint gets, by decoder layer."""
-    from moe_finetune.checkpoint.adapter_files import read_bias
+    from moe_finetune.checkpoint.adapters.files import read_bias
 
     return read_bias(run.adapter) if recipe.method.export_bias == "write" else None
 

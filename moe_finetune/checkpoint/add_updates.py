@@ -1,24 +1,19 @@
 """The arithmetic of a merge: one tensor at a time, in float32, in pieces of a few megabytes.
 
-Shape legend: n experts with factors, O rows and I columns of the tensor, r an update's rank, R the
-sum of the updates' ranks.
+Shape legend: O rows and I columns of the tensor, R the sum of the updates' ranks.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from moe_finetune.checkpoint.adapter_files import Adapter
+from moe_finetune.checkpoint.adapters.updates import Factors, LowRank, Part, Replace
 from moe_finetune.checkpoint.dequantized_tensors import QuantizedTensors
-from moe_finetune.checkpoint.factor_layout import vectors_of_a, vectors_of_b
-from moe_finetune.checkpoint.updates import LowRank, Part, Replace
 from moe_finetune.checkpoint.weight_files import (
     DTYPES,
     all_finite,
@@ -33,36 +28,6 @@ from moe_finetune.io.safetensors_header import FLOATS, TensorInfo
 # Elements that a thread computes at a time: few enough to stay in a core's own cache.
 _CHUNK = 1 << 18
 _MAX_FLOAT16 = 65504.0
-_CACHED = 4  # updates: a layer's experts follow one another
-
-
-class Factors:
-    """An adapter's factors in float32, unpacked to one contiguous pair per expert."""
-
-    def __init__(self, adapter: Adapter):
-        self.adapter = adapter
-        self._unpacked = lru_cache(_CACHED)(self._unpack)
-        self._lock = threading.Lock()  # threads would unpack the same update at once
-
-    def pair(self, part: Part) -> tuple[Tensor, Tensor]:
-        """``left_OR`` (scale included) and ``right_RI`` of one part."""
-        assert isinstance(part.update, LowRank)
-        left_Or, right_rI = self.matrices(part.update, part.slot)
-        left_Or = left_Or[part.place.rows] * part.update.scale
-        return (right_rI.T, left_Or.T) if part.place.transposed else (left_Or, right_rI)
-
-    def matrices(self, update: LowRank, slot: int = 0) -> tuple[Tensor, Tensor]:
-        """``left_Or`` and ``right_rI``, whose product is the change of the model's matrix."""
-        with self._lock:
-            a_nrI, b_nOr = self._unpacked(update)
-        left, right = b_nOr[slot], a_nrI[slot]
-        return (right.T, left.T) if update.transposed else (left, right)
-
-    def _unpack(self, update: LowRank) -> tuple[Tensor, Tensor]:
-        """``a_nrI`` and ``b_nOr`` of all matrices of a stack."""
-        a, b = (read_tensor(self.adapter.tensors[key]).float() for key in (update.a, update.b))
-        experts = 1 if update.experts is None else a.shape[0] // update.rank
-        return vectors_of_a(a, experts), vectors_of_b(b, experts).mT.contiguous()
 
 
 @dataclass(frozen=True)

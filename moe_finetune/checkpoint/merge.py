@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moe_finetune.checkpoint.adapter_files import Adapter
-from moe_finetune.checkpoint.add_updates import Factors, Merged
+from moe_finetune.checkpoint.adapters.factor_layout import OF_EXPERTS, names_experts
+from moe_finetune.checkpoint.adapters.files import Adapter
+from moe_finetune.checkpoint.adapters.open_adapter import open_adapter
+from moe_finetune.checkpoint.adapters.updates import Factors, OpenAdapter, Replace, parts_in_files
+from moe_finetune.checkpoint.add_updates import Merged
 from moe_finetune.checkpoint.exported_bias import plan_bias
-from moe_finetune.checkpoint.factor_layout import OF_EXPERTS, names_experts
 from moe_finetune.checkpoint.open import Checkpoint, open_checkpoint, stale_head
-from moe_finetune.checkpoint.open_adapter import open_adapter
 from moe_finetune.checkpoint.small_files import (
     CARD_FILE,
     carried_files,
@@ -23,7 +24,6 @@ from moe_finetune.checkpoint.small_files import (
     public_name,
 )
 from moe_finetune.checkpoint.tokenizer_files import GENERATION, for_merge, is_tokenizer_file
-from moe_finetune.checkpoint.updates import OpenAdapter, Replace, parts_in_files
 from moe_finetune.checkpoint.weight_files import (
     Content,
     Progress,

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from moe_finetune.checkpoint import verify_by_hand
-from moe_finetune.checkpoint.adapter_files import Adapter, read_adapter
-from moe_finetune.checkpoint.adapter_in_peft import peft_form, with_adapter
+from moe_finetune.checkpoint.adapters.files import Adapter, read_adapter
+from moe_finetune.checkpoint.adapters.in_peft import peft_form, with_adapter
+from moe_finetune.checkpoint.adapters.open_adapter import open_adapter
+from moe_finetune.checkpoint.adapters.peft_model import LoraModule, modules_of, wrap
+from moe_finetune.checkpoint.adapters.updates import OpenAdapter
 from moe_finetune.checkpoint.exported_bias import plan_bias
 from moe_finetune.checkpoint.load_model import without_bar
 from moe_finetune.checkpoint.open import Checkpoint, only_weights, open_checkpoint
-from moe_finetune.checkpoint.open_adapter import open_adapter
-from moe_finetune.checkpoint.peft_model import LoraModule, modules_of, wrap
 from moe_finetune.checkpoint.tensor_names import on_meta
-from moe_finetune.checkpoint.updates import OpenAdapter
 from moe_finetune.checkpoint.weight_files import DTYPES, digest, read_tensor
 from moe_finetune.errors import AdapterError, VerificationError, is_machine_failure, reason_of
 from moe_finetune.io.checkpoint_files import tensors_of

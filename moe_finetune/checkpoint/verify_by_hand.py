@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_finetune.checkpoint.adapter_files import Adapter
-from moe_finetune.checkpoint.factor_layout import made_by_megatron_bridge
+from moe_finetune.checkpoint.adapters.factor_layout import made_by_megatron_bridge
+from moe_finetune.checkpoint.adapters.files import Adapter
+from moe_finetune.checkpoint.adapters.peft_model import LoraModule
 from moe_finetune.checkpoint.open import Checkpoint
-from moe_finetune.checkpoint.peft_model import LoraModule
 from moe_finetune.checkpoint.weight_files import read_tensor
 from moe_finetune.errors import VerificationError
 

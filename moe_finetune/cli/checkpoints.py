@@ -140,7 +140,7 @@ def inspect(
 
 def is_adapter(folder: Path) -> bool:
     """Whether ``folder`` has an adapter and no checkpoint."""
-    from moe_finetune.checkpoint.adapter_files import CONFIG
+    from moe_finetune.checkpoint.adapters.files import CONFIG
 
     return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
 
@@ -226,7 +226,7 @@ def convert(
 
 
 def _print_serve_line(source: str, base: str | None, folder: Path) -> None:
-    from moe_finetune.checkpoint.adapter_files import read_adapter
+    from moe_finetune.checkpoint.adapters.files import read_adapter
     from moe_finetune.checkpoint.open import open_checkpoint
     from moe_finetune.vllm.adapters import serve_line
 
@@ -248,9 +248,9 @@ def adapter_and_base(source: Path, base: str | None) -> tuple[Path, Path]:
 
 
 def _print_forms(source: Path, base: str | None) -> None:
-    from moe_finetune.checkpoint.forms import losses_by_form
+    from moe_finetune.checkpoint.adapters.forms import losses_by_form
+    from moe_finetune.checkpoint.adapters.open_adapter import check_adapter
     from moe_finetune.checkpoint.open import open_checkpoint
-    from moe_finetune.checkpoint.open_adapter import check_adapter
     from moe_finetune.io.text_tables import aligned
     from moe_finetune.models.family_lookup import warn_of_plugins
 
@@ -262,8 +262,8 @@ def _print_forms(source: Path, base: str | None) -> None:
 
 
 def _convert_adapter(source: Path, to: str, base: str | None, output: Path) -> Path:
-    from moe_finetune.checkpoint.convert_adapter import convert_adapter
-    from moe_finetune.checkpoint.forms import FORMS
+    from moe_finetune.checkpoint.adapters.convert import convert_adapter
+    from moe_finetune.checkpoint.adapters.forms import FORMS
     from moe_finetune.models.family_lookup import warn_of_plugins
 
     warn_of_plugins(source)
@@ -315,7 +315,7 @@ def merge(
     verify = verify or bool(untested())
     if not verify and not dry_run:  # a verification reads an output that exists
         check_output(output)
-    from moe_finetune.checkpoint.adapter_files import read_bias
+    from moe_finetune.checkpoint.adapters.files import read_bias
     from moe_finetune.checkpoint.merge import merge_adapter
     from moe_finetune.checkpoint.open import open_checkpoint
     from moe_finetune.checkpoint.tokenizer_files import has_tokenizer
@@ -369,7 +369,7 @@ def verified(
 
 def base_of(adapter: Path) -> Path:
     """The folder of the base checkpoint and revision that an adapter names."""
-    from moe_finetune.checkpoint.adapter_files import read_adapter
+    from moe_finetune.checkpoint.adapters.files import read_adapter
     from moe_finetune.errors import AdapterError, CheckpointError
     from moe_finetune.models.config_and_tokenizer import local_folder
 

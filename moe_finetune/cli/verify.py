@@ -113,7 +113,7 @@ def _verify_files(source: Path, adapter: Path | None, base: str | None, as_json:
     from dataclasses import asdict
     from json import dumps
 
-    from moe_finetune.checkpoint.adapter_files import read_bias
+    from moe_finetune.checkpoint.adapters.files import read_bias
     from moe_finetune.errors import AdapterError
 
     run = RunFolder(source)
@@ -136,7 +136,7 @@ def _verify_files(source: Path, adapter: Path | None, base: str | None, as_json:
 
 def _run_bias(run: RunFolder) -> Mapping[int, Sequence[float]] | None:
     """The routing bias that the run's merge wrote, as its recipe says."""
-    from moe_finetune.checkpoint.adapter_files import read_bias
+    from moe_finetune.checkpoint.adapters.files import read_bias
 
     recipe = _recipe(run)
     if recipe is not None and recipe.method.export_bias != "write":
@@ -208,7 +208,7 @@ def _sources(
     reference_base: str | None,
 ) -> tuple[Sources, Path]:
     """What the server should answer with, and the folder of its tokenizer."""
-    from moe_finetune.checkpoint.adapter_files import CONFIG
+    from moe_finetune.checkpoint.adapters.files import CONFIG
     from moe_finetune.checkpoint.tokenizer_files import has_tokenizer
     from moe_finetune.models.config_and_tokenizer import local_folder
     from moe_finetune.served.check import Sources

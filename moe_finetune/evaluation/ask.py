@@ -11,11 +11,11 @@ from typing import Any, cast
 import torch
 from transformers import TextStreamer
 
-from moe_finetune.checkpoint.adapter_files import CONFIG
-from moe_finetune.checkpoint.adapter_in_peft import with_adapter
+from moe_finetune.checkpoint.adapters.files import CONFIG
+from moe_finetune.checkpoint.adapters.in_peft import with_adapter
+from moe_finetune.checkpoint.adapters.open_adapter import open_adapter
 from moe_finetune.checkpoint.load_model import forget_generation_defaults, load_model
 from moe_finetune.checkpoint.open import open_checkpoint
-from moe_finetune.checkpoint.open_adapter import open_adapter
 from moe_finetune.checkpoint.tokenizer_files import has_tokenizer, reply_ends
 from moe_finetune.errors import DataError
 from moe_finetune.io.run_folder import RunFolder

@@ -109,9 +109,9 @@ def open_backend(
             chunk=64,
             notes=notes,
         )
+    from moe_finetune.checkpoint.adapters.open_adapter import check_adapter
     from moe_finetune.checkpoint.dense_checkpoint import is_dense, open_dense, refuse_adapter
     from moe_finetune.checkpoint.open import open_checkpoint
-    from moe_finetune.checkpoint.open_adapter import check_adapter
     from moe_finetune.models.config_and_tokenizer import local_folder
 
     folder = local_folder(checkpoint)

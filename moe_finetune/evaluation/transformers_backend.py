@@ -7,12 +7,12 @@ import torch
 from lm_eval.models.huggingface import HFLM
 from torch import nn
 
-from moe_finetune.checkpoint.adapter_in_peft import with_adapter
+from moe_finetune.checkpoint.adapters.in_peft import with_adapter
+from moe_finetune.checkpoint.adapters.updates import OpenAdapter
 from moe_finetune.checkpoint.dense_checkpoint import DenseCheckpoint
 from moe_finetune.checkpoint.load_model import forget_generation_defaults, load_model
 from moe_finetune.checkpoint.open import Checkpoint
 from moe_finetune.checkpoint.tokenizer_files import reply_ends
-from moe_finetune.checkpoint.updates import OpenAdapter
 from moe_finetune.io.environment import package_versions
 from moe_finetune.moe.layers import family_in
 from moe_finetune.moe.recorder.hooks import Recorder

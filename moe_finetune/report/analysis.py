@@ -85,8 +85,8 @@ def analyze(
         with output_folder(output, 0) as folder:
             write_analysis(trace_path, folder, output)
         return RunFolder(output).page
+    from moe_finetune.checkpoint.adapters.open_adapter import check_adapter
     from moe_finetune.checkpoint.open import open_checkpoint
-    from moe_finetune.checkpoint.open_adapter import check_adapter
     from moe_finetune.models.config_and_tokenizer import load_tokenizer, local_folder
     from moe_finetune.routing.tracing_checkpoint import record
 

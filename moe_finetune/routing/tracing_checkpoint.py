@@ -12,8 +12,8 @@ from torch import nn
 from moe_finetune.moe.choice.loss_free_bias import BiasBalancer
 
 if TYPE_CHECKING:
+    from moe_finetune.checkpoint.adapters.updates import OpenAdapter
     from moe_finetune.checkpoint.open import Checkpoint
-    from moe_finetune.checkpoint.updates import OpenAdapter
     from moe_finetune.routing.measures_of_model import Measures
 
 
@@ -30,7 +30,7 @@ def record(
     """Record ``base``, opened with its values, and ``adapter``; see :func:`trace_model`."""
     import torch
 
-    from moe_finetune.checkpoint.adapter_in_peft import with_adapter
+    from moe_finetune.checkpoint.adapters.in_peft import with_adapter
     from moe_finetune.checkpoint.load_model import load_model
     from moe_finetune.routing.tracing import trace_model
 
@@ -55,7 +55,7 @@ def stored_bias(model: nn.Module, adapter: Path) -> BiasBalancer | None:
     """The loss-free bias that an adapter was trained with, for use on ``model``, or None."""
     import torch
 
-    from moe_finetune.checkpoint.adapter_files import read_bias
+    from moe_finetune.checkpoint.adapters.files import read_bias
     from moe_finetune.moe.choice.select_again import Rule
     from moe_finetune.moe.layers import model_facts, moe_layers
 

@@ -14,10 +14,10 @@ import numpy as np
 import psutil
 import torch
 
-from moe_finetune.checkpoint.adapter_in_peft import with_adapter
+from moe_finetune.checkpoint.adapters.in_peft import with_adapter
+from moe_finetune.checkpoint.adapters.open_adapter import open_adapter
 from moe_finetune.checkpoint.load_model import load_model
 from moe_finetune.checkpoint.open import Checkpoint, open_checkpoint
-from moe_finetune.checkpoint.open_adapter import open_adapter
 from moe_finetune.errors import EvaluationError
 from moe_finetune.moe.recorder.observe import undisturbed
 from moe_finetune.served.client import Answer

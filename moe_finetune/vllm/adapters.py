@@ -7,7 +7,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from moe_finetune.checkpoint.adapter_files import Adapter
+    from moe_finetune.checkpoint.adapters.files import Adapter
     from moe_finetune.checkpoint.open import Checkpoint
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

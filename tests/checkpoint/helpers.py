@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_finetune.checkpoint.adapter_files import write_metadata
+from moe_finetune.checkpoint.adapters.files import write_metadata
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.models import FAMILIES
 from tests.support import tiny

@@ -5,7 +5,7 @@ import json
 import pytest
 from peft import LoraConfig, TaskType
 
-from moe_finetune.checkpoint.adapter_config import no_merge_because, read_config
+from moe_finetune.checkpoint.adapters.config import no_merge_because, read_config
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.errors import AdapterError
 from tests.checkpoint.damage import CONFIG, configure, refuse
@@ -92,7 +92,7 @@ def test_the_default_of_the_installed_peft_passes_and_another_value_does_not(tmp
 
 def test_every_option_of_the_installed_peft_is_known():
     """A new one is sorted by a reader of PEFT's code, not by its default."""
-    from moe_finetune.checkpoint import adapter_config as keys
+    from moe_finetune.checkpoint.adapters import config as keys
 
     assert LoraConfig().to_dict().keys() <= keys._READ | keys._WITHOUT_EFFECT | {*keys._REFUSED}
     assert not keys._READ & keys._WITHOUT_EFFECT

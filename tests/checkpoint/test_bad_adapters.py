@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from moe_finetune.checkpoint.adapter_files import write_metadata
+from moe_finetune.checkpoint.adapters.files import write_metadata
 from moe_finetune.checkpoint.load_model import load_model
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.errors import AdapterError

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import yaml
 
-from moe_finetune.checkpoint.adapter_files import write_metadata
+from moe_finetune.checkpoint.adapters.files import write_metadata
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.small_files import license_of, write_card
 from moe_finetune.losses.presets import PAPERS, PRESETS

@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moe_finetune.checkpoint.adapter_in_peft import with_adapter
-from moe_finetune.checkpoint.convert_adapter import convert_adapter
-from moe_finetune.checkpoint.forms import FORMS
+from moe_finetune.checkpoint.adapters.convert import convert_adapter
+from moe_finetune.checkpoint.adapters.forms import FORMS
+from moe_finetune.checkpoint.adapters.in_peft import with_adapter
+from moe_finetune.checkpoint.adapters.open_adapter import open_adapter
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.open import open_checkpoint
-from moe_finetune.checkpoint.open_adapter import open_adapter
 from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.cli import main
 from moe_finetune.errors import AdapterError

@@ -17,10 +17,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from moe_finetune.checkpoint import open_adapter
-from moe_finetune.checkpoint.convert_adapter import convert_adapter
-from moe_finetune.checkpoint.factor_layout import as_a
-from moe_finetune.checkpoint.forms import FORMS
+from moe_finetune.checkpoint.adapters import open_adapter
+from moe_finetune.checkpoint.adapters.convert import convert_adapter
+from moe_finetune.checkpoint.adapters.factor_layout import as_a
+from moe_finetune.checkpoint.adapters.forms import FORMS
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.cli import main

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from moe_finetune.checkpoint.adapter_files import write_metadata
+from moe_finetune.checkpoint.adapters.files import write_metadata
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.cli import main

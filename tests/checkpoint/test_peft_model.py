@@ -4,10 +4,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_finetune.checkpoint.adapter_files import read_adapter
-from moe_finetune.checkpoint.adapter_in_peft import with_adapter
+from moe_finetune.checkpoint.adapters.files import read_adapter
+from moe_finetune.checkpoint.adapters.in_peft import with_adapter
+from moe_finetune.checkpoint.adapters.open_adapter import open_adapter
 from moe_finetune.checkpoint.open import open_checkpoint
-from moe_finetune.checkpoint.open_adapter import open_adapter
 from moe_finetune.errors import AdapterError
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.models.class_structure import class_of
@@ -53,7 +53,7 @@ def test_a_tensor_without_its_counterpart_is_refused(wrong, tmp_path):
     save_file(tensors, file)
     base = open_checkpoint(tmp_path / "base")
     stock = class_of(base.model_config).from_pretrained(base.folder)
-    from moe_finetune.checkpoint.peft_model import fill, wrap
+    from moe_finetune.checkpoint.adapters.peft_model import fill, wrap
 
     opened = read_adapter(tmp_path / "adapter")
     with pytest.raises(AdapterError, match="is missing" if wrong == "missing" else "no place"):

@@ -7,11 +7,11 @@ Names, order and rows as tinker-cookbook reads them (``weights/_merge_utils.py``
 import pytest
 import torch
 
-from moe_finetune.checkpoint.convert_adapter import convert_adapter
-from moe_finetune.checkpoint.forms import FORMS
+from moe_finetune.checkpoint.adapters.convert import convert_adapter
+from moe_finetune.checkpoint.adapters.forms import FORMS
+from moe_finetune.checkpoint.adapters.open_adapter import open_adapter
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.open import open_checkpoint
-from moe_finetune.checkpoint.open_adapter import open_adapter
 from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.errors import AdapterError
 from tests.support.maker_formulas import ALPHA, RANK, Experts, save, tinker

@@ -6,9 +6,9 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from moe_finetune.checkpoint.adapter_files import WEIGHTS, write_metadata
-from moe_finetune.checkpoint.convert_adapter import convert_adapter
-from moe_finetune.checkpoint.forms import FORMS
+from moe_finetune.checkpoint.adapters.convert import convert_adapter
+from moe_finetune.checkpoint.adapters.files import WEIGHTS, write_metadata
+from moe_finetune.checkpoint.adapters.forms import FORMS
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.checkpoint.verify import verify_merge

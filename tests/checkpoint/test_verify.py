@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_finetune.checkpoint import verify
+from moe_finetune.checkpoint.adapters.open_adapter import open_adapter
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.open import open_checkpoint
-from moe_finetune.checkpoint.open_adapter import open_adapter
 from moe_finetune.checkpoint.verify import compare_logits, verify_merge
 from moe_finetune.errors import CheckpointError, NumericsError
 from moe_finetune.io.terminal import terminal

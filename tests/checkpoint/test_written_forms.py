@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moe_finetune.checkpoint.forms import FORMS
+from moe_finetune.checkpoint.adapters.forms import FORMS
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.cli import main
 from moe_finetune.lora.targets import add_lora

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moe_finetune.checkpoint.adapter_files import BIAS_FILE, read_bias, write_metadata
+from moe_finetune.checkpoint.adapters.files import BIAS_FILE, read_bias, write_metadata
 from moe_finetune.checkpoint.load_model import load_model
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.errors import EvaluationError

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_finetune.checkpoint.adapter_files import BIAS_FILE
+from moe_finetune.checkpoint.adapters.files import BIAS_FILE
 from moe_finetune.checkpoint.load_model import load_model
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.moe.layers import model_facts

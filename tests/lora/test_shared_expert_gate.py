@@ -8,9 +8,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
-from moe_finetune.checkpoint.adapter_files import write_metadata
-from moe_finetune.checkpoint.convert_adapter import convert_adapter
-from moe_finetune.checkpoint.forms import FORMS
+from moe_finetune.checkpoint.adapters.convert import convert_adapter
+from moe_finetune.checkpoint.adapters.files import write_metadata
+from moe_finetune.checkpoint.adapters.forms import FORMS
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.checkpoint.verify import verify_merge

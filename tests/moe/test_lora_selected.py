@@ -4,7 +4,7 @@ import json
 import pytest
 import torch
 
-from moe_finetune.checkpoint.adapter_files import read_adapter, read_metadata
+from moe_finetune.checkpoint.adapters.files import read_adapter, read_metadata
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.checkpoint.verify import verify_merge

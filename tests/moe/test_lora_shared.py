@@ -10,12 +10,12 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from torch.func import functional_call
 
-from moe_finetune.checkpoint.adapter_files import read_adapter, write_metadata
-from moe_finetune.checkpoint.convert_adapter import convert_adapter
-from moe_finetune.checkpoint.forms import FORMS
+from moe_finetune.checkpoint.adapters.convert import convert_adapter
+from moe_finetune.checkpoint.adapters.files import read_adapter, write_metadata
+from moe_finetune.checkpoint.adapters.forms import FORMS
+from moe_finetune.checkpoint.adapters.open_adapter import check_adapter
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.open import open_checkpoint
-from moe_finetune.checkpoint.open_adapter import check_adapter
 from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.checkpoint.weight_files import read_tensor
 from moe_finetune.errors import AdapterError

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from moe_finetune.checkpoint.adapters.open_adapter import open_adapter
 from moe_finetune.checkpoint.merge import plan_merge
 from moe_finetune.checkpoint.open import Checkpoint, open_checkpoint
-from moe_finetune.checkpoint.open_adapter import open_adapter
 from moe_finetune.errors import MoeFinetuneError
 from moe_finetune.lora import targets
 from moe_finetune.lora.targets import add_lora

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from moe_finetune import cli
-from moe_finetune.checkpoint import open_adapter
-from moe_finetune.checkpoint.adapter_in_peft import with_adapter
+from moe_finetune.checkpoint.adapters import open_adapter
+from moe_finetune.checkpoint.adapters.in_peft import with_adapter
 from moe_finetune.checkpoint.load_model import load_model
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.errors import (
@@ -168,7 +168,7 @@ def test_an_adapter_changes_what_is_recorded(tmp_path, tiny_checkpoint, texts):
 
 
 def test_a_loss_free_bias_acts(tmp_path, tiny_checkpoint, texts):
-    from moe_finetune.checkpoint.adapter_files import BIAS_FILE
+    from moe_finetune.checkpoint.adapters.files import BIAS_FILE
     from moe_finetune.training.save_and_resume.state_files import save_state
 
     base = tiny_checkpoint("olmoe")

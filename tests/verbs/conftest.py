@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from moe_finetune.checkpoint.adapter_files import BASE_KEY, write_metadata
+from moe_finetune.checkpoint.adapters.files import BASE_KEY, write_metadata
 from moe_finetune.checkpoint.open import open_checkpoint
 from moe_finetune.checkpoint.weight_files import fingerprint
 from moe_finetune.routing.trace_writer import TraceWriter

@@ -357,7 +357,7 @@ def test_merge_writes_the_bias_that_was_trained(capsys, tmp_path, tiny_checkpoin
     import torch
     from safetensors.torch import load_file
 
-    from moe_finetune.checkpoint.adapter_files import BIAS_FILE
+    from moe_finetune.checkpoint.adapters.files import BIAS_FILE
     from moe_finetune.training.save_and_resume.state_files import save_state
 
     bias = {f"bias.{layer}": torch.rand(12) for layer in (1, 2)}

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from moe_finetune.checkpoint.adapters.open_adapter import check_adapter
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.open import open_checkpoint
-from moe_finetune.checkpoint.open_adapter import check_adapter
 from moe_finetune.cli import main
 from moe_finetune.data.row_forms import Former
 from moe_finetune.data.sources import read_rows

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_finetune.checkpoint.adapter_files import BASE_KEY
+from moe_finetune.checkpoint.adapters.files import BASE_KEY
+from moe_finetune.checkpoint.adapters.open_adapter import check_adapter
 from moe_finetune.checkpoint.load_model import load_model
 from moe_finetune.checkpoint.open import open_checkpoint
-from moe_finetune.checkpoint.open_adapter import check_adapter
 from moe_finetune.checkpoint.weight_files import fingerprint
 from moe_finetune.cli import main
 from moe_finetune.errors import AdapterError, CheckpointError

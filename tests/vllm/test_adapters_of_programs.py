@@ -4,9 +4,9 @@ its own loader reads (its CPU build runs no MoE model with an adapter on)."""
 import pytest
 import torch
 
-from moe_finetune.checkpoint.adapter_files import read_adapter
-from moe_finetune.checkpoint.convert_adapter import convert_adapter
-from moe_finetune.checkpoint.forms import FORMS
+from moe_finetune.checkpoint.adapters.convert import convert_adapter
+from moe_finetune.checkpoint.adapters.files import read_adapter
+from moe_finetune.checkpoint.adapters.forms import FORMS
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.weight_files import read_tensor
 from tests.support import tiny, vllm_server

@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import save_file
 
 from moe_finetune import cli
-from moe_finetune.checkpoint.adapter_files import read_adapter
-from moe_finetune.checkpoint.convert_adapter import convert_adapter
-from moe_finetune.checkpoint.forms import FORMS
+from moe_finetune.checkpoint.adapters.convert import convert_adapter
+from moe_finetune.checkpoint.adapters.files import read_adapter
+from moe_finetune.checkpoint.adapters.forms import FORMS
+from moe_finetune.checkpoint.adapters.open_adapter import open_adapter
 from moe_finetune.checkpoint.open import open_checkpoint
-from moe_finetune.checkpoint.open_adapter import open_adapter
 from moe_finetune.errors import AdapterError, CheckpointError, EvaluationError, RecipeError
 from moe_finetune.evaluation.backends import open_backend
 from moe_finetune.evaluation.server import server_models

@@ -7,17 +7,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_finetune.checkpoint.adapter_files import read_adapter
-from moe_finetune.checkpoint.forms import losses_by_form
-from moe_finetune.checkpoint.forms.maker import form_of, maker_of
+from moe_finetune.checkpoint.adapters.files import read_adapter
+from moe_finetune.checkpoint.adapters.forms import losses_by_form
+from moe_finetune.checkpoint.adapters.forms.maker import form_of, maker_of
+from moe_finetune.checkpoint.adapters.open_adapter import check_adapter
+from moe_finetune.checkpoint.adapters.updates import LowRank, Replace
 from moe_finetune.checkpoint.open import open_checkpoint
-from moe_finetune.checkpoint.open_adapter import check_adapter
-from moe_finetune.checkpoint.updates import LowRank, Replace
 from moe_finetune.io.text_tables import aligned
 from moe_finetune.lora.coverage import GROUPS, group_of
 
 if TYPE_CHECKING:
-    from moe_finetune.checkpoint.updates import OpenAdapter
+    from moe_finetune.checkpoint.adapters.updates import OpenAdapter
 
 
 @dataclass(frozen=True)

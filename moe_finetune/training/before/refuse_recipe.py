@@ -11,9 +11,9 @@ import torch
 from transformers import Trainer
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
+from moe_finetune.checkpoint.adapters.open_adapter import check_adapter
 from moe_finetune.checkpoint.exported_bias import bias_config
 from moe_finetune.checkpoint.open import stale_head
-from moe_finetune.checkpoint.open_adapter import check_adapter
 from moe_finetune.checkpoint.small_files import carried_files
 from moe_finetune.errors import DependencyError, RecipeError, UnsupportedModelError, did_you_mean
 from moe_finetune.evaluation.suite_lines import ready_lines

@@ -29,7 +29,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from moe_finetune.checkpoint.adapter_config import no_merge_because
+from moe_finetune.checkpoint.adapters.config import no_merge_because
 from moe_finetune.errors import CheckpointError, ObjectiveError, RecipeError
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.versions import warn_of_untested

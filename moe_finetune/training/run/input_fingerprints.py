@@ -152,7 +152,7 @@ def rows_fingerprint(sources: Paths, recipe: Recipe) -> str:
 
 def _base(start: Start) -> str:
     """Of config and weights; of each tensor, and of each expert in a stacked one, some parts."""
-    from moe_finetune.checkpoint.adapter_files import named_tensors
+    from moe_finetune.checkpoint.adapters.files import named_tensors
     from moe_finetune.checkpoint.weight_files import fingerprint
 
     raw = read_object(start.folder / "config.json", CheckpointError, "copy it again", finite=False)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers import TrainerCallback, set_seed
 
-from moe_finetune.checkpoint.adapter_files import PREFIX
-from moe_finetune.checkpoint.open_adapter import check_adapter
+from moe_finetune.checkpoint.adapters.files import PREFIX
+from moe_finetune.checkpoint.adapters.open_adapter import check_adapter
 from moe_finetune.checkpoint.weight_files import read_tensor
 from moe_finetune.errors import AdapterError, DiskSpaceError
 from moe_finetune.io.run_folder import RunFolder
@@ -172,8 +172,8 @@ def continue_adapter(model: nn.Module, path: Path, checkpoint: Checkpoint) -> No
     The model then computes the same as base and adapter. Directions that the adapter does not have
     start fresh; so do factors on parts that it does not adapt.
     """
-    from moe_finetune.checkpoint.adapter_in_peft import peft_form
-    from moe_finetune.checkpoint.peft_model import modules_of
+    from moe_finetune.checkpoint.adapters.in_peft import peft_form
+    from moe_finetune.checkpoint.adapters.peft_model import modules_of
 
     adapter = peft_form(check_adapter(path, checkpoint))
     updates = {update.name: update for update in adapter.low_rank}

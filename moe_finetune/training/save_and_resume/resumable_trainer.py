@@ -23,7 +23,7 @@ from torch.utils.data import Sampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import SaveStrategy
 
-from moe_finetune.checkpoint.adapter_files import WEIGHTS as ADAPTER_FILE
+from moe_finetune.checkpoint.adapters.files import WEIGHTS as ADAPTER_FILE
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io import clear_leftovers, write_small
 from moe_finetune.io.folder import remove_folder

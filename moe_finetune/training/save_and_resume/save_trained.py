@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from moe_finetune.checkpoint.adapter_files import (
+from moe_finetune.checkpoint.adapters.files import (
     PREFIX,
     SHARED_OUTER,
     named_tensors,
     write_metadata,
 )
-from moe_finetune.checkpoint.adapter_files import WEIGHTS as ADAPTER_FILE
+from moe_finetune.checkpoint.adapters.files import WEIGHTS as ADAPTER_FILE
 from moe_finetune.checkpoint.open import Checkpoint, open_checkpoint
 from moe_finetune.checkpoint.saved_names import keep_names
 from moe_finetune.checkpoint.small_files import carried_files, public_name, write_card

@@ -14,7 +14,7 @@ from typing import Any
 from peft import PeftModel
 from torch import Tensor, nn
 
-from moe_finetune.checkpoint.adapter_files import BIAS_FILE, read_metadata, write_metadata
+from moe_finetune.checkpoint.adapters.files import BIAS_FILE, read_metadata, write_metadata
 from moe_finetune.checkpoint.exported_bias import bias_config, bias_name
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.io.json_file import read_object

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from moe_finetune import SpecializationCallback
-from moe_finetune.checkpoint.adapter_files import BIAS_FILE, read_bias
+from moe_finetune.checkpoint.adapters.files import BIAS_FILE, read_bias
 from moe_finetune.errors import AdapterError, CaptureError, ObjectiveError
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.moe.recorder.hooks import Recorder

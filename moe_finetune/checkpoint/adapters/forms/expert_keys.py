@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from moe_finetune.checkpoint.adapter_files import Adapter
+from moe_finetune.checkpoint.adapters.files import Adapter
 
 Kind = Literal["peft", "per-expert", "listed", "stacked", "grouped"]
 """PEFT's packed stacks; a matrix of one expert, by expert or in Unsloth's lists by projection; a

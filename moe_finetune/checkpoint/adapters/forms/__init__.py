@@ -1,7 +1,20 @@
 """Forms in which programs write and read adapters; a new one is a file here and a line below."""
 
-from moe_finetune.checkpoint.forms import grouped, peft, per_expert, shared_side, stacked, vllm
-from moe_finetune.checkpoint.forms.form import FORMS, Form, Written, in_class, losses_by_form
+from moe_finetune.checkpoint.adapters.forms import (
+    grouped,
+    peft,
+    per_expert,
+    shared_side,
+    stacked,
+    vllm,
+)
+from moe_finetune.checkpoint.adapters.forms.form import (
+    FORMS,
+    Form,
+    Written,
+    in_class,
+    losses_by_form,
+)
 
 FORMS.register("peft", peft.FORM)
 FORMS.register("per-expert", per_expert.FORM)

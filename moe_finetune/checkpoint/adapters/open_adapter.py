@@ -12,16 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from moe_finetune.checkpoint.adapter_files import (
-    CONFIG,
-    WEIGHTS,
-    Adapter,
-    check_belongs,
-    read_adapter,
-    read_bias,
-)
-from moe_finetune.checkpoint.exported_bias import check_bias
-from moe_finetune.checkpoint.factor_layout import (
+from moe_finetune.checkpoint.adapters.factor_layout import (
     as_a,
     as_b,
     before_019,
@@ -33,10 +24,24 @@ from moe_finetune.checkpoint.factor_layout import (
     vectors_of_a,
     vectors_of_b,
 )
-from moe_finetune.checkpoint.forms import in_class
+from moe_finetune.checkpoint.adapters.files import (
+    CONFIG,
+    WEIGHTS,
+    Adapter,
+    check_belongs,
+    read_adapter,
+    read_bias,
+)
+from moe_finetune.checkpoint.adapters.forms import in_class
+from moe_finetune.checkpoint.adapters.peft_model import (
+    MAY_LACK,
+    Target,
+    targets_by_name,
+    targets_in_class,
+)
+from moe_finetune.checkpoint.adapters.updates import LowRank, OpenAdapter, Replace
+from moe_finetune.checkpoint.exported_bias import check_bias
 from moe_finetune.checkpoint.open import Checkpoint
-from moe_finetune.checkpoint.peft_model import MAY_LACK, Target, targets_by_name, targets_in_class
-from moe_finetune.checkpoint.updates import LowRank, OpenAdapter, Replace
 from moe_finetune.checkpoint.weight_files import Computed, computed, read_tensor
 from moe_finetune.errors import AdapterError, did_you_mean
 from moe_finetune.io.checkpoint_files import PRUNED

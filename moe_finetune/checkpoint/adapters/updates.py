@@ -1,14 +1,24 @@
 """What an adapter changes: which tensors of the base, with which factors, and where in its files.
 
-:mod:`moe_finetune.checkpoint.open_adapter` reads it from an adapter of any maker.
+:mod:`moe_finetune.checkpoint.adapters.open_adapter` reads it from an adapter of any maker.
+
+Shape legend: n experts with factors, r rank, O rows and I columns of a matrix.
 """
 
+import threading
 from dataclasses import dataclass
+from functools import lru_cache
 
-from moe_finetune.checkpoint.adapter_files import Adapter
+from torch import Tensor
+
+from moe_finetune.checkpoint.adapters.factor_layout import vectors_of_a, vectors_of_b
+from moe_finetune.checkpoint.adapters.files import Adapter
 from moe_finetune.checkpoint.open import Checkpoint
 from moe_finetune.checkpoint.tensor_names import Place
+from moe_finetune.checkpoint.weight_files import read_tensor
 from moe_finetune.errors import AdapterError
+
+_CACHED = 4  # updates: a layer's experts follow one another
 
 
 @dataclass(frozen=True)
@@ -100,3 +110,32 @@ def _places(update: LowRank | Replace, adapter: OpenAdapter) -> list[list[Place]
             "train without it"
         )
     return base.names.places(name)
+
+
+class Factors:
+    """An adapter's factors in float32, unpacked to one contiguous pair per expert."""
+
+    def __init__(self, adapter: Adapter):
+        self.adapter = adapter
+        self._unpacked = lru_cache(_CACHED)(self._unpack)
+        self._lock = threading.Lock()  # threads would unpack the same update at once
+
+    def pair(self, part: Part) -> tuple[Tensor, Tensor]:
+        """``left_Or`` (scale included) and ``right_rI`` of one part."""
+        assert isinstance(part.update, LowRank)
+        left_Or, right_rI = self.matrices(part.update, part.slot)
+        left_Or = left_Or[part.place.rows] * part.update.scale
+        return (right_rI.T, left_Or.T) if part.place.transposed else (left_Or, right_rI)
+
+    def matrices(self, update: LowRank, slot: int = 0) -> tuple[Tensor, Tensor]:
+        """``left_Or`` and ``right_rI``, whose product is the change of the model's matrix."""
+        with self._lock:
+            a_nrI, b_nOr = self._unpacked(update)
+        left, right = b_nOr[slot], a_nrI[slot]
+        return (right.T, left.T) if update.transposed else (left, right)
+
+    def _unpack(self, update: LowRank) -> tuple[Tensor, Tensor]:
+        """``a_nrI`` and ``b_nOr`` of all matrices of a stack."""
+        a, b = (read_tensor(self.adapter.tensors[key]).float() for key in (update.a, update.b))
+        experts = 1 if update.experts is None else a.shape[0] // update.rank
+        return vectors_of_a(a, experts), vectors_of_b(b, experts).mT.contiguous()

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_finetune.checkpoint.adapter_files import BIAS_FILE, Adapter
-from moe_finetune.checkpoint.adapter_in_peft import OF_PACKING, OF_TARGETS, peft_form
-from moe_finetune.checkpoint.factor_layout import vectors_of_a, vectors_of_b
-from moe_finetune.checkpoint.forms.class_stacks import (
+from moe_finetune.checkpoint.adapters.factor_layout import vectors_of_a, vectors_of_b
+from moe_finetune.checkpoint.adapters.files import BIAS_FILE, Adapter
+from moe_finetune.checkpoint.adapters.forms.class_stacks import (
     ClassExperts,
     Sides,
     Vectors,
@@ -27,11 +26,12 @@ from moe_finetune.checkpoint.forms.class_stacks import (
     ranks_of,
     read_projections,
 )
-from moe_finetune.checkpoint.forms.expert_keys import ExpertKey, Role, expert_keys
-from moe_finetune.checkpoint.forms.form import Form, Written
-from moe_finetune.checkpoint.forms.tinker_names import has_tinker_names, in_class_names
+from moe_finetune.checkpoint.adapters.forms.expert_keys import ExpertKey, Role, expert_keys
+from moe_finetune.checkpoint.adapters.forms.form import Form, Written
+from moe_finetune.checkpoint.adapters.forms.tinker_names import has_tinker_names, in_class_names
+from moe_finetune.checkpoint.adapters.in_peft import OF_PACKING, OF_TARGETS, peft_form
+from moe_finetune.checkpoint.adapters.updates import LowRank, OpenAdapter
 from moe_finetune.checkpoint.open import Checkpoint
-from moe_finetune.checkpoint.updates import LowRank, OpenAdapter
 from moe_finetune.checkpoint.weight_files import computed, read_tensor
 from moe_finetune.errors import AdapterError
 from moe_finetune.io.safetensors_header import TensorInfo

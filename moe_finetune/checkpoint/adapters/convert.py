@@ -1,4 +1,4 @@
-"""Write an adapter of any program in one of the forms of :mod:`moe_finetune.checkpoint.forms`.
+"""Write an adapter of any program in one of :mod:`moe_finetune.checkpoint.adapters.forms`.
 
 The changes stay the same; ranks and scalings may differ.
 """
@@ -6,7 +6,7 @@ The changes stay the same; ranks and scalings may differ.
 import json
 from pathlib import Path
 
-from moe_finetune.checkpoint.adapter_files import (
+from moe_finetune.checkpoint.adapters.files import (
     BIAS_FILE,
     CONFIG,
     METADATA,
@@ -14,9 +14,9 @@ from moe_finetune.checkpoint.adapter_files import (
     SHARED_OUTER,
     WEIGHTS,
 )
-from moe_finetune.checkpoint.forms import Form
+from moe_finetune.checkpoint.adapters.forms import Form
+from moe_finetune.checkpoint.adapters.open_adapter import check_adapter
 from moe_finetune.checkpoint.open import open_checkpoint
-from moe_finetune.checkpoint.open_adapter import check_adapter
 from moe_finetune.checkpoint.weight_files import Content, read_tensor, write_checkpoint
 from moe_finetune.errors import AdapterError
 from moe_finetune.io import check_output, one_writer

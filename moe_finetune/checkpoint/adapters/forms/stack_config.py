@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from moe_finetune.checkpoint.adapter_files import CONFIG, Adapter
+from moe_finetune.checkpoint.adapters.files import CONFIG, Adapter
 from moe_finetune.checkpoint.open import Checkpoint
 from moe_finetune.errors import AdapterError
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_finetune.checkpoint.adapter_files import CONFIG, PREFIX, Adapter
+from moe_finetune.checkpoint.adapters.files import CONFIG, PREFIX, Adapter
 from moe_finetune.checkpoint.tensor_names import on_meta
 from moe_finetune.checkpoint.weight_files import read_tensor
 from moe_finetune.errors import AdapterError, reason_of

@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
-from moe_finetune.checkpoint.adapter_files import BIAS_FILE
-from moe_finetune.checkpoint.adapter_in_peft import peft_form
-from moe_finetune.checkpoint.forms.form import Form, Written
-from moe_finetune.checkpoint.updates import OpenAdapter
+from moe_finetune.checkpoint.adapters.files import BIAS_FILE
+from moe_finetune.checkpoint.adapters.forms.form import Form, Written
+from moe_finetune.checkpoint.adapters.in_peft import peft_form
+from moe_finetune.checkpoint.adapters.updates import OpenAdapter
 from moe_finetune.errors import AdapterError
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from moe_finetune.checkpoint.adapter_config import read_config
+from moe_finetune.checkpoint.adapters.config import read_config
 from moe_finetune.checkpoint.open import Checkpoint
 from moe_finetune.errors import AdapterError, CheckpointError
 from moe_finetune.io.checkpoint_files import COPY_AGAIN, tensors_of

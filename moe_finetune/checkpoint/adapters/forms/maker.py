@@ -1,8 +1,8 @@
 """Which program wrote an adapter, by what is in its folder, and in which form."""
 
-from moe_finetune.checkpoint.adapter_files import AUTOMODEL_FILE, METADATA, Adapter
-from moe_finetune.checkpoint.factor_layout import made_by_megatron_bridge, made_by_unsloth
-from moe_finetune.checkpoint.forms.expert_keys import expert_keys
+from moe_finetune.checkpoint.adapters.factor_layout import made_by_megatron_bridge, made_by_unsloth
+from moe_finetune.checkpoint.adapters.files import AUTOMODEL_FILE, METADATA, Adapter
+from moe_finetune.checkpoint.adapters.forms.expert_keys import expert_keys
 
 _FORMS = {
     frozenset({"peft"}): "PEFT's stacks (peft)",

@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moe_finetune.checkpoint.adapter_files import Adapter
-from moe_finetune.checkpoint.add_updates import Factors
-from moe_finetune.checkpoint.factor_layout import as_a, as_b
-from moe_finetune.checkpoint.peft_model import MAY_LACK, fill, is_saved, wrap
+from moe_finetune.checkpoint.adapters.factor_layout import as_a, as_b
+from moe_finetune.checkpoint.adapters.files import Adapter
+from moe_finetune.checkpoint.adapters.peft_model import MAY_LACK, fill, is_saved, wrap
+from moe_finetune.checkpoint.adapters.updates import Factors, LowRank, OpenAdapter, Replace
 from moe_finetune.checkpoint.tensor_names import Place
-from moe_finetune.checkpoint.updates import LowRank, OpenAdapter, Replace
 from moe_finetune.checkpoint.weight_files import DTYPES, Computed, computed
 from moe_finetune.errors import AdapterError
 from moe_finetune.io.safetensors_header import TensorInfo

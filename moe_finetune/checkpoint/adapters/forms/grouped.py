@@ -7,17 +7,17 @@ Read in Automodel (``_peft/lora_experts.py``, ``moe/state_dict_mixin.py``).
 
 from torch import Tensor
 
-from moe_finetune.checkpoint.adapter_files import Adapter
-from moe_finetune.checkpoint.forms.class_stacks import (
+from moe_finetune.checkpoint.adapters.files import Adapter
+from moe_finetune.checkpoint.adapters.forms.class_stacks import (
     ClassExperts,
     Sides,
     Vectors,
     in_class,
     read_projections,
 )
-from moe_finetune.checkpoint.forms.expert_keys import ExpertKey, expert_keys
-from moe_finetune.checkpoint.forms.form import Form
-from moe_finetune.checkpoint.forms.stacked import role_of
+from moe_finetune.checkpoint.adapters.forms.expert_keys import ExpertKey, expert_keys
+from moe_finetune.checkpoint.adapters.forms.form import Form
+from moe_finetune.checkpoint.adapters.forms.stacked import role_of
 from moe_finetune.checkpoint.open import Checkpoint
 from moe_finetune.checkpoint.weight_files import read_tensor
 from moe_finetune.errors import AdapterError

@@ -1,8 +1,8 @@
 """PEFT's own form over transformers' classes: a pair of factors for each stack of experts."""
 
-from moe_finetune.checkpoint.adapter_in_peft import peft_form
-from moe_finetune.checkpoint.forms.form import Form, Written
-from moe_finetune.checkpoint.updates import OpenAdapter
+from moe_finetune.checkpoint.adapters.forms.form import Form, Written
+from moe_finetune.checkpoint.adapters.in_peft import peft_form
+from moe_finetune.checkpoint.adapters.updates import OpenAdapter
 
 
 def write(adapter: OpenAdapter) -> Written:

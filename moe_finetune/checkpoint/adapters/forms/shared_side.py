@@ -16,8 +16,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moe_finetune.checkpoint.adapter_files import Adapter
-from moe_finetune.checkpoint.forms.class_stacks import (
+from moe_finetune.checkpoint.adapters.files import Adapter
+from moe_finetune.checkpoint.adapters.forms.class_stacks import (
     GATE_UP_ROWS,
     ClassExperts,
     Place,
@@ -26,10 +26,10 @@ from moe_finetune.checkpoint.forms.class_stacks import (
     in_class,
     read_projections,
 )
-from moe_finetune.checkpoint.forms.expert_keys import ExpertKey, expert_keys
-from moe_finetune.checkpoint.forms.form import Form
-from moe_finetune.checkpoint.forms.stack_config import check_one_pattern
-from moe_finetune.checkpoint.forms.stacked import role_of, vectors_of
+from moe_finetune.checkpoint.adapters.forms.expert_keys import ExpertKey, expert_keys
+from moe_finetune.checkpoint.adapters.forms.form import Form
+from moe_finetune.checkpoint.adapters.forms.stack_config import check_one_pattern
+from moe_finetune.checkpoint.adapters.forms.stacked import role_of, vectors_of
 from moe_finetune.checkpoint.open import Checkpoint
 from moe_finetune.checkpoint.weight_files import read_tensor
 from moe_finetune.errors import AdapterError

@@ -7,19 +7,18 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from moe_finetune.checkpoint.adapter_in_peft import (
+from moe_finetune.checkpoint.adapters.factor_layout import vectors_of_b
+from moe_finetune.checkpoint.adapters.forms.class_stacks import ClassExperts, ranks_of
+from moe_finetune.checkpoint.adapters.forms.expert_keys import Role
+from moe_finetune.checkpoint.adapters.forms.form import Form, Written
+from moe_finetune.checkpoint.adapters.in_peft import (
     OF_PACKING,
     OF_TARGETS,
     below_factors,
     modules_to_save,
     peft_form,
 )
-from moe_finetune.checkpoint.add_updates import Factors
-from moe_finetune.checkpoint.factor_layout import vectors_of_b
-from moe_finetune.checkpoint.forms.class_stacks import ClassExperts, ranks_of
-from moe_finetune.checkpoint.forms.expert_keys import Role
-from moe_finetune.checkpoint.forms.form import Form, Written
-from moe_finetune.checkpoint.updates import OpenAdapter, Replace, parts_in_files
+from moe_finetune.checkpoint.adapters.updates import Factors, OpenAdapter, Replace, parts_in_files
 from moe_finetune.checkpoint.weight_files import DTYPES, in_memory, read_tensor
 from moe_finetune.errors import AdapterError
 

@@ -23,7 +23,7 @@ from moe_finetune.errors import AdapterError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moe_finetune.checkpoint.adapter_files import Adapter
+    from moe_finetune.checkpoint.adapters.files import Adapter
     from moe_finetune.checkpoint.open import Checkpoint
 
 MARKER = "lora_B_layout"

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_finetune.checkpoint.adapter_files import CONFIG, Adapter
-from moe_finetune.checkpoint.adapter_in_peft import config_for_peft, takes_parameter
-from moe_finetune.checkpoint.factor_layout import as_a, as_b
-from moe_finetune.checkpoint.forms.expert_keys import ROLES, WITHOUT_GATE, Role
-from moe_finetune.checkpoint.forms.stack_config import (
+from moe_finetune.checkpoint.adapters.factor_layout import as_a, as_b
+from moe_finetune.checkpoint.adapters.files import CONFIG, Adapter
+from moe_finetune.checkpoint.adapters.forms.expert_keys import ROLES, WITHOUT_GATE, Role
+from moe_finetune.checkpoint.adapters.forms.stack_config import (
     check_config,
     check_one_pattern,
     chosen_layers,
@@ -27,6 +26,7 @@ from moe_finetune.checkpoint.forms.stack_config import (
     scale_of,
     tensor_error,
 )
+from moe_finetune.checkpoint.adapters.in_peft import config_for_peft, takes_parameter
 from moe_finetune.checkpoint.open import Checkpoint
 from moe_finetune.checkpoint.weight_files import computed
 from moe_finetune.errors import AdapterError

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_finetune.checkpoint.adapter_files import Adapter
-from moe_finetune.checkpoint.forms.stack_config import scale_of, tensor_error
+from moe_finetune.checkpoint.adapters.files import Adapter
+from moe_finetune.checkpoint.adapters.forms.stack_config import scale_of, tensor_error
 from moe_finetune.checkpoint.open import Checkpoint
 from moe_finetune.checkpoint.weight_files import computed, read_tensor
 from moe_finetune.io.safetensors_header import TensorInfo

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe_finetune.checkpoint.adapter_files import Adapter
-from moe_finetune.checkpoint.forms.expert_keys import Kind, expert_keys
+from moe_finetune.checkpoint.adapters.files import Adapter
+from moe_finetune.checkpoint.adapters.forms.expert_keys import Kind, expert_keys
+from moe_finetune.checkpoint.adapters.updates import OpenAdapter
 from moe_finetune.checkpoint.open import Checkpoint
-from moe_finetune.checkpoint.updates import OpenAdapter
 from moe_finetune.errors import AdapterError
 from moe_finetune.io.safetensors_header import TensorInfo
 from moe_finetune.registry import Registry
