@@ -117,7 +117,7 @@ $(NEWEST)/.set-up: $(STAMP) tests/newest.txt
 
 NEWEST_TESTS := tests/newest tests/test_foreign_names.py tests/families/test_places.py tests/moe/test_kept_choice.py \
   tests/moe/test_checkpointing.py tests/training/gradients/test_trainers.py tests/training/ranks/test_sharded.py \
-  tests/checkpoint/test_verify.py tests/checkpoint/test_makers.py
+  tests/checkpoint/test_verify.py tests/checkpoint/test_maker_stacks.py tests/checkpoint/test_maker_matrices.py
 
 test-newest: $(NEWEST)/.set-up  ## What reads transformers' classes, on the newest versions, without vLLM
 	$(NEWEST)/bin/python -m pytest -p no:cacheprovider -n 2 --dist loadfile -m "not gpu and not vllm and not release" $(NEWEST_TESTS)
