@@ -308,8 +308,28 @@ def widen_copies(model: nn.Module) -> None:
     gates = {id(gate) for _, gate in gates_in(model)}
     for module in model.modules():
         if isinstance(module, ModulesToSaveWrapper):
+            change = widen_gate if id(module) in gates else widen
             for copy in module.modules_to_save.values():
-                (widen_gate if id(module) in gates else widen)(copy)
+                change(copy)
+            module.__class__ = _WideCopies
+            module.widen = change
+
+
+class _WideCopies(ModulesToSaveWrapper):
+    """Copies in float32, also of a further adapter.
+
+    TRL's trainers of preferences and rewards add "ref", a copy for the reference. PEFT makes it
+    from the base's module, and a router that computes in bfloat16 selects other experts.
+    """
+
+    widen: Callable[[nn.Module], None]
+
+    def update(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """As PEFT's, and the copy that it adds is in float32."""
+        known = adapter_name in self.modules_to_save
+        super().update(adapter_name, *args, **kwargs)
+        if not known:
+            self.widen(self.modules_to_save[adapter_name])
 
 
 def gates_in(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -5,6 +5,7 @@ Shape legend: E experts of the layer, n chosen ones, r rank, I inputs, O outputs
 
 import copy
 from collections.abc import Iterable, Sequence
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -97,14 +98,14 @@ def take_further_adapters(adapted: Any, stacks: Sequence[str]) -> None:
     Args:
         stacks: the ``target_parameters`` of the config that are stacks of experts.
     """
-    lora_model = adapted.base_model
-    inject = lora_model._inject_parameters
 
-    def packed(peft_config: Any, model: nn.Module, adapter_name: str, **options: Any) -> list[str]:
+    def packed(
+        lora_model: Any, peft_config: Any, model: nn.Module, adapter_name: str, **options: Any
+    ) -> list[str]:
         others = copy.copy(peft_config)
         others.target_parameters = [t for t in peft_config.target_parameters if t not in stacks]
-        names: list[str] = inject(
-            peft_config=others, model=model, adapter_name=adapter_name, **options
+        names: list[str] = type(lora_model)._inject_parameters(
+            lora_model, peft_config=others, model=model, adapter_name=adapter_name, **options
         )
         copied = [t for t in peft_config.target_parameters if t in stacks]
         for module in model.modules() if copied else ():
@@ -112,7 +113,8 @@ def take_further_adapters(adapted: Any, stacks: Sequence[str]) -> None:
                 module.copy_adapter(module.active_adapters[0], adapter_name)
         return names + copied
 
-    lora_model._inject_parameters = packed
+    # A method, which a copy of the model binds to itself.
+    adapted.base_model._inject_parameters = MethodType(packed, adapted.base_model)
 
 
 def selected_experts(model: nn.Module) -> dict[int, tuple[int, ...]] | None:

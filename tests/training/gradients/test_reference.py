@@ -16,7 +16,7 @@ from moe_finetune.moe.experts.active_adapter import TrainedAdapter
 from moe_finetune.moe.layers import model_facts
 from moe_finetune.moe.recorder.hooks import Recorder
 from moe_finetune.recipe.sections import LoraSection
-from tests.support import tiny
+from tests.support import tiny, tiny_families
 from tests.support.tiny_adapter import random_factors
 from tests.training.cases import JUDGED, PAIRS
 
@@ -55,6 +55,7 @@ def one_layer():
     )
 
 
+GATES = {"qwen2_moe": {"shared_expert_gate": "full"}}
 WRAPPERS = {
     "attention": ours(["attention"]),
     "experts": ours(["experts"]),
@@ -104,13 +105,15 @@ def test_the_bias_acts_with_its_adapter_alone(name):
     "name", [name for name in WRAPPERS if "factors" in name or "chosen" in name]
 )
 def test_a_copy_of_packed_factors_computes_the_same_and_does_not_train(name):
-    model = WRAPPERS[name]()
+    original = WRAPPERS[name]()
+    model = copy.deepcopy(original)
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
     names = {n for n, _ in model.named_parameters()}
     plain = logits(model.eval())
     config = model.peft_config["default"]
     model.add_adapter("ref", config)
     copies = {n.replace(".default.", ".ref.") for n in names if ".default." in n}
+    assert {n for n, _ in original.named_parameters()} == names
     assert {n for n, _ in model.named_parameters()} == names | copies
     assert {n for n, p in model.named_parameters() if p.requires_grad} == trained
     for parameter in (one for n, one in model.named_parameters() if n in copies):
@@ -131,6 +134,27 @@ def test_a_copy_of_packed_factors_computes_the_same_and_does_not_train(name):
     assert torch.equal(logits(model), plain)
     model.set_adapter("default")
     assert not torch.equal(logits(model), plain)
+
+
+@pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral", "qwen2_moe"])
+def test_the_reference_of_a_bfloat16_model_computes_with_the_same_router(family):
+    """PEFT's copy would be in bfloat16, round what the adapter started with and select others."""
+    model = (tiny_families if family in GATES else tiny).model(family).bfloat16()
+    lora = LoraSection(rank=4, alpha=8.0, targets=["attention", "experts"], **GATES.get(family, {}))
+    model = random(add_lora(model, lora, "full")).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.02)
+    plain = logits(model)
+    model.add_adapter("ref", model.peft_config["default"])
+    for name, parameter in model.named_parameters():  # as TRL does
+        if ".default." in name:
+            copy = model.get_parameter(name.replace(".default.", ".ref."))
+            assert copy.dtype is parameter.dtype, name
+            copy.data.copy_(parameter.data)
+    model.set_adapter("ref")
+    assert torch.equal(logits(model), plain)
 
 
 def test_a_frozen_adapter_beside_the_one_that_trains_does_not_carry_the_bias():
