@@ -45,9 +45,10 @@ def micro_batch(recipe: Recipe, lengths: LengthsOfData | None = None) -> MicroBa
     batch = int(trainer.get("per_device_train_batch_size", 8))
     rows, length = _padded(recipe, batch, lengths and lengths.train)
     reference = stage.reference and not trainer.get("precompute_ref_log_probs", False)
-    if stage.form == "prompts" and recipe.lora is None:  # TRL's import, for its default
+    adapted = recipe.lora is not None and recipe.lora.adapts(recipe.router.train)
+    if stage.form == "prompts" and not adapted:  # TRL's import, for its default
         reference = float(trainer_value(stage, trainer, "beta")) > 0
-    return MicroBatch(rows, length, reference and recipe.lora is None, lengths is not None)
+    return MicroBatch(rows, length, reference and not adapted, lengths is not None)
 
 
 def evaluation_batch(recipe: Recipe, lengths: LengthsOfData | None = None) -> MicroBatch | None:

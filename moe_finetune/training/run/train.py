@@ -54,7 +54,7 @@ def train(recipe: Recipe, run: RunFolder, inputs: Inputs, resume: bool = False) 
         start.tokenizer,
         inputs.train,
         inputs.validation,
-        lambda: start_model(start).requires_grad_(False),
+        lambda: reference_model(start),
         checkpoint,
     )
     if start.adapted:
@@ -150,6 +150,16 @@ def trainable_model(
         offload_experts(model)
     log.debug("LoRA coverage\n%s", lora_coverage(model).table())
     return model
+
+
+def reference_model(start: Start) -> Any:
+    """What a run without an adapter is measured from: the model as it starts, without gradients.
+
+    Routers that alone train compute in float32 here, too, and select the same experts.
+    """
+    recipe = start.recipe
+    model = add_lora(start_model(start), recipe.lora, recipe.router.train, recipe.router.layers)
+    return model.requires_grad_(False)
 
 
 def continued(start: Start, model: nn.Module) -> None:

@@ -13,6 +13,7 @@ from transformers import PrinterCallback, ProgressCallback
 
 from moe_finetune.errors import RecipeError
 from moe_finetune.io.run_folder import RunFolder
+from moe_finetune.lora.targets import adapts
 from moe_finetune.models.tokenizer import Tokenizer
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import CHECKPOINTING, STAGES, Stage
@@ -213,6 +214,7 @@ def _stage_arguments(
         ends = model.generation_config.eos_token_id
         functions = reward_functions(recipe.rewards, columns, tokenizer, variables, ends)
         return {"reward_funcs": functions}
-    if reference is not None and STAGES[recipe.stage].reference and recipe.lora is None:
+    adapted = adapts(recipe.lora, recipe.router.train)
+    if reference is not None and STAGES[recipe.stage].reference and not adapted:
         return {"ref_model": reference()}
     return {}

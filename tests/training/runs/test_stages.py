@@ -3,9 +3,11 @@
 import asyncio
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file
 
 from moe_finetune.data.preference_and_prompt_forms import StageFormer
@@ -17,6 +19,9 @@ from moe_finetune.recipe.sections import RewardSection
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.recipe.yaml_tree import Tree
 from moe_finetune.run import plan_run, run_recipe
+from moe_finetune.training.run.checkpoint_and_rows import open_start
+from moe_finetune.training.run.train import reference_model, trainable_model
+from moe_finetune.training.run.trainer import build_trainer
 from moe_finetune.training.save_and_resume.training_state import checkpoints
 from moe_finetune.training.stages.rewards import REWARDS, reward_functions
 from tests.support import tiny
@@ -142,6 +147,29 @@ def test_a_preference_without_an_adapter_has_a_model_of_its_own_to_measure_from(
     output = run_recipe(recipe, tmp_path / "run")
     margins = logged(output, "rewards/margins")
     assert margins[0] == 0 and margins[-1] > 0
+
+
+@pytest.mark.parametrize("targets", [[], ["attention"]])
+def test_routers_that_alone_train_are_measured_from_the_same_routers(
+    made, tiny_checkpoint, tmp_path, targets
+):
+    """TRL would read them from the files, in bfloat16, and they would select other experts."""
+    model = {"path": str(tiny_checkpoint("olmoe")), "dtype": "bfloat16"}
+    lora = {"rank": 3, "targets": targets}
+    recipe = made("dpo", 1, model=model, lora=lora, router={"train": "full"})
+    start = open_start(recipe)
+    rows, reference = Dataset.from_list(PAIRS), partial(reference_model, start)
+    policy = trainable_model(start)
+    trainer, _ = build_trainer(
+        recipe, tmp_path / "run", policy, start.tokenizer, rows, None, reference
+    )
+    if targets:
+        assert trainer.ref_model is None
+        return
+    kinds = {name: p.dtype for name, p in policy.named_parameters()}
+    assert {name: p.dtype for name, p in trainer.ref_model.named_parameters()} == kinds
+    assert set(kinds.values()) == {torch.float32, torch.bfloat16}
+    assert not any(p.requires_grad for p in trainer.ref_model.parameters())
 
 
 @pytest.mark.parametrize("packed", [{"shared_outer": True}, {"experts": {"top": 0.3}}])
