@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from peft.utils.other import ModulesToSaveWrapper
@@ -312,7 +312,7 @@ def widen_copies(model: nn.Module) -> None:
             for copy in module.modules_to_save.values():
                 change(copy)
             module.__class__ = _WideCopies
-            module.widen = change
+            cast(_WideCopies, module).widen = change
 
 
 class _WideCopies(ModulesToSaveWrapper):
