@@ -4,10 +4,12 @@
 that prepared all rows as lists in memory, with TRL's own preparation over the whole table.
 """
 
+import datetime
 import json
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from moe_finetune.recipe.sections import DataSection
 from moe_finetune.recipe.stages import STAGES
@@ -24,6 +26,8 @@ from tests.support.conversations import (
 )
 
 GOLDEN = Path(__file__).with_name("golden_stage_rows.json")
+DAY = datetime.datetime(2026, 11, 28)
+"""On which it was written: a chat template may write the date."""
 NO = {"role": "assistant", "content": "No."}
 CALLED = TRL["messages"][:3]  # the question, the call and its result
 HELLO = {"role": "assistant", "content": "Hello."}
@@ -146,20 +150,21 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def load(layout: dict[str, Any], folder: Path, load_stage_rows: Any, **options: Any) -> Any:
-    """The examples of a layout."""
+    """The examples of a layout, on the day of the golden ones."""
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in layout["rows"]), encoding="utf-8")
     section = {"train": str(file), "max_length": 1024, **layout.get("data", {}), **options}
     named = layout.get("template", "qwen3_instruct_2507")
     rewards = layout.get("rewards", ["exact_match"] if layout["stage"] == "grpo" else [])
-    return load_stage_rows(
-        STAGES[layout["stage"]],
-        DataSection(**section),
-        tokenizer_of(named) if layout["rows"][0].get("chosen") != " Yes." else tiny.tokenizer(),
-        seed=3,
-        room=layout.get("room", 0),
-        rewards=rewards,
-    )
+    with mock.patch("moe_finetune.data.chat.midnight", lambda: DAY):
+        return load_stage_rows(
+            STAGES[layout["stage"]],
+            DataSection(**section),
+            tokenizer_of(named) if layout["rows"][0].get("chosen") != " Yes." else tiny.tokenizer(),
+            seed=3,
+            room=layout.get("room", 0),
+            rewards=rewards,
+        )
 
 
 def as_plain(examples: Any) -> dict[str, Any]:
