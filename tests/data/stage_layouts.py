@@ -4,12 +4,11 @@
 that prepared all rows as lists in memory, with TRL's own preparation over the whole table.
 """
 
-import datetime
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from moe_finetune.recipe.sections import DataSection
 from moe_finetune.recipe.stages import STAGES
@@ -26,8 +25,8 @@ from tests.support.conversations import (
 )
 
 GOLDEN = Path(__file__).with_name("golden_stage_rows.json")
-DAY = datetime.datetime(2026, 11, 28)
-"""On which it was written: a chat template may write the date."""
+DAY = "2026-11-28"
+"""On which it was written: a chat template may write today's."""
 NO = {"role": "assistant", "content": "No."}
 CALLED = TRL["messages"][:3]  # the question, the call and its result
 HELLO = {"role": "assistant", "content": "Hello."}
@@ -154,17 +153,23 @@ def load(layout: dict[str, Any], folder: Path, load_stage_rows: Any, **options: 
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in layout["rows"]), encoding="utf-8")
     section = {"train": str(file), "max_length": 1024, **layout.get("data", {}), **options}
-    named = layout.get("template", "qwen3_instruct_2507")
-    rewards = layout.get("rewards", ["exact_match"] if layout["stage"] == "grpo" else [])
-    with mock.patch("moe_finetune.data.chat.midnight", lambda: DAY):
-        return load_stage_rows(
-            STAGES[layout["stage"]],
-            DataSection(**section),
-            tokenizer_of(named) if layout["rows"][0].get("chosen") != " Yes." else tiny.tokenizer(),
-            seed=3,
-            room=layout.get("room", 0),
-            rewards=rewards,
+    plain = layout["rows"][0].get("chosen") == " Yes."
+    tokenizer = (
+        tiny.tokenizer() if plain else tokenizer_of(layout.get("template", "qwen3_instruct_2507"))
+    )
+    if tokenizer.chat_template is not None:
+        tokenizer.chat_template = re.sub(
+            r"strftime_now\([^)]*\)", repr(DAY), tokenizer.chat_template
         )
+    rewards = layout.get("rewards", ["exact_match"] if layout["stage"] == "grpo" else [])
+    return load_stage_rows(
+        STAGES[layout["stage"]],
+        DataSection(**section),
+        tokenizer,
+        seed=3,
+        room=layout.get("room", 0),
+        rewards=rewards,
+    )
 
 
 def as_plain(examples: Any) -> dict[str, Any]:
