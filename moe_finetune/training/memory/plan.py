@@ -141,7 +141,7 @@ def stored_bytes(model: nn.Module, recipe: Recipe, gpus: int = 1) -> Stored:
     stacks = Counter[Any]()
     gathered = Counter[Any]()
     reduced = Counter[Any]()
-    adapter = dequantized = trained = measured = parameters = 0
+    adapter = dequantized = trained = measured = parameters = unsharded = 0
     for name, parameter in model.named_parameters():
         shape, count = tuple(parameter.shape), parameter.numel()
         layer = layer_of.get(id(parameter))
@@ -167,6 +167,7 @@ def stored_bytes(model: nn.Module, recipe: Recipe, gpus: int = 1) -> Stored:
             adapter += local
         else:
             weights_by[kind] += local
+            unsharded += size
         if stack:
             stacks[layer] += local
         if not is_spread:
@@ -188,7 +189,7 @@ def stored_bytes(model: nn.Module, recipe: Recipe, gpus: int = 1) -> Stored:
         host=stacks.total() if offload else 0,
         staged=staged,
         opened=opened,
-        reference=(4 if recipe.model.dtype == "float32" else 2) * parameters if reference else 0,
+        reference=unsharded if reference else 0,  # it is opened as the trained model is
         adapter=adapter,
         gradients=4 * trained,
         measured_gradients=measured,

@@ -150,9 +150,9 @@ def test_the_reference_of_a_bfloat16_model_computes_with_the_same_router(family)
     model.add_adapter("ref", model.peft_config["default"])
     for name, parameter in model.named_parameters():  # as TRL does
         if ".default." in name:
-            copy = model.get_parameter(name.replace(".default.", ".ref."))
-            assert copy.dtype is parameter.dtype, name
-            copy.data.copy_(parameter.data)
+            target = model.get_parameter(name.replace(".default.", ".ref."))
+            assert target.dtype is parameter.dtype, name
+            target.data.copy_(parameter.data)
     model.set_adapter("ref")
     assert torch.equal(logits(model), plain)
 

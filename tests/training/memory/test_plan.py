@@ -222,8 +222,8 @@ def test_what_stages_add_to_the_plan():
     plans = {stage: plan_recipe(config, staged(stage), "cpu") for stage in ("sft", "dpo")}
     assert plans["dpo"].batch.tokens == 2 * plans["sft"].batch.tokens
     assert 1.6 < plans["dpo"].step / plans["sft"].step < 2.6
-    second = plan_recipe(config, staged("dpo", lora=False)).stored.reference
-    assert second == plans["sft"].stored.weights
+    stored = plan_recipe(config, staged("dpo", lora=False)).stored
+    assert stored.reference == stored.weights == 2 * plans["sft"].stored.weights
 
 
 def test_the_command_says_whether_it_fits(tiny_checkpoint, tmp_path):

@@ -19,6 +19,7 @@ from moe_finetune.recipe.sections import RewardSection
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.recipe.yaml_tree import Tree
 from moe_finetune.run import plan_run, run_recipe
+from moe_finetune.training.memory.plan import plan_recipe
 from moe_finetune.training.run.checkpoint_and_rows import open_start
 from moe_finetune.training.run.train import reference_model, trainable_model
 from moe_finetune.training.run.trainer import build_trainer
@@ -170,6 +171,20 @@ def test_routers_that_alone_train_are_measured_from_the_same_routers(
     assert {name: p.dtype for name, p in trainer.ref_model.named_parameters()} == kinds
     assert set(kinds.values()) == {torch.float32, torch.bfloat16}
     assert not any(p.requires_grad for p in trainer.ref_model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("lora", "dtype"),
+    [(None, "float32"), (None, "bfloat16"), ({"rank": 3, "targets": []}, "bfloat16")],
+)
+def test_the_plan_counts_the_bytes_of_the_reference(made, tiny_checkpoint, lora, dtype):
+    """Without LoRA a bfloat16 run trains, and is measured from, float32 weights."""
+    model = {"path": str(tiny_checkpoint("olmoe")), "dtype": dtype}
+    recipe = made("dpo", 1, model=model, lora=lora, router={"train": "full"})
+    start = open_start(recipe)
+    stored = sum(parameter.nbytes for parameter in reference_model(start).parameters())
+    planned = plan_recipe(start.config, recipe).stored.reference
+    assert planned == pytest.approx(stored, rel=0.02)  # routers that alone train are in float32
 
 
 @pytest.mark.parametrize("packed", [{"shared_outer": True}, {"experts": {"top": 0.3}}])
