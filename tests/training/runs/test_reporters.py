@@ -45,6 +45,7 @@ def wandb(_, folder):
     from wandb.proto.wandb_internal_pb2 import Record
 
     library.finish()
+    library.teardown()  # ``finish`` returns before the file has all: its writer has to have ended
     (file,) = folder.glob("wandb/offline-run-*/*.wandb")
     shown = {}
     for data in records_of(file.read_bytes()):
