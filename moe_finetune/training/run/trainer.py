@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,11 @@ from moe_finetune.training.save_and_resume.state_files import (
     set_random_state,
 )
 from moe_finetune.training.stages.generation_time import GenerationTime
-from moe_finetune.training.stages.grpo_trainer import PinsExperts, SavesBetweenGenerations
+from moe_finetune.training.stages.grpo_trainer import (
+    PinsExperts,
+    SavesBetweenGenerations,
+    measured_from,
+)
 from moe_finetune.training.stages.reward_signal import NotesMissingSignal
 from moe_finetune.training.stages.vllm_rollouts import engine_returns_experts
 
@@ -158,8 +162,11 @@ def build_trainer(
     )
     callback.routing_file = RunFolder(output).routing_steps
     stage = STAGES[recipe.stage]
-    replays = recipe.router.replay == "rollout"
-    with engine_returns_experts() if replays else nullcontext():
+    with ExitStack() as built:
+        if recipe.router.replay == "rollout":
+            built.enter_context(engine_returns_experts())
+        if stage.name == "grpo" and reference is not None:
+            built.enter_context(measured_from(reference))
         trainer = trainer_of(stage)(
             model=model,
             args=_arguments_from(checkpoint, recipe, output),

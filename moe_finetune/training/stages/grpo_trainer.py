@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -45,6 +46,24 @@ EXPERTS, MISSING = "pinned_experts", "pinned_missing"
 BEFORE = {"old_policy": "old_per_token_logps", "rollout": "sampling_per_token_logps"}
 """Keys of a training batch: log-probabilities of its tokens before training, by whose they are."""
 LOG_2 = math.log(2)
+
+
+@contextmanager
+def measured_from(reference: Callable[[], Any]) -> Iterator[None]:
+    """The reference model of a trainer that is built inside the context is ``reference()``.
+
+    TRL takes none for GRPO and reads one from the checkpoint's files, where ``beta`` needs it and
+    no adapter can be disabled. Its routers would be bfloat16 where the policy has float32, and
+    would select other experts.
+    """
+    from trl.trainer import grpo_trainer
+
+    original = grpo_trainer.create_model_from_path
+    grpo_trainer.create_model_from_path = lambda *args, **kwargs: reference()
+    try:
+        yield
+    finally:
+        grpo_trainer.create_model_from_path = original
 
 
 @dataclass

@@ -151,15 +151,16 @@ def test_a_preference_without_an_adapter_has_a_model_of_its_own_to_measure_from(
 
 
 @pytest.mark.parametrize("targets", [[], ["attention"]])
+@pytest.mark.parametrize("stage", ["dpo", "grpo"])
 def test_routers_that_alone_train_are_measured_from_the_same_routers(
-    made, tiny_checkpoint, tmp_path, targets
+    made, tiny_checkpoint, tmp_path, stage, targets
 ):
     """TRL would read them from the files, in bfloat16, and they would select other experts."""
     model = {"path": str(tiny_checkpoint("olmoe")), "dtype": "bfloat16"}
     lora = {"rank": 3, "targets": targets}
-    recipe = made("dpo", 1, model=model, lora=lora, router={"train": "full"})
+    recipe = made(stage, 1, model=model, lora=lora, router={"train": "full"}, trainer={"beta": 0.3})
     start = open_start(recipe)
-    rows, reference = Dataset.from_list(PAIRS), partial(reference_model, start)
+    rows, reference = Dataset.from_list(ROWS[stage]), partial(reference_model, start)
     policy = trainable_model(start)
     trainer, _ = build_trainer(
         recipe, tmp_path / "run", policy, start.tokenizer, rows, None, reference
@@ -167,9 +168,11 @@ def test_routers_that_alone_train_are_measured_from_the_same_routers(
     if targets:
         assert trainer.ref_model is None
         return
-    kinds = {name: p.dtype for name, p in policy.named_parameters()}
-    assert {name: p.dtype for name, p in trainer.ref_model.named_parameters()} == kinds
-    assert set(kinds.values()) == {torch.float32, torch.bfloat16}
+    weights = dict(policy.named_parameters())
+    assert {p.dtype for p in weights.values()} == {torch.float32, torch.bfloat16}
+    for name, p in trainer.ref_model.named_parameters():
+        assert torch.equal(p, weights.pop(name)) and p.dtype == policy.get_parameter(name).dtype
+    assert not weights
     assert not any(p.requires_grad for p in trainer.ref_model.parameters())
 
 
