@@ -7,45 +7,33 @@ of the model, or of its first layers where it is too large, are those of base + 
 
 from __future__ import annotations
 
-import copy
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moe_finetune.checkpoint import verify_by_hand
 from moe_finetune.checkpoint.adapters.files import Adapter, read_adapter
-from moe_finetune.checkpoint.adapters.in_peft import peft_form, with_adapter
+from moe_finetune.checkpoint.adapters.in_peft import peft_form
 from moe_finetune.checkpoint.adapters.open_adapter import open_adapter
 from moe_finetune.checkpoint.adapters.peft_model import LoraModule, modules_of, wrap
 from moe_finetune.checkpoint.adapters.updates import OpenAdapter
 from moe_finetune.checkpoint.exported_bias import plan_bias
-from moe_finetune.checkpoint.load_model import without_bar
-from moe_finetune.checkpoint.open import Checkpoint, only_weights, open_checkpoint
+from moe_finetune.checkpoint.open import Checkpoint, open_checkpoint
 from moe_finetune.checkpoint.tensor_names import on_meta
+from moe_finetune.checkpoint.verify_logits import compare_logits, layers_to_run, logits_note
 from moe_finetune.checkpoint.weight_files import DTYPES, digest, read_tensor
-from moe_finetune.errors import AdapterError, VerificationError, is_machine_failure, reason_of
+from moe_finetune.errors import AdapterError, VerificationError, reason_of
 from moe_finetune.io.checkpoint_files import tensors_of
 from moe_finetune.io.counted import counted, in_number
-from moe_finetune.models.class_structure import class_of, meta_model
-from moe_finetune.models.family import CORRECTION_BIASES
-from moe_finetune.models.small_configs import first_layers, of_first_layers
-from moe_finetune.moe.recorder.observe import undisturbed
 
 SLACK = 2.0**-20
 """Bound on the rounding of the float32 sum itself, over the sum's largest parts."""
 OFF_BY_A_STEP = 1e-3
 """Largest share of a tensor's elements that may be the other of two nearest 16-bit numbers."""
-NEARER = 10.0
-"""How much nearer the merged logits must be to base + adapter than to the base."""
-# Where they are not: bound on the logits' relative error by the coarsest stored dtype, since
-# rounding the weights moves logits by a few of its steps.
-LOGIT_TOLERANCE = {"F64": 1e-4, "F32": 1e-4, "F16": 2e-2, "BF16": 5e-2}
 
 
 @dataclass(frozen=True)
@@ -127,7 +115,7 @@ def verify_merge(
     )
     if result.config.get("topk_method") != opened.config.get("topk_method"):
         return replace(report, note="transformers has no class for the bias")
-    layers = _layers_to_run(opened)
+    layers = layers_to_run(opened)
     if layers is None:
         return replace(report, note="too large to run even the first layers")
     try:
@@ -139,7 +127,7 @@ def verify_merge(
             raise
         reason = f"the first {layers} layers alone do not run ({reason_of(problem):.200})"
         return replace(report, note=f"no logits: {reason}")
-    note = _judge(result, error, moved)
+    note = logits_note(result, error, moved)
     return replace(report, layers=layers, error=error, moved=moved, note=note)
 
 
@@ -227,30 +215,6 @@ def _of_module(
             yield Change(name, None, piece, spread.get(name), saved=saved_parts.get(name))
 
 
-def _judge(merged: Checkpoint, error: float, moved: float) -> str:
-    """Raise unless the logits are those of base + adapter; what they cannot tell apart."""
-    kinds = {info.dtype for info in merged.tensors.values()}
-    coarsest = next(kind for kind in ("BF16", "F16", "F32", "F64") if kind in kinds)
-    bound, nearer = LOGIT_TOLERANCE[coarsest], error * NEARER <= moved
-    if not error <= bound and not (nearer and coarsest in ("BF16", "F16")):
-        raise VerificationError(
-            f"{merged.folder}: logits differ from base + adapter by {error:.2e} (relative), which "
-            f"itself moves them by {moved:.2e}; the tolerance is {bound:.0e}. The tensors are "
-            "base + adapter, so the class may use a matrix without PEFT's module of it, which then "
-            "did not train (Jamba's dt_proj); otherwise report a bug"
-        )
-    if moved == 0:
-        return "the adapter does not move the logits"
-    if nearer:
-        return ""
-    effect = "hides" if error >= moved else "blurs"
-    return (
-        f"rounding to {coarsest} {effect} the adapter: it moves the logits by "
-        f"{100 * error / moved:.0f} % of what the adapter moves them; `merge --dtype float32` "
-        "writes the sums without this rounding"
-    )
-
-
 def _compare(base: Checkpoint, merged: Checkpoint, change: Change) -> tuple[int, int, bool]:
     """Number of elements, of those that are off by one step of a 16-bit dtype, and whether the
     change shows nowhere.
@@ -320,104 +284,3 @@ def _check_unchanged(base: Checkpoint, merged: Checkpoint, changed: set[str]) ->
                 f"{other.file}: '{name}' is not changed by the adapter but differs from "
                 f"{info.file}; merge again"
             )
-
-
-def _layers_to_run(base: Checkpoint) -> int | None:
-    """All layers if a float32 model takes less than 60 % of the free memory, else the first."""
-    import psutil
-
-    free = 0.6 * psutil.virtual_memory().available
-    total = base.model_config.get_text_config().num_hidden_layers
-    sizes = {name: torch.Size(info.shape).numel() for name, info in base.tensors.items()}
-    if 4 * sum(sizes.values()) < free:
-        return total
-    layers = first_layers(base.model_config, base.places.moe_layers[0])
-    outside = re.compile(rf"(?:^|\.)layers\.({'|'.join(map(str, range(layers, total)))})\.")
-    first = sum(size for name, size in sizes.items() if not outside.search(name))
-    # PEFT adds a whole stack's change to a copy of the stack.
-    return layers if 12 * first < free else None
-
-
-def compare_logits(
-    adapter: OpenAdapter,
-    merged: Checkpoint,
-    layers: int,
-    bias: Mapping[int, Sequence[float]] | None = None,
-) -> tuple[float, float]:
-    """How far the merged logits are from base + adapter's, and how far the adapter moves the base.
-
-    Both are norms over the norm of base + adapter's logits. If these are all 0, an error is 0 if
-    the others are too, and otherwise infinite.
-    """
-    base = adapter.base
-    ids = random_tokens(base)
-    model = load(base, layers)
-    plain = logits_of(model, ids)
-    total = base.model_config.get_text_config().num_hidden_layers
-    model = with_adapter(model, adapter, partial=layers < total)
-    if base.family.bias_export == "tensor":
-        _set_bias(model, bias or {})
-    try:
-        expected = logits_of(model, ids)
-    except Exception as problem:  # the base alone ran
-        if is_machine_failure(problem):
-            raise
-        reason = reason_of(problem)
-        raise AdapterError(
-            f"PEFT cannot run the model with its modules: {reason:.200}"
-        ) from problem
-    del model
-    error = _distance(logits_of(load(merged, layers), ids), expected)
-    return error, _distance(plain, expected)
-
-
-def load(checkpoint: Checkpoint, layers: int) -> Any:
-    """The checkpoint's first layers in transformers, in float32 and eval mode."""
-    from transformers.utils import logging as transformers_log
-
-    config = copy.deepcopy(checkpoint.model_config)
-    if layers < config.get_text_config().num_hidden_layers:
-        config = of_first_layers(config, layers)
-    # Float32 for both, so that the weights are compared and not the rounding of activations.
-    kind: Any = class_of(config)
-    verbosity = transformers_log.get_verbosity()
-    transformers_log.set_verbosity_error()  # it would list the tensors of the other layers
-    try:
-        if checkpoint.quantized is not None:
-            state = checkpoint.quantized.slices(torch.float32)
-            kind = type(meta_model(config))
-            with without_bar():
-                return kind.from_pretrained(
-                    None, config=config, dtype=torch.float32, state_dict=state
-                ).eval()
-        with without_bar(), only_weights(checkpoint.folder) as weights:
-            return kind.from_pretrained(weights, config=config, dtype=torch.float32).eval()
-    finally:
-        transformers_log.set_verbosity(verbosity)
-
-
-def logits_of(model: nn.Module, ids: list[Tensor]) -> list[Tensor]:
-    """Float64 logits for each row of token ids."""
-    with undisturbed(model):
-        return [model(input_ids=row, use_cache=False).logits.double() for row in ids]
-
-
-def _distance(logits: list[Tensor], reference: list[Tensor]) -> float:
-    norm = sum(values.square().sum().item() for values in reference) ** 0.5
-    pairs = zip(logits, reference, strict=True)
-    error = sum((one - other).square().sum().item() for one, other in pairs) ** 0.5
-    return error / norm if norm else math.inf if error else 0.0
-
-
-def _set_bias(model: nn.Module, bias: Mapping[int, Sequence[float]]) -> None:
-    for name, buffer in model.named_buffers():
-        layer = re.search(r"\.layers\.(\d+)\.", name)
-        if layer and name.endswith(CORRECTION_BIASES) and int(layer[1]) in bias:
-            buffer.copy_(torch.tensor([float(value) for value in bias[int(layer[1])]]))
-
-
-def random_tokens(base: Checkpoint) -> list[Tensor]:
-    """Three rows of random token ids from the base's vocabulary."""
-    generator = torch.Generator().manual_seed(0)
-    size = base.model_config.get_text_config().vocab_size
-    return [torch.randint(size, (1, length), generator=generator) for length in (7, 16, 33)]

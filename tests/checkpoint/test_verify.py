@@ -8,11 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_finetune.checkpoint import verify
+from moe_finetune.checkpoint import verify, verify_logits
 from moe_finetune.checkpoint.adapters.open_adapter import open_adapter
 from moe_finetune.checkpoint.merge import merge_adapter
 from moe_finetune.checkpoint.open import open_checkpoint
-from moe_finetune.checkpoint.verify import compare_logits, verify_merge
+from moe_finetune.checkpoint.verify import verify_merge
+from moe_finetune.checkpoint.verify_logits import compare_logits
 from moe_finetune.errors import CheckpointError, NumericsError
 from moe_finetune.io.terminal import terminal
 from moe_finetune.models.small_configs import first_layers
@@ -36,7 +37,7 @@ def layers(request, monkeypatch):
     if request.param == "first layers":
         monkeypatch.setattr(
             verify,
-            "_layers_to_run",
+            "layers_to_run",
             lambda base: first_layers(base.model_config, min(base.experts)),
         )
     return request.param
@@ -215,7 +216,7 @@ def test_a_command_shows_no_bar_of_transformers(in_bfloat16, monkeypatch, capsys
     monkeypatch.setattr(terminal(), "capture", True)
     merged = open_checkpoint(in_bfloat16("glm4_moe") / "merged")
     capsys.readouterr()
-    verify.load(merged, 1)
+    verify_logits.load(merged, 1)
     assert "Loading" not in capsys.readouterr().err
 
 
