@@ -7,7 +7,6 @@ experts', such as a router's rows for shared ones, stay.
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import re
@@ -18,23 +17,21 @@ from typing import Any
 
 from torch import Tensor
 
+from moe_finetune.checkpoint.check_tensors import MTP, check_tensors
 from moe_finetune.checkpoint.merge import index_file
-from moe_finetune.checkpoint.open import MTP, Checkpoint, check_tensors, open_checkpoint
+from moe_finetune.checkpoint.open import Checkpoint, open_checkpoint
+from moe_finetune.checkpoint.pruned_config import config_changes, quantization_changes
 from moe_finetune.checkpoint.small_files import CARD_FILE, carried_files, model_card, public_name
 from moe_finetune.checkpoint.tensor_names import Names
 from moe_finetune.checkpoint.weight_files import Content, Progress, copy_of, write_checkpoint
 from moe_finetune.errors import CheckpointError, DataError
 from moe_finetune.io import check_output, one_writer
-from moe_finetune.io.check_config import QUANTIZATION
 from moe_finetune.io.checkpoint_files import INDEX, PRUNED, SINGLE
 from moe_finetune.io.counted import counted
 from moe_finetune.io.safetensors_header import Header, TensorInfo, build_header
 from moe_finetune.models.class_structure import without_weights
 from moe_finetune.models.expert_groups import ExpertGroups
 from moe_finetune.models.family import CORRECTION_BIASES
-
-_MTP_COUNTS = re.compile(r"num_.*(nextn|mtp)|mtp_num")
-_EXPERTS_OF_PATTERN = re.compile(r"experts\W*\d")
 
 
 @dataclass
@@ -118,7 +115,7 @@ def plan_pruning(base: Checkpoint, experts: Mapping[int, Sequence[int]], output:
     """Plan and check a pruning: nothing is read but headers, and nothing is written."""
     remaining = _checked(base, experts)
     count = len(next(iter(remaining.values())))
-    changes, changed, config = _config_changes(base, count)
+    changes, changed, config = config_changes(base, count)
     fates = _fates(base, remaining, without_weights(config))
     files: dict[str, Header] = {}
     contents: dict[str, Content] = {}
@@ -134,7 +131,7 @@ def plan_pruning(base: Checkpoint, experts: Mapping[int, Sequence[int]], output:
             files[target] = build_header(Path(target), layout, header.metadata or None)
     _check_result(base, fates, config)
     renamed = {name: part.name for name, part in parts.items() if part is not None}
-    changes |= _quantization(base, renamed, set(parts) - set(renamed))
+    changes |= quantization_changes(base, renamed, set(parts) - set(renamed))
     notes = [f"config.json: {key} becomes {json.dumps(value)}" for key, value in changed.items()]
     heads = sum(part == MTP for part in base.untrained.values())
     if heads:
@@ -346,74 +343,3 @@ def _check_result(base: Checkpoint, fates: Mapping[str, _Fate | None], config: A
     }
     names = Names(config, {name: info.shape for name, info in tensors.items()})
     check_tensors(base.folder, tensors, names, config, base.family)
-
-
-# -- the config -----------------------------------------------------------------------------------
-
-
-def _config_changes(base: Checkpoint, count: int) -> tuple[dict[str, Any], dict[str, Any], Any]:
-    """Changes of ``config.json`` for ``count`` experts, those of its language part's section, and
-    transformers' config with them.
-    """
-    section = base.config.get("text_config")
-    text: dict[str, Any] = section if isinstance(section, dict) else base.config
-    total = base.places.num_experts
-    shown = text | base.model_config.get_text_config().to_dict()
-    keys = [key for key, value in shown.items() if _counts(key, value, total)]
-    named = [key for key in keys if key in text] or keys
-    changed: dict[str, Any] = {}
-    config = copy.deepcopy(base.model_config)
-    for key in named:
-        value = shown[key]
-        changed[key] = [count] * len(value) if isinstance(value, list) else count
-        setattr(config.get_text_config(), key, changed[key])
-    if base.family.places(config).num_experts != count:
-        raise CheckpointError(
-            f"{base.folder / 'config.json'}: no key was found that sets the number of experts, "
-            f"{total}; save the checkpoint again with transformers"
-        )
-    for key, value in text.items():
-        if _MTP_COUNTS.match(key) and type(value) is int and value:
-            changed[key] = 0
-            setattr(config.get_text_config(), key, 0)
-    if text is base.config:
-        return changed, changed, config
-    # Some files repeat the number next to the section, where other loaders read it.
-    repeated = {key: count for key, value in base.config.items() if _counts(key, value, total)}
-    return {"text_config": text | changed, **repeated}, changed, config
-
-
-def _counts(key: str, value: Any, total: int) -> bool:
-    """Whether a key of a config is the number of routed experts, or a list of it a layer."""
-    if "expert" not in key or any(word in key for word in ("shared", "per_tok", "layer")):
-        return False  # Jamba's expert_layer_period may be the same number
-    values = value if isinstance(value, list) and value else [value]
-    return all(type(count) is int and count == total for count in values)
-
-
-def _quantization(
-    base: Checkpoint, renamed: Mapping[str, str], dropped: set[str]
-) -> dict[str, Any]:
-    """``quantization_config`` with the new numbers of the experts that it names."""
-    if base.quantized is None:
-        return {}
-    config = json.loads((base.folder / "config.json").read_bytes())
-    modules = {old.rpartition(".")[0]: new.rpartition(".")[0] for old, new in renamed.items()}
-    gone = {name.rpartition(".")[0] for name in dropped} - modules.keys()
-
-    def renumbered(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {renumbered(key): renumbered(entry) for key, entry in value.items()}
-        if isinstance(value, list):
-            return [renumbered(entry) for entry in value if not gone.issuperset([str(entry)])]
-        if not isinstance(value, str) or value in modules:
-            return modules.get(value, value)
-        if _EXPERTS_OF_PATTERN.search(value):
-            raise CheckpointError(
-                f"{base.folder / 'config.json'}: {QUANTIZATION} has '{value:.60}', whose experts "
-                "have other numbers after pruning; prune the unquantized checkpoint"
-            )
-        return value
-
-    section = renumbered(config[QUANTIZATION])
-    return {} if section == config[QUANTIZATION] else {QUANTIZATION: section}

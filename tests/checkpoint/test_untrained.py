@@ -6,10 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from moe_finetune.checkpoint.check_tensors import MTP, OTHER
 from moe_finetune.checkpoint.convert_checkpoint import convert_checkpoint
 from moe_finetune.checkpoint.load_model import load_model
 from moe_finetune.checkpoint.merge import merge_adapter
-from moe_finetune.checkpoint.open import MTP, OTHER, open_checkpoint, stale_head
+from moe_finetune.checkpoint.open import open_checkpoint, stale_head
 from moe_finetune.errors import CheckpointError
 from moe_finetune.models import FAMILIES
 from moe_finetune.training.before.inspect_checkpoint import inspect_checkpoint
