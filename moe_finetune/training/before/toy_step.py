@@ -229,7 +229,7 @@ def toy_step(recipe: Recipe, tokenizer: Tokenizer) -> None:
     else:
         trainer |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
         row = {"prompt": "a b", "chosen": " c d", "rejected": " e"}
-        if stage.reference and recipe.lora is None:
+        if stage.reference and not hasattr(model, "peft_config"):
             more["ref_model"] = _toy(recipe, tokenizer)
     rows = Dataset.from_list([row] * (4 * (trainer.get("steps_per_generation") or 1)))
     validation = None if recipe.data.validation is None else Dataset.from_list([row] * 2)
@@ -299,7 +299,7 @@ def _toy(recipe: Recipe, tokenizer: Tokenizer) -> Any:
         pad_token_id=tokenizer.pad_token_id,
     )
     model = LlamaForCausalLM(config)
-    if recipe.lora is None:
+    if recipe.lora is None or not recipe.lora.adapts(recipe.router.train):
         return model
     return get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
 

@@ -214,13 +214,14 @@ def test_packed_factors_are_measured_from_where_they_started(made, tmp_path, sta
     assert (half / name).read_bytes() == (output / name).read_bytes()
 
 
+@pytest.mark.parametrize("lora", [None, {"rank": 4, "targets": []}], ids=["all", "routers"])
 @pytest.mark.parametrize("stage", ["dpo", "grpo"])
-def test_a_reference_that_follows_the_policy_is_resumed(made, checkpoint, tmp_path, stage):
+def test_a_reference_that_follows_the_policy_is_resumed(made, checkpoint, tmp_path, stage, lora):
     """It is neither the base nor the policy: each time it moves by a share of the difference."""
     keys = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.4}
     trainer = {"learning_rate": 1e-3, "beta": 0.2, "gradient_accumulation_steps": 1, **keys}
     recipe = made(
-        stage, 5, lora=None, router={"train": "full"}, export={"merge": False, "verify": False},
+        stage, 5, lora=lora, router={"train": "full"}, export={"merge": False, "verify": False},
         trainer={**OWN.get(stage, {}).get("trainer", {}), **trainer},
     )  # fmt: skip
     output = run_recipe(recipe, tmp_path / "run")
